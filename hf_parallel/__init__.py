@@ -1,0 +1,1 @@
+"""3D parallel training for any `AutoModelForCausalLM` inside a stock `transformers.Trainer`."""

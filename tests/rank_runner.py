@@ -1,0 +1,151 @@
+"""Run a test function on several gloo ranks, one process each.
+
+Ranks are forked from a fork server that imported torch and transformers once, so a launch costs tenths of a second
+where a fresh interpreter costs seconds. Ranks meet through a file store: no ports, no retries.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.pipelining",
+    "transformers",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "accelerate",
+]
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message holds the report of every rank that did."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    tmp_path: Path,
+    timeout: float = 90.0,
+    init_group: bool = True,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Return ``fn(rank, world_size, *args)`` of every rank, in rank order.
+
+    ``fn`` must be a module-level function. With ``init_group=False`` the rank sets up its own process group (as
+    `TrainingArguments` does) from MASTER_ADDR/MASTER_PORT, which are then set.
+
+    Raises:
+        RankError: If a rank raises, exits early or is still running after ``timeout`` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    context.set_forkserver_preload(PRELOAD)
+    run_dir = tmp_path / os.urandom(4).hex()
+    run_dir.mkdir(parents=True)
+    processes, pending = [], {}
+    for rank in range(world_size):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(writer, fn, rank, world_size, run_dir, timeout, init_group, env or {}, args),
+            daemon=True,
+        )
+        process.start()
+        writer.close()
+        processes.append(process)
+        pending[rank] = reader
+
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    deadline = time.monotonic() + timeout
+    while pending and not failures:
+        ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures = [f"rank {rank} still running after {timeout:g} s\n{_stacks(run_dir, rank)}" for rank in pending]
+        for rank in [rank for rank, reader in pending.items() if reader in ready]:
+            try:
+                succeeded, payload = pending.pop(rank).recv()
+            except EOFError:
+                processes[rank].join(5)
+                succeeded, payload = False, f"exited with code {processes[rank].exitcode} and no report"
+            if succeeded:
+                results[rank] = payload
+            else:
+                failures.append(f"rank {rank}: {payload}")
+    # A rank that failed makes its peers fail a moment later; give those reports half a second to arrive.
+    for rank, reader in list(pending.items()) if failures else []:
+        if reader.poll(0.5):
+            try:
+                failures.append(f"rank {rank}: {reader.recv()[1]}")
+            except EOFError:
+                failures.append(f"rank {rank}: exited with no report")
+    for process in processes:
+        if failures:
+            process.kill()
+        process.join(10)
+    if failures:
+        raise RankError("\n".join(failures))
+    return [results[rank] for rank in range(world_size)]
+
+
+def _stacks(run_dir: Path, rank: int) -> str:
+    path = run_dir / f"stacks-{rank}.txt"
+    return path.read_text() if path.exists() else "(no stacks)"
+
+
+def _rank_main(
+    writer: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    run_dir: Path,
+    timeout: float,
+    init_group: bool,
+    env: dict[str, str],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= env
+    os.chdir(run_dir)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with open(run_dir / f"stacks-{rank}.txt", "w") as stacks:
+        faulthandler.dump_traceback_later(max(1.0, timeout - 2.0), file=stacks)
+        try:
+            if init_group:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{run_dir / 'store'}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=COLLECTIVE_TIMEOUT,
+                )
+            result = fn(rank, world_size, *args)
+            if dist.is_initialized():
+                dist.barrier()
+                dist.destroy_process_group()
+        except BaseException:
+            writer.send((False, traceback.format_exc()))
+        else:
+            writer.send((True, result))
+        faulthandler.cancel_dump_traceback_later()
