@@ -1,1 +1,1 @@
-"""Pipeline parallelism: cut a model into stages, order their work as data, run it over point-to-point messages."""
+"""Pipeline parallelism: cut any model into stages, put their work in order, and run it over ranks."""
