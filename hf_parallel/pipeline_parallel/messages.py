@@ -54,20 +54,31 @@ class Counters:
 
 @dataclass(slots=True)
 class Probe:
-    """The two optional observers of a runtime, and the one place where it blocks.
+    """The optional observers of a runtime, and the one place where it blocks.
 
     Attributes:
-        status: Called with what this rank is about to wait for or to compute.
+        waits: Called with what this rank is about to wait for from another one.
+        runs: Called with what this rank is about to compute by itself.
         trace: Called after each action or wait with its name ("1F3", "wait 1F3"), wall seconds and CPU seconds.
     """
 
-    status: Callable[[str], None] | None = None
+    waits: Callable[[str], None] | None = None
+    runs: Callable[[str], None] | None = None
     trace: Callable[[str, float, float], None] | None = None
 
-    def observe(self, status: str, name: str, work: Callable[[], Any]) -> Any:
-        """Return ``work()``, announced to the status hook and timed for the trace hook."""
-        if self.status is not None:
-            self.status(status)
+    def wait(self, status: str, name: str, work: Callable[[], Any]) -> Any:
+        """Return ``work()``, which blocks until another rank has done its part."""
+        return self._observe(self.waits, status, name, work)
+
+    def run(self, status: str, name: str, work: Callable[[], Any]) -> Any:
+        """Return ``work()``, a computation of this rank."""
+        return self._observe(self.runs, status, name, work)
+
+    def _observe(
+        self, announce: Callable[[str], None] | None, status: str, name: str, work: Callable[[], Any]
+    ) -> Any:
+        if announce is not None:
+            announce(status)
         if self.trace is None:
             return work()
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -153,7 +164,7 @@ class Sender:
         while len(self.queue) > keep:
             message, name = self.queue.popleft()
             status = f"stage {self.stage} waits for stage {self.peer} to receive {name}"
-            self.probe.observe(status, f"drain {self.what}", message.wait)
+            self.probe.wait(status, f"drain {self.what}", message.wait)
 
     def _announce(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable) -> None:
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
@@ -225,5 +236,5 @@ class Receiver:
 
     def _wait(self, message: Message, name: str) -> tuple[Tensor, ...]:
         status = f"stage {self.stage} waits for {name} from stage {self.peer}"
-        tensors: tuple[Tensor, ...] = self.probe.observe(status, f"wait for {name}", message.wait)
+        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", message.wait)
         return tensors

@@ -319,7 +319,7 @@ class PipelineRuntime:
             return finish(output, i) if self.is_last else self._check_payload(output)
 
         action = f"{self.stage_index}F{i}"
-        roots: tuple[Tensor, ...] = self.probe.observe(f"stage {self.stage_index} runs {action}", action, compute)
+        roots: tuple[Tensor, ...] = self.probe.run(f"stage {self.stage_index} runs {action}", action, compute)
         if self._down_out is not None and self._up_in is not None:
             self._up_in.specs[i] = _gradient_specs(roots)
             # The receive of the gradient is posted before the send, so that a fast peer never finds it missing.
@@ -345,7 +345,7 @@ class PipelineRuntime:
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
-        self.probe.observe(f"stage {self.stage_index} runs {action}", action, compute)
+        self.probe.run(f"stage {self.stage_index} runs {action}", action, compute)
         if self._up_out is not None:
             self._up_out.send(
                 [torch.zeros_like(x) if x.grad is None else x.grad for x in kept.leaves if x.requires_grad], i

@@ -242,7 +242,7 @@ def always_header_rank(rank: int, world_size: int) -> int:
         ) as caught:
             cached.run(microbatches[:2], schedule[0][:2], backward=True)
         assert "failed in action 0F1" in caught.value.__notes__[0]
-        runtime.probe.status = None
+        runtime.probe.waits = runtime.probe.runs = None
     else:
         # takes what the failed run above had sent for microbatch 0
         runtime_for(stage, 1, 2).run(microbatches[:1], [Action(1, "F", 0)], backward=False)
@@ -277,7 +277,7 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     runtime = runtime_for(stage, rank, world_size)
     said: list[str] = []
     timed: list[str] = []
-    runtime.probe.status = said.append
+    runtime.probe.waits = runtime.probe.runs = said.append
     runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
     connect(runtime._down_in.transport if rank else runtime._down_out.transport, rank, world_size, downwards=True)
     connect(runtime._up_out.transport if rank else runtime._up_in.transport, rank, world_size, downwards=False)
