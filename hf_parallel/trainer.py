@@ -160,14 +160,14 @@ class HFParallelTrainer(HFParallelTrainerMixin, Trainer):  # type: ignore[misc]
 
     Args:
         *args: As `transformers.Trainer`.
-        parallel_config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
+        config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
         **kwargs: As `transformers.Trainer`.
     """
 
-    def __init__(self, *args: Any, parallel_config: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, config: Any = None, **kwargs: Any) -> None:
         from hf_parallel.callback import HFParallelCallback  # the callback stands above this module
 
-        callbacks = [*(kwargs.pop("callbacks", None) or []), HFParallelCallback(parallel_config)]
+        callbacks = [*(kwargs.pop("callbacks", None) or []), HFParallelCallback(config)]
         super().__init__(*args, callbacks=callbacks, **kwargs)
 
 

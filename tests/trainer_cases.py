@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ class Case:
     evaluate: bool = False
     save: bool = False
     resume_at: int = 0
-    parallel: dict[str, Any] = dataclasses.field(default_factory=dict)
+    eval_count: int = 37
+    parallel: dict[str, Any] | None = dataclasses.field(default_factory=dict)  # None: stock data parallelism
+    reference: int = 1  # processes of the stock run it must equal
 
 
 def compute_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -65,33 +68,39 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": ((guesses == labels) & kept).sum().item() / kept.sum().item(), "rows": float(len(labels))}
 
 
-class FirstGradients(TrainerCallback):
-    """Writes the gradients of the first optimizer step, whole, by name."""
+class Snapshots(TrainerCallback):
+    """Writes, whole and by name, the gradients of the first optimizer step and the parameters after the third."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.trainer: Trainer | None = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step > 0:
-            return
+        if state.global_step == 0:
+            self.write("gradients", model, lambda p: p.grad)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.write("parameters", model, lambda p: p.detach())
+
+    def write(self, name: str, model: Any, pick: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
         session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
-        if session is None:
-            whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        else:
+        named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
+        held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
+        if session is not None:
             from hf_parallel.checkpoint import gather_tensors
 
-            attachment = session.engine.attachment
-            held = {name: p.grad for name, p in attachment.parameters.items() if p.grad is not None}
-            whole = gather_tensors(attachment.ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param")
-        if args.should_save:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(whole, self.path)
+            ledger = session.engine.attachment.ledger
+            held = gather_tensors(ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param")
+        if held and self.trainer.args.should_save:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
 
 
 def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerCallback] | None = None) -> Trainer:
     model = tiny.MODELS[case.model]()
-    mesh = case.parallel.get("pp_size", 1) * case.parallel.get("tp_size", 1)
+    parallel = case.parallel or {}
+    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1)
     replicas = max(1, world_size // mesh)
     data = tiny.rows(case.count, case.variable_length)
     arguments = TrainingArguments(
@@ -101,7 +110,7 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
         gradient_accumulation_steps=case.accumulation,
         max_steps=case.steps,
         logging_steps=1,
-        learning_rate=3e-3,
+        learning_rate=1e-3,
         max_grad_norm=case.clip,
         weight_decay=0.1,
         use_cpu=True,
@@ -121,9 +130,9 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
     if case.metrics:
         options["compute_metrics"] = accuracy
     if case.user_optimizer:
-        options["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1), None)
+        options["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), None)
     callbacks = list(extra or [])
-    if world_size > 1:
+    if world_size > 1 and case.parallel is not None:
         from hf_parallel import HFParallelCallback
 
         callbacks.append(HFParallelCallback({}, **case.parallel))
@@ -132,7 +141,7 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list(data),
-        eval_dataset=Dataset.from_list(tiny.rows(37, case.variable_length)[: 36 if replicas > 1 else 37]),
+        eval_dataset=Dataset.from_list(tiny.rows(case.eval_count, case.variable_length)),
         data_collator=tiny.collate,
         callbacks=callbacks,
         **options,
@@ -141,8 +150,8 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
 
 def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
     """Train, and return what parity compares: losses, norms, metrics, and the weights of the exported checkpoint."""
-    gradients = FirstGradients(folder / "gradients.safetensors")
-    trainer = gradients.trainer = make_trainer(case, folder, world_size, [gradients])
+    snapshots = Snapshots(folder)
+    trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots])
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.resume_at}") if case.resume_at else None)
     history = trainer.state.log_history
     trainer.save_model(str(folder / "final"))
