@@ -8,7 +8,7 @@ latter every worker of a CPU launch trains alone, silently.
 from __future__ import annotations
 
 import os
-import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,7 +231,7 @@ def _ask_parents() -> tuple[Launcher, Path | None]:
             if _is_torchrun(command):
                 return "torchrun", None
     except (psutil.Error, OSError) as error:  # a container may hide /proc; the argument and the variable still work
-        print(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", file=sys.stderr)
+        warnings.warn(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", stacklevel=2)
     return ("torchrun" if "LOCAL_RANK" in os.environ else "none"), None
 
 
