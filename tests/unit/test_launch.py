@@ -87,10 +87,12 @@ def test_accelerates_default_file_is_found(tmp_path: Path) -> None:
     assert started_by(["accelerate", "launch", "train.py"], tmp_path)[:2] == [str(default), "accelerate launch"]
 
 
-def test_the_variable_wins_over_the_launcher(tmp_path: Path) -> None:
-    command = ["accelerate", "launch", "--config_file", "mine.yaml", "train.py"]
-    found = started_by(command, tmp_path, HF_PARALLEL_CONFIG="cpu_pp2_tp2")
-    assert found == [str(find_recipe("cpu_pp2_tp2")), "env HF_PARALLEL_CONFIG", "accelerate", 1]
+def test_the_variable_wins_over_the_launcher(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched.setattr(launch, "_ask_parents", lambda: ("accelerate", tmp_path / "mine.yaml"))
+    launched.setenv("HF_PARALLEL_CONFIG", "cpu_pp2_tp2")
+    found = launch.find_launch()
+    assert (found.path, found.source) == (find_recipe("cpu_pp2_tp2"), "env HF_PARALLEL_CONFIG")
+    assert (found.launched_by, found.rank, found.local_rank, found.world_size) == ("accelerate", 1, 1, 2)
 
 
 def test_torchrun_is_recognised_and_has_no_file(tmp_path: Path) -> None:
@@ -232,6 +234,12 @@ def test_workers_without_a_process_group_are_refused(launched: pytest.MonkeyPatc
         launch.check_world(HFParallelConfig())
 
 
+def test_an_accelerate_that_counts_another_world_is_refused() -> None:
+    launch.check_world(HFParallelConfig(), accelerate_processes=1)
+    with pytest.raises(ConfigError, match=r"accelerate counts 2 process but torch.distributed connects 1"):
+        launch.check_world(HFParallelConfig(), accelerate_processes=2)
+
+
 def test_one_process_is_a_world_for_one_process_only() -> None:
     launch.check_world(HFParallelConfig())
     with pytest.raises(ConfigError, match=r"start 2 with `accelerate launch`"):
@@ -241,11 +249,11 @@ def test_one_process_is_a_world_for_one_process_only() -> None:
 TRAINING_SCRIPT = """
 import json, os, sys
 import hf_parallel
-from accelerate import PartialState
+from accelerate import Accelerator
 from hf_parallel.launch import check_world, resolve_config
 config, why = resolve_config()
-state = PartialState()
-check_world(config)
+state = Accelerator().state
+check_world(config, state.num_processes)
 line = json.dumps([state.num_processes, str(state.device), why])
 open(os.path.join(sys.argv[1], f"rank{state.process_index}.json"), "w").write(line)
 """
