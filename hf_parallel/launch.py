@@ -8,7 +8,7 @@ latter every worker of a CPU launch trains alone, silently.
 from __future__ import annotations
 
 import os
-import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +127,17 @@ def prepare_worker() -> None:
         os.environ.setdefault(USE_CPU_VARIABLE, "true")
 
 
-def check_world(config: HFParallelConfig) -> None:
+def check_world(config: HFParallelConfig, accelerate_processes: int | None = None) -> None:
     """Refuse to train when the processes that were started do not form the world that `config` needs.
 
+    Args:
+        config: The settings of the run.
+        accelerate_processes: `accelerator.num_processes`, if there is an accelerator. On a machine without a GPU a
+            bare `PartialState()` connects the workers and yet reports one process to everything built on it.
+
     Raises:
-        ConfigError: If there is no process group although several processes were started, if the group has another
-            size, or if the world does not divide into whole model copies.
+        ConfigError: If there is no process group although several processes were started, if the group or accelerate
+            counts another number, or if the world does not divide into whole model copies.
     """
     import torch.distributed as dist
 
@@ -143,6 +148,11 @@ def check_world(config: HFParallelConfig) -> None:
             f"WORLD_SIZE={launched} but torch.distributed connects {connected} process: every rank would train alone. "
             f"Import hf_parallel before TrainingArguments or Accelerator, or set {USE_CPU_VARIABLE}=true on a machine "
             f"without a GPU."
+        )
+    if accelerate_processes not in (None, connected):
+        raise ConfigError(
+            f"accelerate counts {accelerate_processes} process but torch.distributed connects {connected}: every rank "
+            f"would train alone. Create TrainingArguments or Accelerator first in the script, before any PartialState()."
         )
     try:
         config.dp_size(connected)
@@ -231,7 +241,7 @@ def _ask_parents() -> tuple[Launcher, Path | None]:
             if _is_torchrun(command):
                 return "torchrun", None
     except (psutil.Error, OSError) as error:  # a container may hide /proc; the argument and the variable still work
-        print(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", file=sys.stderr)
+        warnings.warn(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", stacklevel=2)
     return ("torchrun" if "LOCAL_RANK" in os.environ else "none"), None
 
 
