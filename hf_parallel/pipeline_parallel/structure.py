@@ -163,5 +163,6 @@ def rebuild(template: Template, fill: Callable[[Path, Leaf], Any], arguments: An
     if issubclass(template.kind, (list, tuple)):
         return make_sequence(template.kind, [item for _, item in items])
     named = {step[1]: item for step, item in items}
+    by_field = dataclasses.is_dataclass(template.kind)
     kind: Any = template.kind
-    return kind(**named) if dataclasses.is_dataclass(kind) else kind(named)
+    return kind(**named) if by_field else kind(named)
