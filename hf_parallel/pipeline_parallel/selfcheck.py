@@ -116,7 +116,12 @@ def check_split(
         for index in range(len(bounds) - 1):
             copied = _pristine(model)
             stages.append(Stage(copied, plan, bounds, index, forward_of(copied)))
-        for sample, (loss, gradients) in zip(samples, expected, strict=True):
+        for index, (sample, (loss, gradients)) in enumerate(zip(samples, expected, strict=True)):
+            if not loss.isfinite():
+                raise PlanError(
+                    f"cannot check the split of {plan.model_name}: the unsplit model's own loss on sample {index} of the "
+                    f"self-check is {float(loss)}. Give samples (padding, labels) on which its loss is finite."
+                )
             for stage in stages:
                 stage.model.zero_grad(set_to_none=True)
             torch.manual_seed(0)

@@ -76,7 +76,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: b
     if reentrant and any(key.kind != "return" for key in plan.crossings(4)):
         pytest.skip("reentrant checkpointing detaches what a block leaves anywhere but in its return value")
     loss, expected = unsplit(model, batch())
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     stages = cut(model, [0, 2, 4, plan.num_blocks], plan)
     zero_grad(stages)
     torch.testing.assert_close(run_stages(stages, batch()), loss, rtol=1e-6, atol=1e-6)
@@ -86,7 +86,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: b
 def test_discovery_with_checkpointing_on_finds_the_same_addresses() -> None:
     model = build("mixtral")
     plain = discover_stages(model, batch())
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     assert discover_stages(model, batch()).fingerprint() == plain.fingerprint()
 
 
