@@ -77,7 +77,8 @@ def run_stages(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> Tensor:
     loss.backward()  # type: ignore[no-untyped-call]
     for out, nxt in zip(reversed(sent), reversed(received[1:]), strict=True):
         pairs = [(o, n.grad) for o, n in zip(out, nxt, strict=True) if o.requires_grad and n.grad is not None]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if pairs:  # none where everything before this cut is frozen
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return loss.detach()
 
 
@@ -95,8 +96,9 @@ def check_split(
 ) -> None:
     """Compare the loss and every gradient of the stages, run one after the other, with the unsplit model's.
 
-    Works on copies: needs memory for the model three times over (a reference and one stage of all, each with
-    gradients); `model`, its gradients and the random state stay as they are.
+    Works on copies, so `model`, its gradients and the random state stay as they are. Memory, in copies of the
+    parameters: one for the stages, one for their gradients, one for each sample's expected gradients, and one more
+    while a stage is being cut.
 
     Args:
         model: the whole model, not cut.
