@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from stage_models import BLOCKS, VOCAB, batch, build, cut
+from stage_models import BLOCKS, VOCAB, assert_same_gradients, batch, build, cut, summed, unsplit
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
@@ -272,6 +272,52 @@ def test_a_tensor_without_an_address_is_refused_with_the_cuts_that_are_possible(
                                         r"allowed cuts: \[1\]"):
         plan.crossings(2)
     assert len(plan.crossings(1)) == 1
+
+
+class Holder:
+    """A state object of the model's own, as caches are."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[Tensor]] = {}
+
+
+class Passing(Toy):
+    """Block 0 stores a tensor in what it was handed, returns that too, and block 3 reads it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__([0, 1, 2, 3])
+        self.kind = kind
+        self.seen: list[Any] = []
+
+        class Block(nn.Linear):
+            def forward(self, given: Tensor, state: Any, index: int) -> tuple[Tensor, Any]:
+                store = state.kept if isinstance(state, Holder) else state
+                if index == 0:
+                    store["early"] = [given.tanh(), given.cos()]
+                return super().forward(given) + (store["early"][0] if index == 3 else 0), state
+
+        self.blocks = nn.ModuleList(Block(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden, state = self.embed(input_ids), self.kind()
+        for index, block in enumerate(self.blocks):
+            hidden, returned = block(hidden, state, index)
+            self.seen.append(returned is state)
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("kind", [dict, Holder])
+def test_a_container_that_blocks_hand_on_stays_one_object_on_every_stage(kind: type) -> None:
+    torch.manual_seed(0)
+    model = Passing(kind)
+    loss, expected = unsplit(model, toy_batch())
+    plan = discover_stages(model, toy_batch())
+    assert [key.kind for key in plan.crossings(2)] == ["argument", "return"]
+    stages = cut(model, [0, 1, 2, 4], plan)
+    torch.testing.assert_close(run_stages(stages, toy_batch()), loss, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(expected, summed(stages, list(expected)))
+    assert all(all(stage.model.seen) for stage in stages)
 
 
 def test_bounds_that_do_not_fit_are_refused_before_anything_changes() -> None:
