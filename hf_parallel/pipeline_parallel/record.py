@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.pipeline_parallel.stack import blocks_of
-from hf_parallel.pipeline_parallel.structure import Path, Template, leaves, nodes, template_of
+from hf_parallel.pipeline_parallel.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +178,10 @@ class _Watcher:
             number = self.log.number
             found = tuple((path, number(t)) for path, t in leaves((args, kwargs)))
             handed = {id(value): path for path, value in nodes((args, kwargs)) if path}
+            returned = template_of(out, handed)
             self.blocks[j] = BlockTrace(
-                returned=template_of(out, handed),
-                return_tensors=tuple((path, number(t)) for path, t in leaves(out)),
+                returned=returned,
+                return_tensors=tuple((path, number(get_at(out, path))) for path in leaf_paths(returned)),
                 written=tuple((path, n) for path, n in found if self._before.get(path) != n),
                 arguments=found,
                 hooked=self._hooked,
@@ -198,8 +199,9 @@ class _Watcher:
             if name is None or not any(key not in own for key in module._forward_hooks):
                 return
             occurrence = sum(call.module == name for call in self._hooked)
-            tensors = tuple((path, self.log.number(t)) for path, t in leaves(out))
-            self._hooked.append(HookedCall(name, occurrence, template_of(out, {}), tensors))
+            output = template_of(out, {})
+            tensors = tuple((path, self.log.number(get_at(out, path))) for path in leaf_paths(output))
+            self._hooked.append(HookedCall(name, occurrence, output, tensors))
 
         handle = inner.register_forward_hook(hook, with_kwargs=True)
         own.append(handle.id)

@@ -77,7 +77,8 @@ def run_stages(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> Tensor:
     loss.backward()  # type: ignore[no-untyped-call]
     for out, nxt in zip(reversed(sent), reversed(received[1:]), strict=True):
         pairs = [(o, n.grad) for o, n in zip(out, nxt, strict=True) if o.requires_grad and n.grad is not None]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        if pairs:  # none where everything before this cut is frozen
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
     return loss.detach()
 
 
@@ -95,8 +96,9 @@ def check_split(
 ) -> None:
     """Compare the loss and every gradient of the stages, run one after the other, with the unsplit model's.
 
-    Works on copies: needs memory for the model three times over (a reference and one stage of all, each with
-    gradients); `model`, its gradients and the random state stay as they are.
+    Works on copies, so `model`, its gradients and the random state stay as they are. Memory, in copies of the
+    parameters: one for the stages, one for their gradients, one for each sample's expected gradients, and one more
+    while a stage is being cut.
 
     Args:
         model: the whole model, not cut.
@@ -116,7 +118,12 @@ def check_split(
         for index in range(len(bounds) - 1):
             copied = _pristine(model)
             stages.append(Stage(copied, plan, bounds, index, forward_of(copied)))
-        for sample, (loss, gradients) in zip(samples, expected, strict=True):
+        for index, (sample, (loss, gradients)) in enumerate(zip(samples, expected, strict=True)):
+            if not loss.isfinite():
+                raise PlanError(
+                    f"cannot check the split of {plan.model_name}: the unsplit model's own loss on sample {index} of the "
+                    f"self-check is {float(loss)}. Give samples (padding, labels) on which its loss is finite."
+                )
             for stage in stages:
                 stage.model.zero_grad(set_to_none=True)
             torch.manual_seed(0)

@@ -49,7 +49,7 @@ class Const:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An object (a cache, a state) that the block was handed and returned."""
+    """A container or object (a cache, a state) that the block was handed and returned; it is returned as it is."""
 
     source: Path
 
@@ -141,14 +141,25 @@ def template_of(value: object, arguments: Mapping[int, Path]) -> Template:
         value: what a block or a module returned.
         arguments: id -> path in (args, kwargs) of every object the block was handed.
     """
+    source = arguments.get(id(value))
     if isinstance(value, Tensor):
-        return Leaf(value.dtype, arguments.get(id(value)))
+        return Leaf(value.dtype, source)
+    if value is None or isinstance(value, OPAQUE):
+        return Const(value)
+    if source is not None and not isinstance(value, tuple):
+        return Argument(source)
     if isinstance(value, (Mapping, list, tuple)):
         return Node(type(value), tuple((step, template_of(child, arguments)) for step, child in children(value)))
-    if next(leaves(value), None) is None:
-        return Const(value)
-    source = arguments.get(id(value))
-    return Const(None) if source is None else Argument(source)
+    return Const(value if next(leaves(value), None) is None else None)
+
+
+def leaf_paths(template: Template, path: Path = ()) -> Iterator[Path]:
+    """Paths of the tensors that `rebuild` fills in."""
+    if isinstance(template, Leaf):
+        yield path
+    elif isinstance(template, Node):
+        for step, child in template.children:
+            yield from leaf_paths(child, (*path, step))
 
 
 def rebuild(template: Template, fill: Callable[[Path, Leaf], Any], arguments: Any, path: Path = ()) -> Any:
@@ -163,5 +174,6 @@ def rebuild(template: Template, fill: Callable[[Path, Leaf], Any], arguments: An
     if issubclass(template.kind, (list, tuple)):
         return make_sequence(template.kind, [item for _, item in items])
     named = {step[1]: item for step, item in items}
+    by_field = dataclasses.is_dataclass(template.kind)
     kind: Any = template.kind
-    return kind(**named) if dataclasses.is_dataclass(kind) else kind(named)
+    return kind(**named) if by_field else kind(named)
