@@ -48,7 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
 def tiny_config(case: str) -> PretrainedConfig:
     options = CASES[case]
     if case == "gpt2":
-        return GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+        return GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
     if case == "phi3":
         return Phi3Config(**{**LLAMA, **options})
     if case == "qwen3":

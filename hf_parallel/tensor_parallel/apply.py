@@ -160,12 +160,12 @@ def _linear(state: _LinearState, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def _summed_where_whole(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
-    """f on the sections every rank holds whole: each rank's gradient of them is partial."""
+    """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
     if not any(state.replicated):
         return tensor
     if all(state.replicated):
         return copy_to_tp(tensor, state.copy.group)
-    parts = tensor.split(state.lengths, dim)
+    parts = torch.split(tensor, state.lengths, dim)
     group = state.copy.group
     return torch.cat(
         [copy_to_tp(part, group) if whole else part for part, whole in zip(parts, state.replicated, strict=True)], dim

@@ -142,12 +142,16 @@ class BlockVerifier:
         learned = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
         parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         wanted = [leaf for _, leaf in entries] + [*probe.weights.values(), *parameters.values(), *learned.values()]
-        grads = list(torch.autograd.grad(y, wanted, _cotangent(y), allow_unused=True, retain_graph=True))
+        grads: list[Tensor | None] = list(
+            torch.autograd.grad(y, wanted, _cotangent(y), allow_unused=True, retain_graph=True)
+        )
         split = [len(entries), len(entries) + len(probe.weights), len(wanted) - len(learned)]
         sources = [x for x, _ in entries if x.requires_grad]
-        targets = {**parameters, **learned}
+        targets: dict[Any, Tensor] = {**parameters, **learned}
         reached = (
-            torch.autograd.grad([x.sum() for x in sources], list(targets.values()), allow_unused=True, retain_graph=True)
+            torch.autograd.grad(
+                [x.sum() for x in sources], list(targets.values()), allow_unused=True, retain_graph=True
+            )
             if sources and targets
             else ()
         )
@@ -242,9 +246,7 @@ class BlockVerifier:
         if not agree(_sum([outcome.y for outcome in ranks]), reference.y):
             raise RejectedError("the partial outputs do not sum to the output")
         for outcome in ranks:
-            pairs = zip(
-                [*outcome.tail, *outcome.tail_grads], [*reference.tail, *reference.tail_grads], strict=False
-            )
+            pairs = zip([*outcome.tail, *outcome.tail_grads], [*reference.tail, *reference.tail_grads], strict=False)
             if len(outcome.tail) != len(reference.tail) or not all(agree(a, b) for a, b in pairs):
                 raise RejectedError("what the block computes after the row linear differs")
 
@@ -277,7 +279,11 @@ class BlockVerifier:
                 known = [part for part in parts if part is not None]
                 if expected is None and not known:
                     continue
-                if expected is None or len(known) < len(parts) or not agree(spec.assemble(known), expected, self.floor):
+                if (
+                    expected is None
+                    or len(known) < len(parts)
+                    or not agree(spec.assemble(known), expected, self.floor)
+                ):
                     raise RejectedError(f"the gradient of the per-head parameter {name} differs")
             elif self._is_partial(name, parts, expected, name in self.reference.upstream):
                 partial.append(name)
@@ -340,9 +346,7 @@ def _tail(output: Any, row_output: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     values, grads = [], []
     for tensor in tensors_in(output):
         if tensor.is_floating_point() and tensor.requires_grad:
-            (grad,) = torch.autograd.grad(
-                tensor, row_output, _cotangent(tensor), allow_unused=True, retain_graph=True
-            )
+            (grad,) = torch.autograd.grad(tensor, row_output, _cotangent(tensor), allow_unused=True, retain_graph=True)
             if grad is not None:
                 values.append(tensor.detach())
                 grads.append(grad)
