@@ -58,9 +58,9 @@ def tiny_config(case: str) -> PretrainedConfig:
     return LlamaConfig(**{**LLAMA, **options})
 
 
-def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(case: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
     """The same weights on every rank and in every call; eval mode, no dropout."""
-    model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

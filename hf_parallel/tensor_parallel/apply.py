@@ -27,7 +27,7 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, TPPlan
 from hf_parallel.tensor_parallel.propose import set_integer
-from hf_parallel.tensor_parallel.trace import map_tensors
+from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 
 
 @dataclass
@@ -172,21 +172,24 @@ def _summed_where_whole(state: _LinearState, tensor: Tensor, dim: int) -> Tensor
     )
 
 
-def _column_forward(self: Any, x: Tensor) -> Tensor:
+def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     weight = _summed_where_whole(state, self.weight, state.weight_dim)
     bias = None if self.bias is None else _summed_where_whole(state, self.bias, 0)
     return _linear(state, state.copy(x), weight, bias)
 
 
-def _row_forward(self: Any, x: Tensor) -> Tensor:
+def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
     return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
 
 
-def _gather_forward(self: Any, x: Tensor) -> Tensor:
+def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     local = _linear(state, state.copy(x), self.weight, self.bias)
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
 

@@ -82,6 +82,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
+def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """The input of a linear module: its first argument, positional or by whatever name its class gives it."""
+    value: Tensor = args[0] if args else next(iter(named.values()))
+    return value
+
+
 def perturb(module: nn.Module) -> None:
     """Add noise to every float parameter, in place, so that zeros and equal values cannot hide a wrong layout."""
     generator = torch.Generator().manual_seed(NOISE_SEED)

@@ -21,7 +21,16 @@ from hf_parallel.tensor_parallel.functions import take_heads
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan import InputRule
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, set_integer
-from hf_parallel.tensor_parallel.trace import NOISE_SEED, LinearInfo, agree, map_tensors, perturb, tensors_in, widen
+from hf_parallel.tensor_parallel.trace import (
+    NOISE_SEED,
+    LinearInfo,
+    agree,
+    map_tensors,
+    only_tensor,
+    perturb,
+    tensors_in,
+    widen,
+)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -202,7 +211,7 @@ class BlockVerifier:
                 if value is None and key == "forward":
                     del holder[key]
 
-    def _column(self, name: str, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[[Tensor], Tensor]:
+    def _column(self, name: str, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[..., Tensor]:
         module, info = self.root.get_submodule(name), self.linears[name]
         parts = {"weight": module._parameters["weight"], "bias": module._parameters.get("bias")}
         for key, parameter in parts.items():
@@ -213,14 +222,15 @@ class BlockVerifier:
                 probe.weights[f"{name}.{key}"] = local.requires_grad_()
         weight, bias = probe.weights[f"{name}.weight"], probe.weights.get(f"{name}.bias")
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Tensor, **named: Tensor) -> Tensor:
+            x = only_tensor(args, named)
             probe.calls.append(name)
             _, leaf = probe.entries.setdefault(id(x), (x, x.detach().clone().requires_grad_()))
             return F.linear(leaf, weight.t() if info.transposed else weight, bias)
 
         return forward
 
-    def _row(self, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[[Tensor], Tensor]:
+    def _row(self, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[..., Tensor]:
         name = self.candidate.row
         module, info = self.root.get_submodule(name), self.linears[name]
         full = self.root.get_parameter(f"{name}.weight").detach()
@@ -228,7 +238,8 @@ class BlockVerifier:
         bias = module._parameters.get("bias")
         probe.weights[f"{name}.weight"] = weight
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Tensor, **named: Tensor) -> Tensor:
+            x = only_tensor(args, named)
             probe.calls.append(name)
             probe.partial_output = F.linear(x, weight.t() if info.transposed else weight)
             if probe.row_output is None:
