@@ -48,7 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
 def tiny_config(case: str) -> PretrainedConfig:
     options = CASES[case]
     if case == "gpt2":
-        return GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+        return GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
     if case == "phi3":
         return Phi3Config(**{**LLAMA, **options})
     if case == "qwen3":
@@ -56,9 +58,9 @@ def tiny_config(case: str) -> PretrainedConfig:
     return LlamaConfig(**{**LLAMA, **options})
 
 
-def tiny_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(case: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
     """The same weights on every rank and in every call; eval mode, no dropout."""
-    model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -27,7 +27,7 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, TPPlan
 from hf_parallel.tensor_parallel.propose import set_integer
-from hf_parallel.tensor_parallel.trace import map_tensors
+from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 
 
 @dataclass
@@ -160,33 +160,36 @@ def _linear(state: _LinearState, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def _summed_where_whole(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
-    """f on the sections every rank holds whole: each rank's gradient of them is partial."""
+    """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
     if not any(state.replicated):
         return tensor
     if all(state.replicated):
         return copy_to_tp(tensor, state.copy.group)
-    parts = tensor.split(state.lengths, dim)
+    parts = torch.split(tensor, state.lengths, dim)
     group = state.copy.group
     return torch.cat(
         [copy_to_tp(part, group) if whole else part for part, whole in zip(parts, state.replicated, strict=True)], dim
     )
 
 
-def _column_forward(self: Any, x: Tensor) -> Tensor:
+def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     weight = _summed_where_whole(state, self.weight, state.weight_dim)
     bias = None if self.bias is None else _summed_where_whole(state, self.bias, 0)
     return _linear(state, state.copy(x), weight, bias)
 
 
-def _row_forward(self: Any, x: Tensor) -> Tensor:
+def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
     return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
 
 
-def _gather_forward(self: Any, x: Tensor) -> Tensor:
+def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
     local = _linear(state, state.copy(x), self.weight, self.bias)
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
 

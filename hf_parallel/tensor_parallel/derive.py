@@ -203,7 +203,8 @@ def _settle(draft: _Draft, candidate: Candidate, verdict: tuple[Proposal, Verdic
         return
     proposal, needs = verdict
     rewrites = tuple(
-        replace(rewrite, module=f"{root}.{rewrite.module}" if rewrite.module else root) for rewrite in proposal.rewrites
+        replace(rewrite, module=f"{root}.{rewrite.module}" if rewrite.module else root)
+        for rewrite in proposal.rewrites
     )
     for name, spec in proposal.layouts:
         info = draft.linears[f"{root}.{name}"]

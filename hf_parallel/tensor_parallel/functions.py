@@ -67,7 +67,7 @@ def copy_to_tp(x: Tensor, group: TPGroup) -> Tensor:
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    result: Tensor = _CopyToTP.apply(x, group, None)
+    result: Tensor = _CopyToTP.apply(x, group, None)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -78,7 +78,7 @@ def reduce_from_tp(x: Tensor, group: TPGroup) -> Tensor:
         x: This rank's partial sum, of any shape.
         group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per forward pass.
     """
-    result: Tensor = _ReduceFromTP.apply(x, group)
+    result: Tensor = _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -93,7 +93,7 @@ def gather_from_tp(x: Tensor, group: TPGroup, sizes: list[int]) -> Tensor:
     Returns:
         f[... sum(sizes)], equal on all ranks. Its gradient must be equal on all ranks too.
     """
-    result: Tensor = _GatherFromTP.apply(x, group, sizes)
+    result: Tensor = _GatherFromTP.apply(x, group, sizes)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -110,7 +110,8 @@ def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> T
     local = heads // tp_size
     if dim:
         return x.narrow(dim, tp_rank * local, local)
-    return x.unflatten(0, (-1, heads)).narrow(1, tp_rank * local, local).flatten(0, 1)
+    folded = x.reshape(-1, heads, *x.shape[1:])
+    return folded.narrow(1, tp_rank * local, local).flatten(0, 1)
 
 
 class SharedCopy:
@@ -135,7 +136,7 @@ class SharedCopy:
             return x
         known = self._source is not None and self._source() is x and self._version == x._version
         if not known or self._copy is None:
-            self._copy = _CopyToTP.apply(x, self.group, self)
+            self._copy = _CopyToTP.apply(x, self.group, self)  # type: ignore[no-untyped-call]
             self._source = weakref.ref(x)
             self._version = x._version
         return self._copy

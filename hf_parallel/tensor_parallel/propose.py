@@ -165,14 +165,12 @@ def _counts_heads(name: str) -> bool:
 def _head_count(sites: Mapping[str, nn.Module]) -> int:
     """Number of attention heads the block believes in; 0 if it does not say."""
     for module in sites.values():
-        integers = _integers(module)
-        config = getattr(module, "config", None)
+        config = vars(module).get("config")
+        # vars, not getattr: configs compute attributes, and some raise for those that vary between layers
+        integers = {**({} if config is None else _integers(config)), **_integers(module)}
         for name in HEAD_COUNT_NAMES:
             if name in integers:
                 return integers[name]
-        count = getattr(config, "num_attention_heads", 0)
-        if type(count) is int and count:
-            return count
     return 0
 
 

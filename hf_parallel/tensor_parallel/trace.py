@@ -57,7 +57,9 @@ class Trace:
     foreign: frozenset[str]
 
 
-def map_tensors(fn: Callable[[tuple[str | int, ...], Tensor], Any], value: Any, path: tuple[str | int, ...] = ()) -> Any:
+def map_tensors(
+    fn: Callable[[tuple[str | int, ...], Tensor], Any], value: Any, path: tuple[str | int, ...] = ()
+) -> Any:
     """`value` with `fn(path, tensor)` in place of every tensor in nested tuples, lists and dicts; others are kept."""
     if isinstance(value, Tensor):
         return fn(path, value)
@@ -78,6 +80,12 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
+
+
+def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """The input of a linear module: its first argument, positional or by whatever name its class gives it."""
+    value: Tensor = args[0] if args else next(iter(named.values()))
+    return value
 
 
 def perturb(module: nn.Module) -> None:
@@ -102,8 +110,8 @@ def widen(module: nn.Module) -> nn.Module:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run `model` inside: in eval mode, every float parameter asking for gradients; all state is restored after.
 
-    Restored: training flags, `requires_grad`, buffers (objects and values) and the random state of the CPU and of the
-    devices the model is on.
+    Restored: training flags, `requires_grad`, buffers (objects and values), tensors kept as plain attributes, and the
+    random state of the CPU and of the devices the model is on.
     """
     training = {module: module.training for module in model.modules()}
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -113,6 +121,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    attributes = {module: dict(vars(module)) for module in model.modules()}
     devices = sorted({parameter.device.index or 0 for parameter, _ in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
@@ -123,11 +132,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in training.items():
                 module.training = mode
+                _restore_tensors(module, attributes[module])
             for parameter, required in parameters:
                 parameter.requires_grad_(required)
             with torch.no_grad():
                 for module, name, buffer, value in buffers:
                     module._buffers[name] = buffer.copy_(value)
+
+
+def _restore_tensors(module: nn.Module, before: Mapping[str, Any]) -> None:
+    """Undo changes of plain attributes that hold tensors: a recurrent state would keep the whole graph alive."""
+    missing = object()
+    for name, value in list(vars(module).items()):
+        old = before.get(name, missing)
+        if value is old or not isinstance(value, Tensor):
+            continue
+        if old is missing:
+            delattr(module, name)
+        else:
+            vars(module)[name] = old
 
 
 def run(model: nn.Module, sample: Mapping[str, Any]) -> Any:
@@ -156,7 +179,8 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
             )
         scalars = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and k != "training")
         patched = id(module) if "forward" in vars(module) else None
-        key = (type(module), weight.shape, weight.dtype, tuple(module._parameters), str(scalars), patched)
+        parameters = tuple((k, p.shape) for k, p in module._parameters.items() if p is not None)
+        key = (type(module), parameters, weight.dtype, str(scalars), patched)
         if key not in known:
             known[key] = _linear_info(module, weight)
         info = known[key]
@@ -228,9 +252,7 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_hook(record(name), with_kwargs=True) for name in linears
-    ]
+    handles = [model.get_submodule(name).register_forward_hook(record(name), with_kwargs=True) for name in linears]
     try:
         with torch.enable_grad(), _reader_stack(model) as foreign:
             output = run(model, sample)
@@ -260,11 +282,11 @@ def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> fr
     return frozenset(found)
 
 
-class _ReadRecorder(TorchDispatchMode):
+class _ReadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Notes each parameter that an operation takes while its owner is not running."""
 
     def __init__(self, owners: Mapping[int, tuple[str, list[nn.Module]]], running: list[nn.Module]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owners = owners
         self.running = running
         self.foreign: set[str] = set()
@@ -329,9 +351,7 @@ def capture_inputs(
 
         return hook
 
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(record(name), with_kwargs=True) for name in names
-    ]
+    handles = [model.get_submodule(name).register_forward_pre_hook(record(name), with_kwargs=True) for name in names]
     try:
         with torch.enable_grad():
             run(model, sample)

@@ -21,7 +21,16 @@ from hf_parallel.tensor_parallel.functions import take_heads
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan import InputRule
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, set_integer
-from hf_parallel.tensor_parallel.trace import NOISE_SEED, LinearInfo, agree, map_tensors, perturb, tensors_in, widen
+from hf_parallel.tensor_parallel.trace import (
+    NOISE_SEED,
+    LinearInfo,
+    agree,
+    map_tensors,
+    only_tensor,
+    perturb,
+    tensors_in,
+    widen,
+)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -142,12 +151,16 @@ class BlockVerifier:
         learned = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
         parameters = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         wanted = [leaf for _, leaf in entries] + [*probe.weights.values(), *parameters.values(), *learned.values()]
-        grads = list(torch.autograd.grad(y, wanted, _cotangent(y), allow_unused=True, retain_graph=True))
+        grads: list[Tensor | None] = list(
+            torch.autograd.grad(y, wanted, _cotangent(y), allow_unused=True, retain_graph=True)
+        )
         split = [len(entries), len(entries) + len(probe.weights), len(wanted) - len(learned)]
         sources = [x for x, _ in entries if x.requires_grad]
-        targets = {**parameters, **learned}
+        targets: dict[Any, Tensor] = {**parameters, **learned}
         reached = (
-            torch.autograd.grad([x.sum() for x in sources], list(targets.values()), allow_unused=True, retain_graph=True)
+            torch.autograd.grad(
+                [x.sum() for x in sources], list(targets.values()), allow_unused=True, retain_graph=True
+            )
             if sources and targets
             else ()
         )
@@ -198,7 +211,7 @@ class BlockVerifier:
                 if value is None and key == "forward":
                     del holder[key]
 
-    def _column(self, name: str, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[[Tensor], Tensor]:
+    def _column(self, name: str, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[..., Tensor]:
         module, info = self.root.get_submodule(name), self.linears[name]
         parts = {"weight": module._parameters["weight"], "bias": module._parameters.get("bias")}
         for key, parameter in parts.items():
@@ -209,14 +222,15 @@ class BlockVerifier:
                 probe.weights[f"{name}.{key}"] = local.requires_grad_()
         weight, bias = probe.weights[f"{name}.weight"], probe.weights.get(f"{name}.bias")
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Tensor, **named: Tensor) -> Tensor:
+            x = only_tensor(args, named)
             probe.calls.append(name)
             _, leaf = probe.entries.setdefault(id(x), (x, x.detach().clone().requires_grad_()))
             return F.linear(leaf, weight.t() if info.transposed else weight, bias)
 
         return forward
 
-    def _row(self, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[[Tensor], Tensor]:
+    def _row(self, spec: ShardSpec | None, rank: int, probe: _Probe) -> Callable[..., Tensor]:
         name = self.candidate.row
         module, info = self.root.get_submodule(name), self.linears[name]
         full = self.root.get_parameter(f"{name}.weight").detach()
@@ -224,7 +238,8 @@ class BlockVerifier:
         bias = module._parameters.get("bias")
         probe.weights[f"{name}.weight"] = weight
 
-        def forward(x: Tensor) -> Tensor:
+        def forward(*args: Tensor, **named: Tensor) -> Tensor:
+            x = only_tensor(args, named)
             probe.calls.append(name)
             probe.partial_output = F.linear(x, weight.t() if info.transposed else weight)
             if probe.row_output is None:
@@ -242,9 +257,7 @@ class BlockVerifier:
         if not agree(_sum([outcome.y for outcome in ranks]), reference.y):
             raise RejectedError("the partial outputs do not sum to the output")
         for outcome in ranks:
-            pairs = zip(
-                [*outcome.tail, *outcome.tail_grads], [*reference.tail, *reference.tail_grads], strict=False
-            )
+            pairs = zip([*outcome.tail, *outcome.tail_grads], [*reference.tail, *reference.tail_grads], strict=False)
             if len(outcome.tail) != len(reference.tail) or not all(agree(a, b) for a, b in pairs):
                 raise RejectedError("what the block computes after the row linear differs")
 
@@ -277,7 +290,11 @@ class BlockVerifier:
                 known = [part for part in parts if part is not None]
                 if expected is None and not known:
                     continue
-                if expected is None or len(known) < len(parts) or not agree(spec.assemble(known), expected, self.floor):
+                if (
+                    expected is None
+                    or len(known) < len(parts)
+                    or not agree(spec.assemble(known), expected, self.floor)
+                ):
                     raise RejectedError(f"the gradient of the per-head parameter {name} differs")
             elif self._is_partial(name, parts, expected, name in self.reference.upstream):
                 partial.append(name)
@@ -340,9 +357,7 @@ def _tail(output: Any, row_output: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     values, grads = [], []
     for tensor in tensors_in(output):
         if tensor.is_floating_point() and tensor.requires_grad:
-            (grad,) = torch.autograd.grad(
-                tensor, row_output, _cotangent(tensor), allow_unused=True, retain_graph=True
-            )
+            (grad,) = torch.autograd.grad(tensor, row_output, _cotangent(tensor), allow_unused=True, retain_graph=True)
             if grad is not None:
                 values.append(tensor.detach())
                 grads.append(grad)

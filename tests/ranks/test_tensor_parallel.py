@@ -131,7 +131,9 @@ def one_optimizer_run(case: str, rank: int) -> None:
     steps(model, optimizer)
     got = gathered(plan, {name: p.detach() for name, p in model.named_parameters()})
     for name, p in reference.named_parameters():
-        torch.testing.assert_close(got[name], p.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}")
+        torch.testing.assert_close(
+            got[name], p.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
 
 
 def optimizer_built_before(rank: int, world_size: int) -> None:

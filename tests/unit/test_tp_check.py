@@ -202,3 +202,45 @@ def test_the_whole_model_check_sees_a_damaged_plan(
     plan = plan_tensor_parallel(model, 2, plan_sample())
     with pytest.raises(PlanError, match=message):
         verify_model(model, damage(plan), plan_sample())
+
+
+class NamedCalls(nn.Module):
+    """Linears called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(input=torch.tanh(self.up(input=x)))
+
+
+def test_linears_called_by_keyword_are_paired() -> None:
+    assert len(planned(Wrapped(NamedCalls())).pairs) == 1
+
+
+class Sinks(BiasedAttention):
+    """Attention with one learned score per head, and a buffer of one slope per head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.register_buffer("slopes", torch.tensor([0.5, 1.0, 1.5, 2.0]))
+
+    def forward(self, x: Tensor, position_bias: Tensor | None = None) -> Tensor:
+        return super().forward(x, (self.sinks.exp() * self.slopes).view(-1, 1, 1) * torch.eye(x.shape[1]))
+
+
+def test_parameters_and_buffers_with_one_entry_per_head_are_sliced() -> None:
+    specs = planned(Wrapped(Sinks())).shard_specs()
+    assert specs["block.sinks"].full_size == specs["block.slopes"].full_size == 4
+
+
+def test_a_block_that_sits_at_two_places_has_a_layout_under_both_names() -> None:
+    model = nn.Module()
+    model.first = model.second = ScaledMLP()
+    model.forward = lambda x: model.second(model.first(x, torch.ones(1)), torch.ones(1))  # type: ignore[method-assign]
+    plan = plan_tensor_parallel(model, 2, sample())
+    specs = plan.shard_specs()
+    assert len(plan.pairs) == 1
+    assert specs["first.up.weight"] == specs["second.up.weight"]

@@ -129,6 +129,12 @@ def test_other_precisions_get_the_same_plan(case: str, dtype: torch.dtype) -> No
     assert plan_tensor_parallel(tiny_model(case, dtype), 2, plan_sample()) == expected
 
 
+@pytest.mark.parametrize("case", ["llama", "llama_kv1", "gpt2", "phi3", "qwen3"])
+def test_the_attention_kernel_does_not_change_the_plan(case: str) -> None:
+    expected = plan_tensor_parallel(tiny_model(case), 2, plan_sample())
+    assert plan_tensor_parallel(tiny_model(case, attention="sdpa"), 2, plan_sample()) == expected
+
+
 def test_zero_and_equal_weights_do_not_fool_the_verification() -> None:
     model = tiny_model("gpt2")
     expected = plan_tensor_parallel(model, 2, plan_sample())
