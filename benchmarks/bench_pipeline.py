@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -26,7 +27,6 @@ from typing import Any, TypeAlias
 import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ Spans: TypeAlias = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Settings:
-    """One benchmark run; sizes in tokens, blocks and rounds, ``quiet_limit`` in seconds, ``foreign`` in cores."""
+    """One benchmark run; sizes in tokens and blocks, ``quiet_budget`` in seconds, ``foreign`` in cores."""
 
     microbatches: tuple[int, ...] = (4, 8, 16)
     rounds: int = 8
@@ -55,8 +55,8 @@ class Settings:
     cut: int = 4
     vocab: int = 2048
     rows: int = 1
-    length: int = 64
-    quiet_limit: float = 20.0
+    length: int = 128
+    quiet_budget: float = 120.0
     foreign: float = 0.15
 
     def config(self) -> LlamaConfig:
@@ -132,7 +132,8 @@ class Bench:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.stages = nn.ModuleList([FirstStage(model, settings.cut), LastStage(model, settings.cut)])
         self.spans: Spans = {}
-        transport = make_transport("auto", CPU, dist.group.WORLD)
+        self.patience = settings.quiet_budget
+        transport = make_transport("auto", CPU, dist.new_group([0, 1]))
         self.runtime = PipelineRuntime(self._stage, rank, 2, transport, transport)
         self.runtime.probe.trace = self._record
         self.schedules: dict[int, Schedule1F1B] = {}
@@ -188,7 +189,7 @@ class Bench:
         losses = []
         for part in ids.chunk(microbatches):
             loss = self.loss(self.stages[1](self.stages[0](part)), part, microbatches)
-            loss.backward()
+            torch.autograd.backward(loss)
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -199,7 +200,7 @@ class Bench:
         self.stages.zero_grad()
         self.spans.clear()
         if self.rank == 0:
-            wait_for_quiet(self.settings.quiet_limit, self.settings.foreign)
+            self.patience -= wait_for_quiet(self.patience, self.settings.foreign)
         dist.barrier()
         busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
         loss = step(ids, microbatches)
@@ -224,12 +225,13 @@ def busy_seconds() -> float:
     return float(times.user + times.system + times.nice + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
 
-def wait_for_quiet(limit: float, foreign: float) -> None:
-    """Return when the machine uses less than ``foreign`` cores, or after ``limit`` seconds."""
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
+def wait_for_quiet(limit: float, foreign: float) -> float:
+    """Return when the machine uses less than ``foreign`` cores, or after ``limit`` seconds; the seconds waited."""
+    start = time.monotonic()
+    while time.monotonic() - start < limit:
         if psutil.cpu_percent(interval=0.3) / 100.0 * (psutil.cpu_count() or 1) < foreign:
-            return
+            break
+    return time.monotonic() - start
 
 
 def check_variants_agree(bench: Bench, microbatches: int) -> None:
@@ -248,6 +250,12 @@ def check_variants_agree(bench: Bench, microbatches: int) -> None:
                 raise RuntimeError(f"variant {variant} gives {values} and ours {facts['ours']}: loss, gradient norm.")
 
 
+def rotated(names: tuple[str, ...], number: int) -> tuple[str, ...]:
+    """Return the names in an order that starts one further each round."""
+    shift = number % len(names)
+    return names[shift:] + names[:shift]
+
+
 def worker(rank: int, settings: Settings, store: str, output: str) -> None:
     """Run one rank; rank 0 writes the samples to ``output``."""
     torch.set_num_threads(1)
@@ -255,17 +263,33 @@ def worker(rank: int, settings: Settings, store: str, output: str) -> None:
     bench = Bench(rank, settings)
     for microbatches in settings.microbatches:
         check_variants_agree(bench, microbatches)
-    samples = []
-    for number in range(settings.rounds):
-        shift = number % len(VARIANTS)
-        for microbatches in settings.microbatches:
-            for variant in VARIANTS[shift:] + VARIANTS[:shift]:
-                samples.append(bench.sample(variant, microbatches, number))
+    samples = [
+        bench.sample(variant, microbatches, number)
+        for number in range(settings.rounds)
+        for microbatches in settings.microbatches
+        for variant in rotated(VARIANTS, number)
+    ]
     if rank == 0:
         facts = {"parameters": bench.parameters, "samples": [asdict(sample) for sample in samples]}
         Path(output).write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_both_ranks(settings: Settings, store: str, output: str) -> None:
+    """Run `worker` in two fresh processes.
+
+    Raises:
+        SystemExit: If one of them failed; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=worker, args=(r, settings, store, output), daemon=True) for r in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise SystemExit(f"ranks exited with {[process.exitcode for process in processes]}")
 
 
 def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> dict[str, Any]:
@@ -294,7 +318,7 @@ def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> d
         "microbatches": microbatches,
         "rounds_used": len(used),
         "clean": enough,
-        "seconds": {variant: median(lambda group, v=variant: group[v].seconds) for variant in VARIANTS},
+        "seconds": {variant: statistics.median(group[variant].seconds for group in used) for variant in VARIANTS},
         "ours_over_torch": median(lambda group: group["ours"].seconds / group["torch"].seconds),
         "speedup": speedup,
         "torch_speedup": median(lambda group: group["single"].seconds / group["torch"].seconds),
@@ -339,17 +363,19 @@ def parse_arguments() -> tuple[Settings, Path]:
     parser.add_argument(
         "--foreign", type=float, default=Settings.foreign, help="cores of other load a clean sample allows"
     )
-    parser.add_argument("--quiet-limit", type=float, default=Settings.quiet_limit, help="seconds to wait for quiet")
+    parser.add_argument(
+        "--quiet-budget", type=float, default=Settings.quiet_budget, help="seconds in all to wait for quiet"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/reports/bench-pipeline.json"))
     given = parser.parse_args()
     if given.smoke:
         small = Settings(
-            (2, 4), 2, hidden=64, blocks=2, cut=1, vocab=64, length=16, quiet_limit=0.0, foreign=given.foreign
+            (2, 4), 2, hidden=64, blocks=2, cut=1, vocab=64, length=16, quiet_budget=0.0, foreign=given.foreign
         )
         return small, given.output
     microbatches = tuple(given.microbatches)
     settings = Settings(
-        microbatches, given.rounds, cut=given.cut, quiet_limit=given.quiet_limit, foreign=given.foreign
+        microbatches, given.rounds, cut=given.cut, quiet_budget=given.quiet_budget, foreign=given.foreign
     )
     return settings, given.output
 
@@ -360,7 +386,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "samples.json"
-        mp.spawn(worker, (settings, str(Path(folder) / "store"), str(raw)), nprocs=2)
+        run_both_ranks(settings, str(Path(folder) / "store"), str(raw))
         facts = json.loads(raw.read_text())
     samples = [Sample(**sample) for sample in facts["samples"]]
     rows = [summarise(samples, microbatches, settings.foreign) for microbatches in settings.microbatches]

@@ -143,7 +143,7 @@ class Sender:
     counters: Counters
     window: int
     specs: dict[Hashable, tuple[TensorSpec, ...]] = field(default_factory=dict)
-    queue: deque[tuple[Message, str]] = field(default_factory=deque)
+    queue: deque[tuple[tuple[Message, ...], str]] = field(default_factory=deque)
 
     def send(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable = None) -> None:
         """Start sending; with a signature (not None) a header goes first if the peer has not seen it.
@@ -151,39 +151,42 @@ class Sender:
         Raises:
             RankMismatchError: If the payload differs from what the peer expects for this signature.
         """
-        if signature is not None:
-            self._announce(tensors, microbatch, signature)
+        header = () if signature is None else self._announce(tensors, microbatch, signature)
         payload = tuple(tensor.detach().contiguous() for tensor in tensors)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += sum(tensor.nbytes for tensor in payload)
-        self.queue.append((self.transport.isend(payload, self.peer), f"the {self.what} of microbatch {microbatch}"))
+        # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
+        parts = (*header, self.transport.isend(payload, self.peer))
+        self.queue.append((parts, f"the {self.what} of microbatch {microbatch}"))
         self.drain(self.window)
 
     def drain(self, keep: int = 0) -> None:
         """Wait for all sends but the newest ``keep``."""
         while len(self.queue) > keep:
-            message, name = self.queue.popleft()
+            parts, name = self.queue.popleft()
             status = f"stage {self.stage} waits for stage {self.peer} to receive {name}"
-            self.probe.wait(status, f"drain {self.what}", message.wait)
+            for part in parts:
+                self.probe.wait(status, f"drain {self.what}", part.wait)
 
-    def _announce(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable) -> None:
+    def _announce(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable) -> tuple[Message, ...]:
+        """Start sending the header if the peer has not seen the signature; return what is under way."""
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known = self.specs.get(signature)
-        if known is None:
-            body = encode_header(specs)
-            device = self.transport.device
-            header = (torch.tensor([len(body)], device=device), torch.tensor(body, device=device))
-            self.queue.append((self.transport.isend(header[:1], self.peer), "a header"))
-            self.queue.append((self.transport.isend(header[1:], self.peer), "a header"))
-            self.counters.headers_sent += 1
-            self.specs[signature] = specs
-        elif known != specs:
+        if known == specs:
+            return ()
+        if known is not None:
             raise RankMismatchError(
                 f"payload of microbatch {microbatch} to stage {self.peer} is {specs}, but inputs of the same shapes "
                 f"gave {known} before: stage {self.peer} expects one payload for one set of input shapes. Call "
                 "forget_headers() on every rank after freezing parameters or changing the model's flags, or build "
                 "the runtime with cache_headers=False if payload shapes depend on the data."
             )
+        body = encode_header(specs)
+        device = self.transport.device
+        header = (torch.tensor([len(body)], device=device), torch.tensor(body, device=device))
+        self.counters.headers_sent += 1
+        self.specs[signature] = specs
+        return tuple(self.transport.isend([part], self.peer) for part in header)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,8 @@ transports; NCCL needs them on two groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from hf_parallel.errors import PlanError, ScheduleError, UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.messages import Counters, Probe, Receiver, Sender, signature_of
-from hf_parallel.pipeline_parallel.transport import TensorSpec, Transport
+from hf_parallel.pipeline_parallel.transport import TensorSpec, Transport, connect
 
 
 Inputs: TypeAlias = Mapping[str, Any]
@@ -66,7 +67,7 @@ class PhaseState:
 
 
 class PipelineRuntime:
-    """The interpreter of schedules on one rank.
+    """The interpreter of schedules on one rank; all ranks of the pipeline group build theirs together.
 
     Args:
         stage: ``stage(payload, **inputs)``; an `nn.Module` or any callable.
@@ -241,6 +242,10 @@ class PipelineRuntime:
                 "pipeline transports for activations and gradients share one NCCL group: its operations run one after "
                 "another, so a send in one direction blocks the other for ever. Create a second group for gradients."
             )
+        if down.serial:
+            connect(down, self.stage_index, self.num_stages, downwards=True)
+        if up.serial:
+            connect(up, self.stage_index, self.num_stages, downwards=False)
         here, probe, counters = self.stage_index, self.probe, self.counters
         if here > 0:
             self._down_in = Receiver(down, here, here - 1, "activation", probe, counters, down.receive_ahead)
@@ -283,13 +288,19 @@ class PipelineRuntime:
         return signatures
 
     def _perform(self, action: Action, work: Callable[[int], None]) -> None:
-        try:
+        with self._named(f"action {action}"):
             self._post_ahead()
             work(action.microbatch)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Note on every error which stage failed in what, and let it pass."""
+        try:
+            yield
         except Exception as error:
             error.add_note(
                 f"pipeline stage {self.stage_index} of {self.num_stages} (rank {self.stage_index} of the pipeline "
-                f"group) failed in action {action}"
+                f"group) failed in {what}"
             )
             raise
 
@@ -360,9 +371,10 @@ class PipelineRuntime:
         )
 
     def _drain(self) -> None:
-        for link in (self._down_out, self._up_out):
-            if link is not None:
-                link.drain()
+        with self._named("finishing its sends"):
+            for link in (self._down_out, self._up_out):
+                if link is not None:
+                    link.drain()
 
 
 def _tensors_of(output: Any) -> tuple[Tensor, ...]:

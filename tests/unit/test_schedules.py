@@ -85,7 +85,7 @@ def test_text_reads_as_documented() -> None:
 
 @pytest.mark.parametrize("text", ["2X0", "F0", "2F", "", "-1F0", "2F0B"])
 def test_text_that_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match="an action is <stage><F|B><microbatch>"):
+    with pytest.raises(ScheduleError, match="an action is <stage>"):
         Action.parse(text)
 
 
