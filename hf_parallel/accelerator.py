@@ -72,7 +72,7 @@ class HFParallelPlugin(ParallelismConfig):
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Called by `Accelerator.__init__` with itself: the one place where a plugin meets its accelerator."""
         if self._session is None:
-            self._session = Session.start(self.config, self.explanation, accelerator.device)
+            self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
             self._present(self._session.mesh.shape.dp_size)
         attach_accelerator(accelerator, self._session)
 

@@ -24,7 +24,7 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
 from hf_parallel.plugin import refuse_model
 from hf_parallel.session import Session
-from hf_parallel.trainer import HFParallelTrainerMixin
+from hf_parallel.trainer_mixin import HFParallelTrainerMixin
 
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class HFParallelCallback(TrainerCallback):
                 "HFParallelCallback was called outside Trainer.__init__: pass it in Trainer(callbacks=[...])."
             )
         self._armed = True
-        check_world(self.config)
+        check_world(self.config, trainer.accelerator.num_processes)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.warning("hf_parallel: %s", self.explanation)
             return

@@ -270,17 +270,17 @@ class PipelineEngine(Engine):
         state = self.runtime.forward_phase(microbatches, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])
         self._pending = self.trains
-        return CausalLMOutputWithPast(
-            logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state)
-        )
+        return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))
 
     def backward_split(self, gradient: torch.Tensor, state: PhaseState) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""
         self._pending = False
         rows = [parts[0].shape[0] for parts in state.outputs]  # empty on all but the last stage
-        gradients = [
-            (part.to(parts[0].dtype),) for part, parts in zip(gradient.split(rows), state.outputs, strict=True)
-        ] if rows else None
+        gradients = (
+            [(part.to(parts[0].dtype),) for part, parts in zip(gradient.split(rows), state.outputs, strict=True)]
+            if rows
+            else None
+        )
         self.runtime.backward_phase(state, gradients)
         if GradientState().sync_gradients:
             self._reduce(1.0)
@@ -318,7 +318,9 @@ class PipelineEngine(Engine):
             dist.broadcast(header, src=source, group=group)
             if not self.mesh.is_last_stage:
                 double, *shape = header.tolist()
-                logits = torch.empty(shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device)
+                logits = torch.empty(
+                    shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device
+                )
             dist.broadcast(logits, src=source, group=group)
         return logits
 

@@ -293,7 +293,9 @@ def _pipeline_engine(attachment: Attachment, stage: Stage, config: HFParallelCon
     mesh, watchdog = attachment.mesh, attachment.watchdog
     num_stages = mesh.shape.pp_size
     if mesh.pp_down_group is None or mesh.pp_up_group is None:
-        raise ConfigError(f"pp_size={num_stages} but this rank has no pipeline group. Launch pp_size x tp_size processes.")
+        raise ConfigError(
+            f"pp_size={num_stages} but this rank has no pipeline group. Launch pp_size x tp_size processes."
+        )
     transports = [
         make_transport(config.pipeline.transport, attachment.device, group)
         for group in (mesh.pp_down_group, mesh.pp_up_group)

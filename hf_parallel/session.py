@@ -44,14 +44,22 @@ class Session:
         self.engine: Engine | None = None
 
     @classmethod
-    def start(cls, config: HFParallelConfig, explanation: str, device: torch.device) -> Session:
+    def start(
+        cls, config: HFParallelConfig, explanation: str, device: torch.device, num_processes: int | None = None
+    ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
+
+        Args:
+            config: Validated settings.
+            explanation: For the start-up line.
+            device: Where this rank computes.
+            num_processes: Processes that accelerate counts, to be compared with those that run.
 
         Raises:
             ConfigError: The processes that run do not fit the settings.
             RankMismatchError: Ranks read different settings.
         """
-        check_world(config)
+        check_world(config, num_processes)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
         compare_over_ranks("config", config.fingerprint(), shape.describe)

@@ -30,11 +30,28 @@ WIDTHS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": BLOCKS, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
-        "eos_token_id": 2, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-GEMMA3N = {**WIDTHS, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB,
-           "hidden_size_per_layer_input": 8, "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 6,
-           "layer_types": ["sliding_attention", "full_attention"] * 3}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": BLOCKS,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+GEMMA3N = {
+    **WIDTHS,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.0] * 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**WIDTHS),
     "llama_tied": lambda: transformers.LlamaConfig(**WIDTHS, tie_word_embeddings=True),
@@ -51,8 +68,15 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         vocab_size=VOCAB, hidden_size=32, n_layer=BLOCKS, n_head=4, hidden_dropout=0.0, attention_dropout=0.0
     ),
     "opt": lambda: transformers.OPTConfig(
-        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=BLOCKS, num_attention_heads=4,
-        max_position_embeddings=64, word_embed_proj_dim=24, dropout=0.0, pad_token_id=1,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=24,
+        dropout=0.0,
+        pad_token_id=1,
     ),
 }
 

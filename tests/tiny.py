@@ -73,7 +73,8 @@ def rows(count: int, variable_length: bool = False) -> list[dict[str, list[int]]
         start, step = (int(torch.randint(1, bound, (1,), generator=generator)) for bound in (97, 4))
         ids = [(start + step * position) % 96 + 1 for position in range(length)]
         labels = [
-            -100 if variable_length and (index * 7 + position) % 5 == 0 else token for position, token in enumerate(ids)
+            -100 if variable_length and (index * 7 + position) % 5 == 0 else token
+            for position, token in enumerate(ids)
         ]
         made.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * length})
     return made

@@ -53,7 +53,9 @@ def mean_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
 class LossOnLogits(Trainer):
     """A user's subclass with a loss of its own on the logits."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = compute_loss_func(outputs, labels, num_items_in_batch)

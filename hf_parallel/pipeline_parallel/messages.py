@@ -74,9 +74,7 @@ class Probe:
         """Return ``work()``, a computation of this rank."""
         return self._observe(self.runs, status, name, work)
 
-    def _observe(
-        self, announce: Callable[[str], None] | None, status: str, name: str, work: Callable[[], Any]
-    ) -> Any:
+    def _observe(self, announce: Callable[[str], None] | None, status: str, name: str, work: Callable[[], Any]) -> Any:
         if announce is not None:
             announce(status)
         if self.trace is None:

@@ -53,7 +53,9 @@ def block_costs(model: nn.Module, plan: PipelinePlan, num_tokens: int = 1) -> St
     weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in blocks_of(model, plan.stack)]
     inside = [flops.get(2 * j + 1, 0.0) or 2.0 * num_tokens * weights[j] for j in range(count)]
     between = [flops.get(2 * j, 0.0) if j else 0.0 for j in range(count)]
-    return StageCosts(tuple(a + b for a, b in zip(inside, between, strict=True)), flops.get(0, 0.0), flops.get(2 * count, 0.0))
+    return StageCosts(
+        tuple(a + b for a, b in zip(inside, between, strict=True)), flops.get(0, 0.0), flops.get(2 * count, 0.0)
+    )
 
 
 def partition(num_blocks: int, num_stages: int, split: Split, costs: StageCosts | None = None) -> list[int]:
@@ -110,7 +112,9 @@ def _range_cost(lo: int, hi: int, num_stages: int, index: int, sums: Sequence[fl
 def _balanced(num_blocks: int, num_stages: int, costs: StageCosts) -> list[int]:
     """Dynamic program twice: the smallest maximum first, then the evenest partition that reaches it."""
     if len(costs.blocks) != num_blocks:
-        raise PlanError(f"costs name {len(costs.blocks)} blocks, the model has {num_blocks}. Make them from its own plan.")
+        raise PlanError(
+            f"costs name {len(costs.blocks)} blocks, the model has {num_blocks}. Make them from its own plan."
+        )
     sums = [0.0, *accumulate(costs.blocks)]
 
     def solve(limit: float, by_maximum: bool) -> tuple[float, list[int]]:

@@ -149,7 +149,9 @@ class _Watcher:
                 self._handles.append(block.register_forward_pre_hook(self._count(name, j)))
         blocks = blocks_of(model, stack)
         for j, block in enumerate(blocks):
-            self._handles.append(block.register_forward_pre_hook(self._enter(j, block), with_kwargs=True, prepend=True))
+            self._handles.append(
+                block.register_forward_pre_hook(self._enter(j, block), with_kwargs=True, prepend=True)
+            )
             self._handles.append(block.register_forward_hook(self._leave(j), with_kwargs=True))
         for inner in {id(m): m for block in blocks for n, m in block.named_modules() if n}.values():
             self._watch_inner(inner)
@@ -250,8 +252,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
     kind = accelerators[0].type if accelerators else "cuda"
-    buffers = [(m, dict(m._buffers), {k: b.clone() for k, b in m._buffers.items() if b is not None})
-               for m in model.modules()]
+    buffers = [
+        (m, dict(m._buffers), {k: b.clone() for k, b in m._buffers.items() if b is not None}) for m in model.modules()
+    ]
     attributes = [(m, dict(vars(m))) for m in model.modules()]
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
         try:
@@ -309,6 +312,4 @@ def record_forward(
         watcher.remove()
     ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ("past_key_values",))
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
-    return Record(
-        stack, log.ops, watcher.calls, watcher.blocks, outputs, parameters, watcher.zero_outputs, log.flops
-    )
+    return Record(stack, log.ops, watcher.calls, watcher.blocks, outputs, parameters, watcher.zero_outputs, log.flops)

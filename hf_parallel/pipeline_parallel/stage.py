@@ -217,7 +217,9 @@ class Stage(Uncopyable):
         finally:
             self.run, self.block = None, -1
         if not self.is_last or run.passed != self.lo:
-            raise PlanError(self._strayed(f"{run.passed} of {self.lo} earlier blocks and not all of [{self.lo}, {self.hi})"))
+            raise PlanError(
+                self._strayed(f"{run.passed} of {self.lo} earlier blocks and not all of [{self.lo}, {self.hi})")
+            )
         return out
 
     def current_run(self) -> _Run:

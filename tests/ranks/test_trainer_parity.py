@@ -76,9 +76,7 @@ FOUR_RANKS = [
         reference=2,
     ),
     Case("pp2_tp2", model="llama_tied", parallel=PP2_TP2, accumulation=2, variable_length=True, steps=4),
-    Case(
-        "pp2_tp2_gpt2", model="gpt2", parallel=PP2_TP2, evaluate=True, metrics=True, steps=4, arguments=NO_NOISE
-    ),
+    Case("pp2_tp2_gpt2", model="gpt2", parallel=PP2_TP2, evaluate=True, metrics=True, steps=4, arguments=NO_NOISE),
     Case("pp2_tp2_qwen3", model="qwen3", parallel=PP2_TP2, accumulation=2, steps=4),
     Case("tp2_dp2", model="llama_tied", parallel={"tp_size": 2}, accumulation=2, variable_length=True, steps=4),
     Case(

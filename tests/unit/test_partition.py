@@ -18,7 +18,9 @@ GRID = [(n, s) for n in range(1, 10) for s in range(1, n + 1)]
 
 def random_costs(num_blocks: int, seed: int) -> StageCosts:
     draw = random.Random(seed)
-    return StageCosts(tuple(draw.choice([0.5, 1, 1, 2, 5]) for _ in range(num_blocks)), draw.random(), 4 * draw.random())
+    return StageCosts(
+        tuple(draw.choice([0.5, 1, 1, 2, 5]) for _ in range(num_blocks)), draw.random(), 4 * draw.random()
+    )
 
 
 @pytest.mark.parametrize(("num_blocks", "num_stages"), GRID)
@@ -35,14 +37,15 @@ def test_bounds_cover_all_blocks_in_order(num_blocks: int, num_stages: int) -> N
 @pytest.mark.parametrize(("num_blocks", "num_stages"), GRID)
 def test_balanced_reaches_the_smallest_maximum_of_all_partitions(num_blocks: int, num_stages: int) -> None:
     costs = random_costs(num_blocks, 31 * num_blocks + num_stages)
-    everything = [
-        [0, *inner, num_blocks] for inner in itertools.combinations(range(1, num_blocks), num_stages - 1)
-    ]
+    everything = [[0, *inner, num_blocks] for inner in itertools.combinations(range(1, num_blocks), num_stages - 1)]
     best = min(max(stage_costs(bounds, costs)) for bounds in everything)
     got = stage_costs(partition(num_blocks, num_stages, "balanced", costs), costs)
     assert max(got) == pytest.approx(best, rel=1e-12)
-    squares = min(sum(c * c for c in stage_costs(b, costs)) for b in everything
-                  if max(stage_costs(b, costs)) <= best * (1 + 1e-12))
+    squares = min(
+        sum(c * c for c in stage_costs(b, costs))
+        for b in everything
+        if max(stage_costs(b, costs)) <= best * (1 + 1e-12)
+    )
     assert sum(c * c for c in got) == pytest.approx(squares, rel=1e-12)
 
 

@@ -223,9 +223,15 @@ def toy_batch() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        ([0, 1, 2, 3, 0, 1, 2, 3], r"cannot pipeline Toy: its blocks 'blocks' run more than once per forward \(order "
-                                   r"0,1,2,3,0,1,2,3\).*Use tensor parallel or ZeRO"),
-        ([0, 1, 2], r"block 3 of 'blocks' did not run on this input \(blocks that ran: 0,1,2 of 4\); discover with the"),
+        (
+            [0, 1, 2, 3, 0, 1, 2, 3],
+            r"cannot pipeline Toy: its blocks 'blocks' run more than once per forward \(order "
+            r"0,1,2,3,0,1,2,3\).*Use tensor parallel or ZeRO",
+        ),
+        (
+            [0, 1, 2],
+            r"block 3 of 'blocks' did not run on this input \(blocks that ran: 0,1,2 of 4\); discover with the",
+        ),
         ([1, 0, 2, 3], r"run in the order 1,0,2,3"),
     ],
 )
@@ -268,8 +274,11 @@ class Leaky(Toy):
 
 def test_a_tensor_without_an_address_is_refused_with_the_cuts_that_are_possible() -> None:
     plan = discover_stages(Leaky(), toy_batch())
-    with pytest.raises(PlanError, match=r"cannot cut Leaky before block 2: a tensor made in block 1 by aten\.exp.*"
-                                        r"allowed cuts: \[1\]"):
+    with pytest.raises(
+        PlanError,
+        match=r"cannot cut Leaky before block 2: a tensor made in block 1 by aten\.exp.*"
+        r"allowed cuts: \[1\]",
+    ):
         plan.crossings(2)
     assert len(plan.crossings(1)) == 1
 
@@ -342,8 +351,15 @@ def test_another_path_through_the_model_is_reported() -> None:
 
 
 def test_peers_of_transformers_blocks_without_checkpoint_support_are_found_by_what_runs() -> None:
-    config = transformers.Qwen3Config(vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=3,
-                                      num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.tower = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))  # larger, never called
     assert discover_stages(model, batch()).stack == "model.layers"

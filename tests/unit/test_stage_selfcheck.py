@@ -102,8 +102,11 @@ class ReversibleStack(Plain):
 def test_blocks_inside_a_custom_autograd_function_are_caught_by_their_gradients() -> None:
     model = ReversibleStack()
     plan = discover_stages(model, samples()[0])
-    with pytest.raises(PlanError, match=r"cannot pipeline ReversibleStack: the split model's gradients differ.*"
-                                        r"\(\d+ of 11 parameters, first: embed\.weight.*Nothing was changed"):
+    with pytest.raises(
+        PlanError,
+        match=r"cannot pipeline ReversibleStack: the split model's gradients differ.*"
+        r"\(\d+ of 11 parameters, first: embed\.weight.*Nothing was changed",
+    ):
         check_split(model, plan, [0, 2, 4], samples(), forward_of)
 
 

@@ -59,7 +59,7 @@ def test_every_element_is_counted_once(spec: ShardSpec, tp_size: int) -> None:
         index = spec.index(tp_size, rank)
         ranges = spec.counted(tp_size, rank)
         for start, length in ranges:
-            assert 0 < length
+            assert length > 0
             count[index[start : start + length]] += 1
         assert all(a + b < start for (a, b), (start, _) in zip(ranges, ranges[1:], strict=False)), "not merged"
     assert torch.equal(count, torch.ones_like(count))
