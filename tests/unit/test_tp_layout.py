@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -59,9 +61,9 @@ def test_every_element_is_counted_once(spec: ShardSpec, tp_size: int) -> None:
         index = spec.index(tp_size, rank)
         ranges = spec.counted(tp_size, rank)
         for start, length in ranges:
-            assert 0 < length
+            assert length > 0
             count[index[start : start + length]] += 1
-        assert all(a + b < start for (a, b), (start, _) in zip(ranges, ranges[1:], strict=False)), "not merged"
+        assert all(a + b < start for (a, b), (start, _) in itertools.pairwise(ranges)), "not merged"
     assert torch.equal(count, torch.ones_like(count))
 
 
