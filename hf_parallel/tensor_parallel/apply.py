@@ -1,7 +1,7 @@
 """Carry out a tensor-parallel plan in place: local parameters, patched forwards of linears, nothing else.
 
-Every patched forward is a bound method of its module and finds its settings on the module itself, so a copy of the model
-uses the copy's parameters. Names under which settings are kept start with `tp_`.
+Every patched forward is a bound method of its module and finds its settings on the module itself, so a copy of the
+model uses the copy's parameters. Names under which settings are kept start with `tp_`.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ def apply_tensor_parallel(
 ) -> None:
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
-    Parameters keep their identity (`p.data` becomes the shard, an existing gradient is cut alike), so ties, optimizers and
-    tables by id stay right; optimizer state that already exists does not and must be built anew. `out_features` and the
-    like keep the full sizes. All ranks of `group` must then run the same batches in lockstep.
+    Parameters keep their identity (`p.data` becomes the shard, an existing gradient is cut alike), so ties,
+    optimizers and tables by id stay right; optimizer state that already exists does not and must be built anew.
+    `out_features` and the like keep the full sizes. All ranks of `group` must then run the same batches in lockstep.
 
     Copies: `copy.deepcopy` of the result is a working model that communicates over the same group.
 
-    Random numbers: outside pairs all tp ranks must draw the same dropout masks, which holds when they are seeded equally
-    and draw equally often (the Trainer seeds all ranks alike). Inside a pair the equal seed makes the mask of each rank's
-    part repeat: heads of different ranks drop at the same places. The expectation is right, the masks are correlated.
+    Random numbers: outside pairs all tp ranks must draw the same dropout masks, which holds when they are seeded
+    equally and draw equally often (the Trainer seeds all ranks alike). Inside a pair the equal seed makes the mask of
+    each rank's part repeat: heads of different ranks drop at the same places. The expectation is right, the masks are
+    correlated.
 
     Args:
         model: The model, or a stage of it, the plan was made for.
@@ -88,7 +89,8 @@ def apply_tensor_parallel(
         return
     if plan.tp_size != group.size():
         raise PlanError(
-            f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. Make a plan for {group.size()}."
+            f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
+            f"Make a plan for {group.size()}."
         )
     shared = SharedCopy(group)
     held = {name: linear for name, linear in plan.linears.items() if holds(f"{name}.weight")}

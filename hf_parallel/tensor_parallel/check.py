@@ -1,7 +1,7 @@
 """Proof of a whole plan: loss-like outputs and every gradient of the sharded model against the plain one.
 
-Pairs are verified one at a time; this check sees what only shows when they meet. The ranks are threads of one process on
-the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
+Pairs are verified one at a time; this check sees what only shows when they meet. The ranks are threads of one process
+on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.trace import NOISE_SEED, agree, perturb, run, tensors_in, undisturbed, widen
+from hf_parallel.tensor_parallel.trace import (
+    NOISE_SEED,
+    agree,
+    map_tensors,
+    perturb,
+    run,
+    tensors_in,
+    undisturbed,
+    widen,
+)
 
+
+RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait for each other
 
 Result = tuple[list[Tensor], dict[str, Tensor | None]]
 
@@ -28,8 +39,8 @@ Result = tuple[list[Tensor], dict[str, Tensor | None]]
 def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> None:
     """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
 
-    Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so it
-    is meant for a small twin. Parameters are perturbed, the same way in all copies.
+    Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
+    it is meant for a small twin. Parameters are perturbed, the same way in all copies.
 
     Args:
         model: The full model, before the plan is applied.
@@ -39,13 +50,14 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     Raises:
         PlanError: If an output or a gradient differs; names the first ones.
     """
-    whole = _twin(model)
-    reference = _outputs_and_grads(whole, sample)
+    # On a GPU one autograd thread would serve all ranks, and wait for itself in their collectives.
+    sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
+    reference = _outputs_and_grads(_twin(model).cpu(), sample)
     if plan.tp_size == 1:
         return
     ranks: list[Result | BaseException | None] = [None] * plan.tp_size
     slots: list[Tensor | None] = [None] * plan.tp_size
-    barrier = threading.Barrier(plan.tp_size)
+    barrier = threading.Barrier(plan.tp_size, timeout=RANK_TIMEOUT_S)
 
     def rank_main(rank: int, twin: nn.Module) -> None:
         try:
@@ -55,7 +67,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
             ranks[rank] = error
             barrier.abort()
 
-    threads = [threading.Thread(target=rank_main, args=(rank, _twin(model))) for rank in range(plan.tp_size)]
+    threads = [threading.Thread(target=rank_main, args=(rank, _twin(model).cpu())) for rank in range(plan.tp_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

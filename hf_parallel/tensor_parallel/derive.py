@@ -1,8 +1,8 @@
 """Derive a tensor-parallel plan for any model: trace it, propose column -> row pairs, keep those that verify.
 
-No architecture is known here. What cannot be paired falls back to a column linear with gathered output, which is right for
-every linear because nothing outside of it changes; what cannot even be gathered stays replicated. Every module that is
-not in a pair is reported with the reason.
+No architecture is known here. What cannot be paired falls back to a column linear with gathered output, which is
+right for every linear because nothing outside of it changes; what cannot even be gathered stays replicated. Every
+module that is not in a pair is reported with the reason.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class _Draft:
 def plan_tensor_parallel(model: nn.Module, tp_size: int, sample: Mapping[str, Any]) -> TPPlan:
     """Plan how `tp_size` ranks share the linear modules of `model`.
 
-    Pure: the model, its buffers, training flags, gradients and the random state are as before. Deterministic: every rank
-    that plans the same model gets the same plan. Pairs are verified on copies of one block of each kind, in fp32 where
-    the model is in half precision, so a bf16 model keeps its pairs. The whole model runs forward twice on `sample`.
+    Pure: the model, its buffers, training flags, gradients and the random state are as before. Deterministic: every
+    rank that plans the same model gets the same plan. Pairs are verified on copies of one block of each kind, in fp32
+    where the model is in half precision, so a bf16 model keeps its pairs. The whole model runs forward twice on
+    `sample`.
 
     Args:
         model: The full model with materialised weights, eager enough to run `model(**sample)`.
         tp_size: Number of tensor-parallel ranks, >= 1.
-        sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A few
-            rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
+        sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A
+            few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
 
     Returns:
         The plan; with `tp_size=1` it shards nothing.
@@ -144,7 +145,7 @@ def _common_parent(names: Iterable[str]) -> str:
 
 
 def _kind(draft: _Draft, candidate: Candidate) -> tuple[Any, ...]:
-    """Blocks of one kind share a verdict: equal class, names, shapes and settings of the modules that hold the pair."""
+    """Blocks of one kind share a verdict: equal class, names, shapes and settings of their modules."""
     root = draft.model.get_submodule(candidate.root)
     shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in root.named_parameters())
     settings = tuple(
@@ -166,7 +167,7 @@ def _judge(draft: _Draft, candidate: Candidate, arguments: Arguments | None) -> 
     failures: dict[str, None] = {}
     try:
         verifier = BlockVerifier(root, candidate, local, arguments, draft.tp_size)
-    except Exception as error:  # a block of unknown code may refuse to be copied or run alone; reported, then gathered
+    except Exception as error:  # noqa: BLE001  unknown code may refuse to be copied or run alone; reported
         return f"the block cannot be run alone: {type(error).__name__}: {str(error).strip()[:100]}"
     for proposal in proposals(root, candidate, local, arguments, draft.tp_size):
         try:

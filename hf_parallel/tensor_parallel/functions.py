@@ -1,8 +1,8 @@
 """The three communicating functions of tensor parallelism, as autograd functions on plain local tensors.
 
-Megatron's pair f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3) plus a gather: outside a column -> row pair all
-ranks hold the same values and the same gradients, inside they hold partial ones. No function works in place on a tensor
-autograd may need.
+Megatron's pair f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3) plus a gather: outside a column -> row pair
+all ranks hold the same values and the same gradients, inside they hold partial ones. No function works in place on a
+tensor autograd may need.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ TPGroup = ProcessGroup | VirtualGroup
 def copy_to_tp(x: Tensor, group: TPGroup) -> Tensor:
     """f: `x` forward, gradient summed over `group` backward.
 
-    Marks the entry of a replicated tensor into a region where each rank computes its own part. Nothing is communicated,
-    and `x` itself is returned, when no gradient will be asked for.
+    Marks the entry of a replicated tensor into a region where each rank computes its own part. Nothing is
+    communicated, and `x` itself is returned, when no gradient will be asked for.
 
     Args:
         x: Replicated tensor of any shape.
@@ -117,8 +117,9 @@ def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> T
 class SharedCopy:
     """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
 
-    A single slot, because the readers of a tensor run one after the other. The slot is emptied by the backward pass, and
-    it holds the tensor weakly, so no activation outlives its step.
+    A single slot, because the readers of a tensor run one after the other. The copy is a view that keeps its tensor
+    alive, so the backward pass empties the slot and no activation outlives its step; a forward pass that is never
+    differentiated pins one tensor until the next.
 
     Args:
         group: The tensor-parallel group.

@@ -1,9 +1,9 @@
 """Which elements of a tensor each tensor-parallel rank stores.
 
-`ShardSpec` is the single source of truth for sharding, gathering, clipping, saving and resharding: one dim of the tensor
-is a row of sections, each of which is either split over the ranks or held whole by every rank. Sections exist because
-fused projections (`[q | k | v]`, `[gate | up]`) must be split part by part, and because the key and value parts of
-multi-query attention cannot be split at all.
+`ShardSpec` is the single source of truth for sharding, gathering, clipping, saving and resharding: one dim of the
+tensor is a row of sections, each of which is either split over the ranks or held whole by every rank. Sections exist
+because fused projections (`[q | k | v]`, `[gate | up]`) must be split part by part, and because the key and value
+parts of multi-query attention cannot be split at all.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class ShardSpec:
         """
         if full.ndim <= self.dim or full.shape[self.dim] != self.full_size:
             raise PlanError(
-                f"a tensor of shape {tuple(full.shape)} cannot be sharded: the layout expects {self.full_size} positions "
-                f"along dim {self.dim}. Make the plan for the model it is applied to."
+                f"a tensor of shape {tuple(full.shape)} cannot be sharded: the layout expects {self.full_size} "
+                f"positions along dim {self.dim}. Make the plan for the model it is applied to."
             )
         held = [(start, length) for start, length in self.ranges(tp_size, tp_rank) if length]
         if len(held) == 1:

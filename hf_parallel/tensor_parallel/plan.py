@@ -1,7 +1,8 @@
 """The tensor-parallel plan of one model, as data: what each module does, without any tensor or module in it.
 
 A plan is made by `derive.plan_tensor_parallel` and carried out by `apply.apply_tensor_parallel`; in between it can be
-printed, hashed, compared across ranks, and stored as JSON. All names are those of `named_modules` / `named_parameters`.
+printed, hashed, compared across ranks, and stored as JSON. All names are those of `named_modules` /
+`named_parameters`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class LinearPlan:
     """One linear module whose weight is stored as a shard.
 
     Args:
-        role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column whose output is gathered.
+        role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column with gathered output.
         transposed: Whether the weight is stored as [in, out] (Conv1D) instead of [out, in].
         weight: Layout of the weight.
         bias: Layout of the bias; none if there is no bias or every rank holds it whole (`row`).

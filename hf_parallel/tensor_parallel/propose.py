@@ -1,8 +1,8 @@
 """Proposals for a column -> row pair: candidate layouts, and changes to what the block believes about its own size.
 
 A proposal is only a guess; `verify` decides with numbers. Guesses look at sizes and at attribute names that mean a
-count of heads or a width in most modeling code, never at the architecture. Order matters: the first that verifies wins,
-so the ones that change least come first.
+count of heads or a width in most modeling code, never at the architecture. Order matters: the first that verifies
+wins, so the ones that change least come first.
 """
 
 from __future__ import annotations

@@ -218,13 +218,13 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
 def agree(value: Tensor, reference: Tensor, floor: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding.
 
-    A wrong layout changes results by their own magnitude; rounding in fp32 by about 1e-6 of it. Models may compute parts
-    in fp32 even when they are fp64, which bounds the fp64 tolerance.
+    A wrong layout changes results by their own magnitude; rounding in fp32 by about 1e-6 of it. Models may compute
+    parts in fp32 even when they are fp64, which bounds the fp64 tolerance.
 
     Args:
         value: The tensor to judge.
         reference: The tensor to compare with.
-        floor: Magnitude below which differences count relative to `floor` (for gradients that are zero up to rounding).
+        floor: Magnitude below which differences count relative to `floor` (for gradients that are rounding noise).
     """
     if value.shape != reference.shape:
         return False

@@ -1,8 +1,8 @@
 """Numeric proof of one column -> row pair: every virtual rank of it runs in this process, and the parts must add up.
 
-The block is copied, its parameters are perturbed (zeros and ones would hide mistakes), and it is run once whole and once
-as each rank. Accepted is a proposal whose partial outputs and gradients sum or concatenate to the whole ones; which
-parameters and inputs then carry partial gradients is a result, not a guess.
+The block is copied, its parameters are perturbed (zeros and ones would hide mistakes), and it is run once whole and
+once as each rank. Accepted is a proposal whose partial outputs and gradients sum or concatenate to the whole ones;
+which parameters and inputs then carry partial gradients is a result, not a guess.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BlockVerifier:
         self.tp_size = tp_size
         self.reference = self._run(None, 0, None)
         grads = [*self.reference.weight_grads.values(), *self.reference.parameter_grads.values()]
-        # Gradients that are zero in exact arithmetic (a key bias under softmax) are rounding noise: compare them to this.
+        # A gradient that is zero in exact arithmetic (a key bias under softmax) is noise: compare it to this.
         self.floor = 1e-2 * max((float(grad.abs().max()) for grad in grads if grad is not None), default=0.0)
 
     def verify(self, proposal: Proposal) -> Verdict:

@@ -225,6 +225,8 @@ def copies_and_memory(rank: int, world_size: int) -> None:
         model.zero_grad(set_to_none=True)
         backward(model)
         counts.append(live_tensors())
+        shared = model.get_submodule("lm_head").tp_linear.copy
+        assert shared._copy is None, "the backward pass must let go of the activation"
     assert counts[1] == counts[2], "tensors leak from step to step"
 
 

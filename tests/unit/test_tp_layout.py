@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -61,7 +63,7 @@ def test_every_element_is_counted_once(spec: ShardSpec, tp_size: int) -> None:
         for start, length in ranges:
             assert length > 0
             count[index[start : start + length]] += 1
-        assert all(a + b < start for (a, b), (start, _) in zip(ranges, ranges[1:], strict=False)), "not merged"
+        assert all(a + b < start for (a, b), (start, _) in itertools.pairwise(ranges)), "not merged"
     assert torch.equal(count, torch.ones_like(count))
 
 
