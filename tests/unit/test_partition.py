@@ -55,6 +55,11 @@ def test_an_expensive_head_takes_blocks_from_the_last_stage() -> None:
     assert partition(5, 3, "even") == [0, 2, 4, 5]
 
 
+def test_the_smallest_maximum_goes_before_the_smallest_sum_of_squares() -> None:
+    costs = StageCosts((4.0, 2.0, 2.0, 4.0, 1.0, 2.0))  # 4, 4, 7 has the smaller sum of squares
+    assert stage_costs(partition(6, 3, "balanced", costs), costs) == [6.0, 6.0, 3.0]
+
+
 def test_misfits_are_refused_with_numbers() -> None:
     with pytest.raises(PlanError, match="= 6 stages need at least one block each, but the model has 4 blocks"):
         partition(4, 6, "even")

@@ -107,7 +107,7 @@ def test_a_stage_keeps_no_activation_alive_after_a_call() -> None:
         seen: list[Any] = []
         for module in model.modules():
             if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
+                module.register_forward_hook(lambda m, a, out, seen=seen: seen.append(weakref.ref(out)))
         payload = () if stage.is_first else (torch.randn(2, 8, 32, requires_grad=True),)
         gc.collect()
         gc.disable()  # nothing may need the cycle collector: activations would pile up between its runs
@@ -224,9 +224,8 @@ def toy_batch() -> dict[str, Tensor]:
     ("order", "message"),
     [
         (
-            [0, 1, 2, 3, 0, 1, 2, 3],
-            r"cannot pipeline Toy: its blocks 'blocks' run more than once per forward \(order "
-            r"0,1,2,3,0,1,2,3\).*Use tensor parallel or ZeRO",
+            [0, 1, 2, 3] * 2,
+            r"cannot pipeline Toy: its blocks 'blocks' run more than once per forward \(order 0,1,2,3,0,1",
         ),
         (
             [0, 1, 2],
