@@ -54,11 +54,12 @@ DEMO_DEFAULTS: Mapping[str, Any] = {
     "output_dir": "runs/demo",
     "overwrite_output_dir": True,
     "block_size": 128,
+    "max_train_samples": 32,
     "max_eval_samples": 16,
     "max_steps": 16,
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,
-    "learning_rate": 1e-4,
+    "learning_rate": 2e-4,
     "warmup_steps": 2,
     "logging_steps": 1,
     "save_strategy": "no",
@@ -171,7 +172,7 @@ def load_model(arguments: ModelArguments) -> tuple[PreTrainedModel, PreTrainedTo
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=arguments.dtype, attn_implementation=arguments.attn_implementation, **source, **unpacked
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(
             f"--model_name_or_path {name} cannot be loaded: {error}\n"
             "Give a directory with config.json, the weights and the tokenizer, or a hub name you have access to."
