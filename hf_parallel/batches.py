@@ -1,0 +1,133 @@
+"""Batches as the engine sees them: rows cut into microbatches, label counts, and the same-batch check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.errors import ConfigError, RankMismatchError
+from hf_parallel.mesh import Mesh
+
+
+IGNORED_LABEL = -100
+# The row count is read from the first of these that the batch has.
+ROW_INPUTS = ("input_ids", "inputs_embeds", "labels", "attention_mask")
+
+
+def num_rows(batch: Mapping[str, Any]) -> int:
+    """Number of sequences in a batch.
+
+    Raises:
+        ConfigError: The batch has none of the inputs that carry rows.
+    """
+    for name in ROW_INPUTS:
+        if isinstance(batch.get(name), torch.Tensor):
+            return int(batch[name].shape[0])
+    raise ConfigError(
+        f"cannot tell the rows of a batch with the inputs {sorted(batch)}: none of {', '.join(ROW_INPUTS)} is a "
+        "tensor. Name the token ids input_ids."
+    )
+
+
+def split_rows(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str, Any]]:
+    """Cut a batch along its rows into at most `num_microbatches` parts whose sizes differ by at most one.
+
+    Tensors with one entry a row along dim 0 are cut; everything else (a broadcast position_ids of one row, flags) goes
+    to every microbatch.
+    """
+    rows = num_rows(batch)
+    parts = min(num_microbatches, rows)
+    if parts <= 1:
+        return [dict(batch)]
+    sizes = [rows // parts + (index < rows % parts) for index in range(parts)]
+    microbatches: list[dict[str, Any]] = [{} for _ in sizes]
+    for name, value in batch.items():
+        cut = isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows
+        pieces: Sequence[Any] = value.split(sizes) if cut else [value] * parts
+        for microbatch, piece in zip(microbatches, pieces, strict=True):
+            microbatch[name] = piece
+    return microbatches
+
+
+def count_targets(batch: Mapping[str, Any], shifted: bool) -> torch.Tensor:
+    """Number of label positions (0-d int64) that the loss of this batch averages over.
+
+    Args:
+        batch: Needs `labels` i[B S], or `shift_labels` as padding-free collators provide.
+        shifted: Whether the loss predicts token i+1 at position i, so that the first label is no target.
+    """
+    if isinstance(batch.get("shift_labels"), torch.Tensor):
+        return batch["shift_labels"].ne(IGNORED_LABEL).sum()
+    labels: torch.Tensor = batch["labels"]
+    return (labels[..., 1:] if shifted else labels).ne(IGNORED_LABEL).sum()
+
+
+def require_targets(count: float, what: str) -> None:
+    """Refuse a loss over nothing.
+
+    Raises:
+        ConfigError: `count` is zero.
+    """
+    if count == 0:
+        raise ConfigError(
+            f"every label of {what} is {IGNORED_LABEL}: the loss would be 0/0 = nan and destroy the weights. Check the "
+            "collator and the label masking, or drop such rows from the dataset."
+        )
+
+
+class BatchCheck:
+    """Compares the batch across the ranks of one model copy on the first steps after each reset.
+
+    Stages that read different batches train silently wrong; non-deterministic collators and streams cause it.
+    """
+
+    def __init__(self, mesh: Mesh, steps: int) -> None:
+        self._mesh = mesh
+        self._steps = steps
+        self._left = steps
+
+    def reset(self) -> None:
+        """Check the next steps again (a new epoch may use a new sampler)."""
+        self._left = self._steps
+
+    def check(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Collective over the ranks of one model copy while steps to check remain.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        group = self._mesh.mp_group
+        if self._left <= 0 or group is None:
+            return
+        self._left -= 1
+        device = next(v.device for b in batches for v in b.values() if isinstance(v, torch.Tensor))
+        mine = torch.tensor([digest(batches)], dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
+        dist.all_gather(everyone, mine, group=group)
+        values = [int(value) for value in everyone]
+        if len(set(values)) == 1:
+            return
+        first = self._mesh.dp_rank * self._mesh.shape.mp_size
+        odd = [self._mesh.shape.describe(first + i) for i, value in enumerate(values) if value != values[0]]
+        raise RankMismatchError(
+            f"{', '.join(odd)} read a different batch than {self._mesh.shape.describe(first)}, but all ranks of one "
+            "model copy must read the same rows. A collator or dataset that draws random numbers must be seeded alike "
+            "on all of them; an IterableDataset must yield the same stream on all of them."
+        )
+
+
+def digest(batches: Sequence[Mapping[str, Any]]) -> int:
+    """A 63-bit hash of all tensors (names, shapes and values) of a list of batches."""
+    state = hashlib.blake2b(digest_size=8)
+    for batch in batches:
+        for name in sorted(batch):
+            value = batch[name]
+            if isinstance(value, torch.Tensor):
+                data = value.detach().cpu().contiguous()
+                state.update(f"{name}{tuple(data.shape)}{data.dtype}".encode())
+                state.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(state.digest(), "big") >> 1

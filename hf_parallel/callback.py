@@ -1,0 +1,151 @@
+"""The callback: one line in user code turns a stock Trainer into one rank of a parallel run.
+
+It only arms in `on_init_end`. The model is cut when it is prepared (at the start of training or evaluation), reading
+`model.forward` as it is then: libraries that patch the forward after the Trainer's constructor are respected.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_parallel.accelerator import HFParallelPlugin, attach_accelerator
+from hf_parallel.compat import calling_trainer, trainer_internals
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.launch import check_world, resolve_config
+from hf_parallel.plugin import refuse_model
+from hf_parallel.session import Session
+from hf_parallel.trainer_mixin import HFParallelTrainerMixin
+
+
+logger = logging.getLogger(__name__)
+
+
+class HFParallelCallback(TrainerCallback):
+    """Makes a stock `Trainer` parallel.
+
+    Args:
+        config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
+            `HFParallelConfig`.
+        **overrides: Settings that win over `config`, such as `pp_size=2` or `num_microbatches=8`.
+
+    Raises:
+        ConfigError: All problems of the settings at once.
+
+    Example:
+        `Trainer(model=model, args=args, train_dataset=data, callbacks=[HFParallelCallback()])`
+    """
+
+    def __init__(
+        self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
+    ) -> None:
+        self.config, self.explanation = resolve_config(config, **overrides)
+        self.session: Session | None = None
+        self._armed = False
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Arm: find the Trainer, check everything, start the session, swap the classes of live objects."""
+        trainer = calling_trainer()
+        if trainer is None:
+            raise UnsupportedError(
+                "HFParallelCallback was called outside Trainer.__init__: pass it in Trainer(callbacks=[...])."
+            )
+        self._armed = True
+        check_world(self.config, trainer.accelerator.num_processes)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            logger.warning("hf_parallel: %s", self.explanation)
+            return
+        if refuse_engine(trainer, self.config):
+            return
+        trainer_internals(trainer)
+        refuse_arguments(trainer, self.config)
+        refuse_model(trainer.model, self.config.model_parallel_size)
+        self.session = Session.start(self.config, self.explanation, args.device)
+        attach_trainer(trainer, self.session)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a callback that was added too late to act."""
+        if not self._armed:
+            raise ConfigError(
+                "HFParallelCallback was added with add_callback() after the Trainer was made, so it has no effect. "
+                "Pass it in Trainer(callbacks=[HFParallelCallback()])."
+            )
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the first batches of every epoch: each epoch shuffles anew."""
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.attachment.batch_check.reset()
+
+
+def attach_trainer(trainer: Trainer, session: Session) -> None:
+    """Make a live Trainer, and its accelerator, parallel."""
+    accelerator = trainer.accelerator
+    accelerator.state.parallelism_config = HFParallelPlugin.of(session)
+    attach_accelerator(accelerator, session)
+    kind = type(trainer)
+    if not issubclass(kind, HFParallelTrainerMixin):
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+    trainer.gather_function = functools.partial(
+        accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+    )
+
+
+def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
+    """Whether DeepSpeed or FSDP drives this run and hf_parallel stays out of it.
+
+    Raises:
+        ConfigError: It does, but tp or pp were asked for.
+    """
+    name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
+    if name is None:
+        return False
+    if config.model_parallel_size > 1:
+        raise ConfigError(
+            f"distributed_type {name} together with pp_size={config.pp_size}, tp_size={config.tp_size}: both would "
+            "own the model. Set distributed_type: MULTI_GPU, or pp_size and tp_size to 1."
+        )
+    logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
+    return True
+
+
+def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Refuse Trainer settings that would have no effect or a wrong one; all at once.
+
+    Raises:
+        ConfigError: Every problem with its fix, one a line.
+    """
+    args, problems = trainer.args, []
+    if args.torch_compile:
+        problems.append("torch_compile=True is not available: it would have no effect. Set it to False.")
+    if args.auto_find_batch_size:
+        problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
+    if args.use_liger_kernel and config.model_parallel_size > 1:
+        problems.append("use_liger_kernel=True replaces the loss and reads the whole head. Set it to False.")
+    if args.n_gpu > 1:
+        problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
+    if args.eval_use_gather_object:
+        problems.append("eval_use_gather_object=True is not available. Return tensors from the model.")
+    if args.accelerator_config.dispatch_batches:
+        problems.append("accelerator_config.dispatch_batches=True gives every rank other rows. Leave it unset.")
+    if not isinstance(trainer.model, nn.Module):
+        problems.append("the model is not a torch.nn.Module.")
+    data = trainer.train_dataset
+    if data is not None and not isinstance(data, IterableDataset) and hasattr(data, "__len__") and len(data) == 0:
+        problems.append("train_dataset is empty: there is nothing to train on.")
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,241 @@
+"""Tensors of a parallelized model to and from files, by the ledger.
+
+Weights are written as one normal Hugging Face checkpoint: the writer receives every tensor whole, in ledger order.
+Each rank reads back only what it holds. Optimizer state is a safetensors file per (stage, tp rank), keyed by parameter
+name. A directory appears under its final name only when everything in it is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_parallel.errors import CheckpointError
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh
+
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+STATE_SEPARATOR = "::"
+
+
+def gather_tensors(
+    ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh, *, wanted: Callable[[Entry], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the full model, whole and on the CPU, on world rank 0; {} elsewhere. Collective.
+
+    Args:
+        ledger: The model's ledger.
+        held: Ledger name -> this rank's tensor or shard.
+        mesh: This rank's mesh.
+        wanted: Entries to gather; all by default.
+    """
+    full: dict[str, torch.Tensor] = {}
+    if mesh.dp_rank == 0:
+        for entry in ledger:
+            if wanted is None or wanted(entry):
+                tensor = _gather_one(entry, held.get(entry.name), mesh)
+                if tensor is not None:
+                    full[entry.name] = tensor
+    return full
+
+
+def _gather_one(entry: Entry, mine: torch.Tensor | None, mesh: Mesh) -> torch.Tensor | None:
+    """The whole tensor on world rank 0, None elsewhere; the owner stage's tp ranks send their shards."""
+    tp_size = mesh.shape.tp_size if entry.spec is not None else 1
+    sources = [mesh.shape.rank_at(0, entry.owner, tp_rank) for tp_rank in range(tp_size)]
+    if mesh.rank in sources and mesh.rank != 0:
+        if mine is None:
+            raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
+        dist.send(_wire(mine.detach().to(entry.dtype)), dst=0)
+    if mesh.rank != 0:
+        return None
+    shards = []
+    for tp_rank, source in enumerate(sources):
+        if source == 0:
+            if mine is None:
+                raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
+            shards.append(mine.detach().to("cpu", entry.dtype))
+            continue
+        shape = list(entry.shape)
+        if entry.spec is not None:
+            shape[entry.spec.dim] = entry.spec.local_size(tp_size, tp_rank)
+        buffer = _wire(torch.empty(shape, dtype=entry.dtype))
+        dist.recv(buffer, src=source)
+        shards.append(buffer.cpu())
+    whole = shards[0] if entry.spec is None else entry.spec.assemble(shards)
+    return whole.clone() if whole.data_ptr() == (mine.data_ptr() if mine is not None else 0) else whole
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` where the default group can send it from: the GPU for NCCL, the CPU for gloo; contiguous."""
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    return tensor.to(device).contiguous()
+
+
+@torch.no_grad()
+def load_weights(folder: str | Path, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+    """Copy this rank's tensors out of a Hugging Face checkpoint, reading only its own slices.
+
+    Raises:
+        CheckpointError: No weights in the folder, an unreadable file, or a tensor that is missing or of another shape.
+    """
+    files = weight_files(Path(folder))
+    for name, tensor in held.items():
+        entry = ledger.entries[name]
+        alias = next((alias for alias in entry.aliases if alias in files), None)
+        if alias is None:
+            raise CheckpointError(
+                f"{folder}: no tensor named {' or '.join(entry.aliases)} among {len(files)}. The checkpoint is of "
+                "another model, or its names are converted when transformers loads it: load it with from_pretrained()."
+            )
+        tensor.copy_(_read(files[alias], alias, entry, mesh))
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that has it.
+
+    Raises:
+        CheckpointError: The folder has neither weights nor an index, or a file of the index is missing.
+    """
+    index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
+    if index.is_file():
+        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        missing = sorted({str(path) for path in files.values() if not path.is_file()})
+        if missing:
+            raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}.")
+        return files
+    if not single.is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint.")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as error:
+        raise CheckpointError(f"{single} cannot be read: {error}. It is truncated or damaged.") from error
+
+
+def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            view = file.get_slice(name)
+            shape = tuple(view.get_shape())
+            if shape != entry.shape:
+                raise CheckpointError(f"{path}: {name} has shape {shape}, the model needs {entry.shape}.")
+            spec = entry.spec
+            if spec is None:
+                return file.get_tensor(name)
+            held = [piece for piece in spec.ranges(mesh.shape.tp_size, mesh.tp_rank) if piece[1]]
+            before = (slice(None),) * spec.dim
+            return torch.cat([view[(*before, slice(s, s + n))] for s, n in held], dim=spec.dim)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}. The file is truncated or damaged.") from error
+
+
+def optimizer_file(folder: str | Path, mesh: Mesh) -> Path:
+    """Where the optimizer state of this rank's (stage, tp rank) lives."""
+    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}.safetensors"
+
+
+def save_optimizer(
+    folder: str | Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh
+) -> None:
+    """Write this rank's optimizer state; call it on the ranks of dp 0, all replicas have the same."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            label = f"{names[id(parameter)]}{STATE_SEPARATOR}{key}"
+            if isinstance(value, torch.Tensor):
+                tensors[label] = value.detach().cpu().contiguous()
+            else:
+                scalars[label] = value
+    groups = [
+        {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    layout = {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
+    description = {"layout": layout, "groups": groups, "scalars": scalars, "optimizer": type(optimizer).__name__}
+    save_file(tensors, optimizer_file(folder, mesh), metadata={"hf_parallel": json.dumps(description)})
+
+
+def load_optimizer(
+    folder: str | Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh
+) -> None:
+    """Read back what `save_optimizer` wrote for this rank's (stage, tp rank).
+
+    Raises:
+        CheckpointError: No such file, another layout, another optimizer, or other parameter groups.
+    """
+    path = optimizer_file(folder, mesh)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size, or without optimizer "
+            "state. Resume with the layout it was saved with, or start a new run from its weights."
+        )
+    with safe_open(path, framework="pt") as file:
+        description = json.loads((file.metadata() or {})["hf_parallel"])
+        tensors = {label: file.get_tensor(label) for label in file.keys()}  # noqa: SIM118  not a dict
+    _check_optimizer(path, description, optimizer, parameters, mesh)
+    index = {name: position for position, name in enumerate(n for g in description["groups"] for n in g["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for label, value in [*tensors.items(), *description["scalars"].items()]:
+        name, key = label.rsplit(STATE_SEPARATOR, 1)
+        state.setdefault(index[name], {})[key] = value
+    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in description["groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _check_optimizer(
+    path: Path,
+    description: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+) -> None:
+    saved, here = description["layout"], {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
+    if saved != here:
+        raise CheckpointError(f"{path} was saved with {saved}, this run has {here}. Resume with the saved layout.")
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in description["groups"]] != groups:
+        raise CheckpointError(
+            f"{path} has other parameter groups than this run's {type(optimizer).__name__}: the cut, the frozen "
+            "parameters or the weight-decay rule changed. Resume with the settings it was saved with."
+        )
+    if description["optimizer"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{path} holds the state of {description['optimizer']}, this run uses {type(optimizer).__name__}."
+        )
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a finished folder its final name, atomically; what was there before stays until the new one is in place."""
+    for path in [*staged.rglob("*"), staged]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    old = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    staged.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""The only module that touches private names of torch, transformers and accelerate.
+
+Each function checks what it relies on and says which package moved when the check fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.errors import UnsupportedError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+    from transformers import Trainer
+
+
+def default_store() -> dist.Store | None:
+    """The key-value store of the default process group; None when this torch does not hand it out."""
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    return getter() if getter is not None else None
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` once, when the backward pass now running has finished (as DDP and FSDP do)."""
+    from torch.autograd import Variable
+
+    engine = getattr(Variable, "_execution_engine", None)
+    if engine is None:
+        raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
+    engine.queue_callback(callback)
+
+
+def calling_trainer() -> Trainer | None:
+    """The `Trainer` whose constructor is running in the calling stack.
+
+    Callbacks are handed model and optimizer but not the Trainer itself, and they are called from its constructor.
+    """
+    from transformers import Trainer
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer):
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def trainer_internals(trainer: Trainer) -> None:
+    """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides.
+
+    Raises:
+        UnsupportedError: Names the missing methods and the version range that has them.
+    """
+    needed = (
+        "_save_checkpoint",
+        "_get_output_dir",
+        "_push_from_checkpoint",
+        "_save_optimizer_and_scheduler",
+        "_load_optimizer_and_scheduler",
+        "_load_from_checkpoint",
+        "_load_best_model",
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "_get_num_items_in_batch",
+        "_prepare_inputs",
+        "_track_num_input_tokens",
+        "get_batch_samples",
+        "training_step",
+        "prediction_step",
+        "compute_loss",
+    )
+    missing = [name for name in needed if not callable(getattr(trainer, name, None))]
+    if missing:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}: Trainer has no {', '.join(missing)}. "
+            "Install transformers>=5.23,<5.24."
+        )
+
+
+def loss_shifts_labels(model: Any) -> bool:
+    """Whether the model's loss predicts token i+1 at position i, so that labels[..., 0] is never a target."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not encoder_decoder

@@ -1,0 +1,1 @@
+"""Data parallelism: one flat gradient reducer and the optimizers and wires built on it."""

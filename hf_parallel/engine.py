@@ -1,0 +1,193 @@
+"""What `model.forward` becomes while a model is parallelized.
+
+`DirectEngine` (one stage: data and tensor parallelism) runs the model's own forward with real autograd and reduces the
+gradients when a backward pass ends. `PipelineEngine` (several stages, in pipeline_engine.py) runs a schedule. Both own
+the instance's `forward` from `install` on and notice when somebody replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_parallel.batches import BatchCheck, count_targets, require_targets
+from hf_parallel.compat import loss_shifts_labels, queue_after_backward
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.gradients import GradientSync
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
+from hf_parallel.watchdog import Watchdog
+
+
+Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass
+class Attachment:
+    """Everything an engine works with; made by the plugin.
+
+    Args:
+        model: The model, already cut and sharded.
+        forward: The model's genuine forward, as it was when the model was prepared.
+        device: Where the model computes.
+        mesh: This rank's mesh.
+        ledger: The full model's parameters.
+        parameters: Ledger name -> this rank's parameter.
+        buffers: Ledger name -> this rank's persistent buffer.
+        gradients: Reduction and clipping.
+        batch_check: Same-batch check over a model copy.
+        watchdog: Hang reports.
+    """
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    device: torch.device
+    mesh: Mesh
+    ledger: Ledger
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    gradients: GradientSync
+    batch_check: BatchCheck
+    watchdog: Watchdog
+
+
+class Engine:
+    """Owns `model.forward`. Subclasses implement `run`."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.model = attachment.model
+        self.mesh = attachment.mesh
+        self.gradients = attachment.gradients
+        self.autocast: Autocast = contextlib.nullcontext
+        self.scaler: Any = None
+        self._signature = inspect.signature(attachment.forward)
+        self._shifted = loss_shifts_labels(attachment.model)
+        self._installed: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Replace the instance's forward; its signature stays that of the genuine one (the Trainer inspects it)."""
+        engine = self
+
+        @functools.wraps(self.attachment.forward)
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return engine.run(args, kwargs)
+
+        self._installed = types.MethodType(forward, self.model)
+        self.model.forward = self._installed  # type: ignore[method-assign]
+        if self.mesh.shape.mp_size > 1:
+            self.model.__deepcopy__ = _refuse_copy
+
+    def check_installed(self) -> None:
+        """Refuse a forward that somebody put over ours.
+
+        Raises:
+            UnsupportedError: Names the function that replaced it.
+        """
+        current = self.model.__dict__.get("forward")
+        if current is self._installed:
+            return
+        name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
+        raise UnsupportedError(
+            f"model.forward was replaced by {name} after the model was parallelized, which would run a part of the "
+            "model without its pipeline or gradient reduction. Patch the model before trainer.train(), evaluate() or "
+            "accelerator.prepare(): hf_parallel takes the forward it finds there."
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of `model(...)`."""
+        raise NotImplementedError
+
+    def under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` run under this engine's autocast, whatever it is at the time of the call."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return function(*args, **kwargs)
+
+        return run
+
+    def begin_window(self, batches: list[dict[str, Any]]) -> None:
+        """Announce the batches of one accumulation window, in order, before its first forward."""
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name, without those that are None."""
+        if args:
+            arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+            for name, parameter in self._signature.parameters.items():
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    arguments.update(arguments.pop(name, {}))
+        else:
+            arguments = dict(kwargs)
+        return {name: value for name, value in arguments.items() if value is not None}
+
+    def check_targets(self, batch: Mapping[str, Any]) -> None:
+        """Refuse a training batch whose loss would be an average over nothing."""
+        if not isinstance(batch.get("labels"), torch.Tensor):
+            return
+        given = batch.get("num_items_in_batch")
+        if given is not None:
+            require_targets(float(given), "this optimizer step")
+        else:
+            require_targets(float(count_targets(batch, self._shifted)), "a batch")
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward now is a training forward."""
+        return self.model.training and torch.is_grad_enabled()
+
+
+class DirectEngine(Engine):
+    """One stage: the model's own forward and autograd, with the reduction after the last backward of a window."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        self._queued = False
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
+        if self.trains:
+            batch = self.bound(args, kwargs)
+            self.check_targets(batch)
+            self.attachment.batch_check.check([batch])
+        context = self.autocast()
+        if isinstance(context, contextlib.nullcontext):
+            output = self.attachment.forward(*args, **kwargs)
+        else:
+            with context:
+                output = self.attachment.forward(*args, **kwargs)
+            output = convert_to_fp32(output)
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._during_backward)
+        return output
+
+    def _during_backward(self, gradient: torch.Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            queue_after_backward(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        if GradientState().sync_gradients:
+            with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+                self.gradients.reduce(1.0)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise UnsupportedError(
+        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. Copy the "
+        "model before it is prepared, or save it with trainer.save_model() and load that."
+    )

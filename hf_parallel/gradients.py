@@ -1,0 +1,132 @@
+"""What happens to gradients between the last backward and the optimizer step, driven by the ledger.
+
+Shared parameters are summed over the stages that hold them, everything is reduced over dp once per optimizer step, and
+the global norm counts every element of the full model exactly once, whatever the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.data_parallel.buckets import GradientReducer
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh
+
+
+# Update rules that treat every element by itself: right on a shard. Others (Adafactor, LAMB, Muon, ...) use norms or
+# factors of the whole tensor and would train silently wrong on a part of it.
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "Rprop", "ASGD"}
+)
+
+
+class GradientSync:
+    """Reduces and clips the gradients of one rank's parameters.
+
+    Args:
+        ledger: The model's ledger.
+        parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
+        mesh: This rank's mesh. Building the groups of shared parameters is collective.
+    """
+
+    def __init__(self, ledger: Ledger, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        self._ledger = ledger
+        self._parameters = dict(parameters)
+        self._mesh = mesh
+        self._reduced = False
+        self._shared: list[GradientReducer] = []
+        for stages in ledger.shared_stages():
+            group = mesh.stages_group(stages)
+            if mesh.pp_rank in stages:
+                named = [(n, p) for n, p in self._parameters.items() if ledger.entries[n].holders == stages]
+                self._shared.append(GradientReducer(named, group))
+        self._replicas = GradientReducer(list(self._parameters.items()), mesh.dp_group)
+
+    def reduce(self, factor: float) -> None:
+        """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp."""
+        for reducer in self._shared:
+            reducer.reduce(1.0)
+        self._replicas.reduce(factor / self._mesh.shape.dp_size)
+        self._reduced = True
+
+    def norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the full model's gradient (0-d, float32), equal on every rank of a model copy.
+
+        Args:
+            norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
+        """
+        counted = [piece for name, p in self._parameters.items() for piece in self._counted(name, p)]
+        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        infinite = norm_type == float("inf")
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if counted:
+            # Half-precision gradients are measured in fp32: their squares overflow or vanish.
+            half = any(piece.dtype in (torch.bfloat16, torch.float16) for piece in counted)
+            norms = torch._foreach_norm(counted, norm_type, dtype=torch.float32 if half else None)
+            norms = torch.stack([n.to(device).double() for n in norms])
+            total = norms.max() if infinite else norms.pow(norm_type).sum()
+        if self._mesh.mp_group is not None:
+            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+        return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+        The coefficient is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
+        """
+        norm = self.norm(norm_type)
+        if max_norm != float("inf"):
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
+
+        Raises:
+            UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards.
+        """
+        live = {id(p) for p in self._parameters.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in live]
+        for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
+            del optimizer.state[parameter]
+        self._refuse_whole_tensor_updates(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self._reduced and any(p.grad is not None for p in self._parameters.values()):
+            raise UnsupportedError(
+                "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
+                "parallelized model's forward, or backward ran while gradients were still accumulating. Call "
+                "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true."
+            )
+        self._reduced = False
+
+    def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
+        kind = type(optimizer).__name__
+        if sharded and kind not in ELEMENTWISE_OPTIMIZERS:
+            raise UnsupportedError(
+                f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
+                f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
+                f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or tp_size 1."
+            )
+
+    def _counted(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """The parts of this rank's gradient of `name` that this rank counts in the norm."""
+        entry: Entry = self._ledger.entries[name]
+        gradient = parameter.grad
+        if gradient is None or entry.owner != self._mesh.pp_rank:
+            return []
+        if entry.spec is None:
+            return [gradient] if self._mesh.tp_rank == 0 else []
+        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+        return [gradient.narrow(entry.spec.dim, start, length) for start, length in pieces]

@@ -1,0 +1,151 @@
+"""The parameter ledger: one entry a tensor, identical on every rank, made before anything is cut or sharded.
+
+It is the single answer to who holds a parameter, who owns it, how its gradient is reduced, who counts it in the
+gradient norm, and who saves it. Tied parameters are one entry with several names; a parameter that several stages read
+(a tied embedding and head) is one entry with several holders. The owner is the first holder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.layout import ShardSpec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter or persistent buffer of the full model.
+
+    Args:
+        name: First name in module order; the name used everywhere.
+        aliases: All names, the first included.
+        shape: Full shape, before sharding.
+        dtype: Such as `torch.float32`.
+        kind: A trained tensor or a persistent buffer.
+        holders: Stages that need it, ascending; never empty.
+        spec: How it is sharded over tp, None when every tp rank has all of it.
+        used: False when no stage reads it in a forward pass: it is kept for the checkpoint only.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["param", "buffer"]
+    holders: tuple[int, ...]
+    spec: ShardSpec | None
+    used: bool
+
+    @property
+    def owner(self) -> int:
+        """The stage that counts and saves it."""
+        return self.holders[0]
+
+
+class Ledger:
+    """All entries by name, in module order."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = dict(entries)
+        self._by_alias = {alias: entry for entry in self.entries.values() for alias in entry.aliases}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries.values())
+
+    def find(self, name: str) -> Entry:
+        """The entry with `name` among its aliases.
+
+        Raises:
+            PlanError: No parameter has that name.
+        """
+        if name not in self._by_alias:
+            raise PlanError(f"{name} is not in the parameter ledger: it was added after the model was parallelized.")
+        return self._by_alias[name]
+
+    def holds(self, stage: int, name: str) -> bool:
+        """Whether `stage` keeps the parameter `name` (any alias)."""
+        entry = self._by_alias.get(name)
+        return entry is not None and stage in entry.holders
+
+    def held_by(self, stage: int, kind: Literal["param", "buffer"] | None = None) -> list[Entry]:
+        """Entries that `stage` keeps, in module order."""
+        return [entry for entry in self if stage in entry.holders and kind in (None, entry.kind)]
+
+    def shared_stages(self) -> list[tuple[int, ...]]:
+        """Distinct sets of stages that hold a parameter together, sorted: each needs a gradient sum."""
+        return sorted({entry.holders for entry in self if entry.kind == "param" and len(entry.holders) > 1})
+
+    def fingerprint(self) -> str:
+        """Hash to compare across ranks: equal ledgers make equal collectives."""
+        rows = [
+            [e.name, e.aliases, e.shape, str(e.dtype), e.holders, e.spec.to_json() if e.spec else None] for e in self
+        ]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def build_ledger(
+    model: nn.Module,
+    *,
+    num_stages: int,
+    holds: Callable[[int, str], bool],
+    specs: Mapping[str, ShardSpec],
+) -> Ledger:
+    """Make the ledger of a whole, unsharded model; changes nothing.
+
+    Args:
+        model: The model before any cut or shard.
+        num_stages: Pipeline stages.
+        holds: `holds(stage, name)`: does the stage need this parameter?
+        specs: Parameter name -> shard layout; absent means replicated.
+
+    Raises:
+        PlanError: Two names of one tied parameter are sharded differently.
+    """
+    entries: dict[str, Entry] = {}
+    for aliases, tensor, kind in _tensors(model):
+        holders = tuple(stage for stage in range(num_stages) if any(holds(stage, alias) for alias in aliases))
+        layouts = {alias: specs.get(alias) for alias in aliases}
+        if len(set(layouts.values())) > 1:
+            raise PlanError(
+                f"the names {', '.join(aliases)} are one tied parameter but have different shard layouts: {layouts}. "
+                "Shard all of them alike or none."
+            )
+        entries[aliases[0]] = Entry(
+            name=aliases[0],
+            aliases=aliases,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            kind=kind,
+            holders=holders or (0,),
+            spec=layouts[aliases[0]],
+            used=bool(holders),
+        )
+    return Ledger(entries)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Literal["param", "buffer"]]]:
+    """(all names, tensor, kind) of every distinct parameter and persistent buffer, in module order."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    for key, parameter in parameters.items():
+        yield tuple(names[key]), parameter, "param"
+    persistent = model.state_dict(keep_vars=True).keys()
+    seen: dict[int, list[str]] = {}
+    buffers: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            seen.setdefault(id(buffer), []).append(name)
+            buffers[id(buffer)] = buffer
+    for key, buffer in buffers.items():
+        yield tuple(seen[key]), buffer, "buffer"

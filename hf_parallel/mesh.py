@@ -1,0 +1,188 @@
+"""Where a rank stands: its coordinates on the axes dp, pp, tp, and the process groups along them.
+
+Ranks are laid out with dp outermost, then pp, then tp innermost, so that tensor-parallel neighbours are neighbours on
+a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguous:
+
+    rank = dp_rank * (pp_size * tp_size) + pp_rank * tp_size + tp_rank
+
+`MeshShape` is arithmetic only and can be asked about any rank; `Mesh` adds the process groups of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hf_parallel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh axes.
+
+    Args:
+        dp_size: Data-parallel replicas.
+        pp_size: Pipeline stages.
+        tp_size: Tensor-parallel ranks a stage.
+    """
+
+    dp_size: int
+    pp_size: int
+    tp_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on the mesh."""
+        return self.dp_size * self.mp_size
+
+    @property
+    def mp_size(self) -> int:
+        """Ranks that together hold one copy of the model and read the same batch."""
+        return self.pp_size * self.tp_size
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(dp_rank, pp_rank, tp_rank) of `rank`."""
+        dp_rank, inside = divmod(rank, self.mp_size)
+        pp_rank, tp_rank = divmod(inside, self.tp_size)
+        return dp_rank, pp_rank, tp_rank
+
+    def rank_at(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
+        """World rank at the given coordinates."""
+        return dp_rank * self.mp_size + pp_rank * self.tp_size + tp_rank
+
+    def describe(self, rank: int) -> str:
+        """Text such as `rank 3 (stage 1 of 2, tp 1 of 2, dp 0 of 1)`; axes of size 1 are left out."""
+        dp_rank, pp_rank, tp_rank = self.coordinates(rank)
+        parts = [
+            f"{name} {index} of {size}"
+            for name, index, size in (
+                ("stage", pp_rank, self.pp_size),
+                ("tp", tp_rank, self.tp_size),
+                ("dp", dp_rank, self.dp_size),
+            )
+            if size > 1
+        ]
+        return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
+
+    def groups(self, key: Callable[[int, int, int], tuple[int, ...]]) -> list[list[int]]:
+        """Partition all ranks by `key(dp_rank, pp_rank, tp_rank)`; each group in ascending rank order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            groups.setdefault(key(*self.coordinates(rank)), []).append(rank)
+        return list(groups.values())
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
+
+    `pp_down_group` carries activations towards later stages and `pp_up_group` gradients towards earlier ones: NCCL
+    serialises all traffic of a group, and one group for both directions could deadlock 1F1B.
+    """
+
+    shape: MeshShape
+    rank: int
+    tp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
+    pp_down_group: dist.ProcessGroup | None
+    pp_up_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None
+    mp_group: dist.ProcessGroup | None
+    timeout: timedelta
+
+    @classmethod
+    def build(cls, shape: MeshShape, *, timeout: timedelta, p2p_backend: str | None = None) -> Mesh:
+        """Create this rank's groups; collective over the default group.
+
+        Args:
+            shape: Must cover exactly the default group's world size.
+            timeout: Longest wait of a collective before it raises.
+            p2p_backend: Backend of the two stage-to-stage groups; None for the default group's. `"gloo"` lets CUDA
+                tensors travel through host memory.
+
+        Raises:
+            ConfigError: `shape` does not fit the world size.
+        """
+        world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if shape.world_size != world_size:
+            raise ConfigError(
+                f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size} needs {shape.world_size} processes, "
+                f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
+            )
+
+        def group(lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
+            return new_group_of(lists, timeout=timeout, backend=backend)
+
+        pipelines = shape.groups(lambda d, p, t: (d, t))
+        return cls(
+            shape=shape,
+            rank=rank,
+            tp_group=group(shape.groups(lambda d, p, t: (d, p))),
+            pp_group=group(pipelines),
+            pp_down_group=group(pipelines, p2p_backend),
+            pp_up_group=group(pipelines, p2p_backend),
+            dp_group=group(shape.groups(lambda d, p, t: (p, t))),
+            mp_group=group(shape.groups(lambda d, p, t: (d,))),
+            timeout=timeout,
+        )
+
+    @property
+    def dp_rank(self) -> int:
+        """Index of this rank's model replica."""
+        return self.shape.coordinates(self.rank)[0]
+
+    @property
+    def pp_rank(self) -> int:
+        """Index of this rank's pipeline stage."""
+        return self.shape.coordinates(self.rank)[1]
+
+    @property
+    def tp_rank(self) -> int:
+        """Index of this rank's shard inside its stage."""
+        return self.shape.coordinates(self.rank)[2]
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank reads the input ids."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.shape.pp_size - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """World rank of the last stage of this rank's pipeline."""
+        return self.shape.rank_at(self.dp_rank, self.shape.pp_size - 1, self.tp_rank)
+
+    def stages_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """Group of the ranks that hold `stages` at this rank's (dp, tp); None on ranks of other stages.
+
+        Collective: every rank must call it with the same `stages`, in the same order of calls.
+        """
+        wanted = set(stages)
+        lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
+        return new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout)
+
+    def describe(self) -> str:
+        """This rank in words, for messages."""
+        return self.shape.describe(self.rank)
+
+
+def new_group_of(
+    lists: Sequence[Sequence[int]], *, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Create one group per list of ranks (collective) and return the one this rank is in; None for lists of one."""
+    mine = None
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for ranks in lists:
+        if len(ranks) < 2:
+            continue
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if rank in ranks:
+            mine = group
+    return mine

@@ -1,0 +1,96 @@
+"""Taking out of a model, in place, what one pipeline stage does not need.
+
+A parameter (or block buffer) that nothing here reads is replaced by a placeholder: one element expanded to the full
+shape, because model code asks dropped weights for `.device`, `.dtype` and `.shape`. A weight that is read although its
+result goes nowhere (an embedding on a later stage) is dropped together with the computation, by a stub that returns
+zeros of the same shape; where that is not possible it stays, frozen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.discover import PipelinePlan
+
+
+class Uncopyable:
+    """Base of the callables installed on a cut model: a copy of the model would still call into the original."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PlanError(
+            "a model that is cut into a pipeline stage cannot be copied or pickled: the copy would run the original's "
+            "hooks. Copy the model before it is cut, or use its state_dict."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__({})
+
+
+class ZeroOutput(Uncopyable):
+    """Forward of a module whose output nobody here needs: zeros of the shape it would have had."""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        self.kind = kind
+        self.shape = tuple(weight.shape)
+        self.dtype = weight.dtype
+
+    def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.kind == "rows":
+            return torch.zeros(*given.shape, self.shape[1], dtype=self.dtype, device=given.device)
+        width = self.shape[0] if given.shape[-1] == self.shape[1] else self.shape[1]
+        return given.new_zeros(*given.shape[:-1], width)
+
+
+def drop(module: nn.Module, key: str) -> None:
+    """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
+    table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    tensor = table.pop(key)
+    module._non_persistent_buffers_set.discard(key)
+    placeholder = tensor.detach().new_zeros(()).expand(tensor.shape)
+    object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
+
+
+def cut_parameters(model: nn.Module, plan: PipelinePlan, lo: int, hi: int) -> frozenset[str]:
+    """Keep in `model` what the stage of blocks [lo, hi) needs; returns the names of the parameters it holds.
+
+    Parameters that stay are the same objects under the same names.
+    """
+    held: set[str] = set()
+    for prefix, module in list(model.named_modules(remove_duplicate=False)):
+        dot = f"{prefix}." if prefix else ""
+        kept = {key for key in module._parameters if _is_kept(plan, lo, hi, dot + key)}
+        held |= {dot + key for key in kept if module._parameters[key] is not None}
+        loose = [key for key, p in module._parameters.items() if p is not None and key not in kept]
+        touched = [key for key in loose if plan.touches(lo, hi, dot + key)]
+        if touched and not kept and prefix in plan.zero_outputs:
+            weight = module._parameters["weight"]
+            if weight is not None:
+                module.forward = ZeroOutput(weight, plan.zero_outputs[prefix])
+                touched = []
+        for key in loose:
+            if key in touched:
+                module._parameters[key].requires_grad_(False)
+            else:
+                drop(module, key)
+        _cut_buffers(module, dot, plan, lo, hi)
+    return frozenset(held)
+
+
+def _is_kept(plan: PipelinePlan, lo: int, hi: int, name: str) -> bool:
+    """Held here, or read by nobody at all and outside the blocks: those stay on the first stage."""
+    if plan.holds(lo, hi, name):
+        return True
+    return lo == 0 and plan.block_of(name) is None and not plan.is_read(name)
+
+
+def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, lo: int, hi: int) -> None:
+    """Drop the buffers of blocks that live elsewhere; buffers outside the stack are small and stay."""
+    for key, buffer in list(module._buffers.items()):
+        name = dot + key
+        inside = plan.block_of(name) is not None
+        if buffer is not None and inside and not plan.holds(lo, hi, name) and not plan.touches(lo, hi, name):
+            drop(module, key)

@@ -1,0 +1,257 @@
+"""From one recorded forward to a plan: what crosses each cut, and which parameters each stage reads.
+
+A stage runs the model's own forward and skips the blocks it does not own, so it re-executes the code before and between
+the blocks. Going backwards through the log from what a stage runs, an op outside the blocks that makes something needed
+is simply run again (its inputs, parameters included, become needed); an op inside a block of an earlier stage that
+makes something needed is a crossing: its tensor must be sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.record import BlockTrace, Op, Record, record_forward, unchanged
+from hf_parallel.pipeline_parallel.stack import candidate_stacks, choose_stack
+from hf_parallel.pipeline_parallel.structure import Path, in_mutable
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossingKey:
+    """Address of one tensor that is made in a block and needed by a later stage.
+
+    `return`: at `path` of what block `block` returns. `argument`: at `path` of the (args, kwargs) it was handed, where
+    the block stored it. `hook`: at `path` of the output of the `occurrence`-th call of `module` inside the block, where
+    forward hooks read it.
+    """
+
+    kind: Literal["return", "argument", "hook"]
+    block: int
+    path: Path
+    module: str = ""
+    occurrence: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """Result of one backward walk: storages made inside earlier blocks, and parameter storages read."""
+
+    crossings: dict[int, tuple[int, str]]  # storage -> (block, op that made it)
+    needed: frozenset[int]  # storages of parameters and buffers that are really used
+    touched: frozenset[int]  # those read by any code the stage executes, used or not
+
+
+class PipelinePlan:
+    """Where a model can be cut and what each piece needs; addresses only, no tensors.
+
+    Attributes:
+        stack: name of the module list that is cut.
+        num_blocks: its length L.
+        input_names: keyword arguments the plan was made with; other inputs may need another plan.
+        blocks: per block, the template of its return value and of its hooked calls.
+        zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
+        flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
+        num_tokens: tokens in the sample those FLOPs belong to.
+    """
+
+    def __init__(self, model: nn.Module, record: Record, sample: Mapping[str, Any]) -> None:
+        self.stack = record.stack
+        self.num_blocks = len(record.blocks)
+        self.model_name = type(model).__name__
+        self.input_names = frozenset(sample)
+        self.blocks: dict[int, BlockTrace] = record.blocks
+        self.zero_outputs = record.zero_outputs
+        self.flops = record.flops
+        self.num_tokens = _count_tokens(sample)
+        self._ops: list[Op] = record.ops
+        self._outputs = record.outputs
+        self._storage = record.parameters
+        self._names_of: dict[int, list[str]] = {}
+        for name, number in record.parameters.items():
+            self._names_of.setdefault(number, []).append(name)
+        self._aliases = _alias_groups(model)
+        self._read = frozenset(n for op in record.ops for n in op.reads if n in self._names_of)
+        self._slices: dict[tuple[int, int], _Slice] = {}
+        self._keys: dict[int, tuple[CrossingKey, ...] | str] = {}
+
+    def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
+        """What must be sent at the cut before block `boundary`, in a fixed order.
+
+        Args:
+            boundary: 1 .. num_blocks - 1.
+
+        Raises:
+            PlanError: A tensor that crosses has no address; lists the cuts that are possible.
+        """
+        if not 1 <= boundary < self.num_blocks:
+            raise PlanError(
+                f"boundary={boundary} is not a cut of '{self.stack}': with {self.num_blocks} blocks a cut lies before "
+                f"block 1 .. {self.num_blocks - 1}."
+            )
+        keys = self._keys_at(boundary)
+        if isinstance(keys, str):
+            allowed = [b for b in range(1, self.num_blocks) if not isinstance(self._keys_at(b), str)]
+            raise PlanError(f"cannot cut {self.model_name} before block {boundary}: {keys}; allowed cuts: {allowed}.")
+        return keys
+
+    def readers(self, lo: int, hi: int) -> frozenset[str]:
+        """Names (all aliases) of parameters and buffers outside the stack that the stage of blocks [lo, hi) uses."""
+        return frozenset(n for n in self._names(self._slice(lo, hi).needed) if not self._in_stack(n))
+
+    def holds(self, lo: int, hi: int, name: str) -> bool:
+        """Whether the stage of blocks [lo, hi) needs this parameter or buffer, under any of its names."""
+        needed = self._slice(lo, hi).needed
+        for alias in self._aliases.get(name, (name,)):
+            block = self.block_of(alias)
+            if (block is not None and lo <= block < hi) or self._storage.get(alias) in needed:
+                return True
+        return False
+
+    def touches(self, lo: int, hi: int, name: str) -> bool:
+        """Whether code that the stage executes reads the parameter, even if nothing it sends or returns depends on it."""
+        touched = self._slice(lo, hi).touched
+        return any(self._storage.get(alias) in touched for alias in self._aliases.get(name, (name,)))
+
+    def is_read(self, name: str) -> bool:
+        """Whether anything in the whole forward reads the parameter."""
+        return any(self._storage.get(alias) in self._read for alias in self._aliases.get(name, (name,)))
+
+    def block_of(self, name: str) -> int | None:
+        """Index of the block a parameter name lies in, None outside the stack."""
+        if not self._in_stack(name):
+            return None
+        return int(name[len(self.stack) + 1 :].split(".", 1)[0])
+
+    def fingerprint(self) -> str:
+        """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
+        parts: list[Any] = [self.stack, self.num_blocks, sorted(self.input_names)]
+        parts += [repr(self._keys_at(b)) for b in range(1, self.num_blocks)]
+        parts += [sorted(self.readers(j, j + 1)) for j in range(self.num_blocks)]
+        parts += sorted(group for group in set(self._aliases.values()) if len(group) > 1)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def _in_stack(self, name: str) -> bool:
+        return name.startswith(self.stack + ".")
+
+    def _names(self, storages: frozenset[int]) -> Iterator[str]:
+        for storage in storages:
+            yield from self._names_of[storage]
+
+    def _slice(self, lo: int, hi: int) -> _Slice:
+        if (lo, hi) not in self._slices:
+            last = 2 * self.num_blocks + 1 if hi == self.num_blocks else 2 * hi
+            self._slices[lo, hi] = self._walk(lo, last)
+        return self._slices[lo, hi]
+
+    def _walk(self, lo: int, end: int) -> _Slice:
+        """Backwards from everything that runs in epochs [2 lo, end)."""
+        needed: set[int] = set(self._outputs) if end > 2 * self.num_blocks else set()
+        used: set[int] = set()
+        touched: set[int] = set()
+        crossings: dict[int, tuple[int, str]] = {}
+        for op in reversed(self._ops):
+            if op.epoch >= end:
+                continue
+            outside = op.epoch % 2 == 0
+            if outside or op.epoch >= 2 * lo:
+                touched |= op.reads
+            if op.epoch >= 2 * lo or (outside and op.writes & needed):
+                needed |= op.reads
+                used |= op.reads
+            elif not outside and not op.is_view:
+                for storage in op.writes & needed:
+                    if storage not in self._names_of:
+                        crossings.setdefault(storage, ((op.epoch - 1) // 2, op.name))
+        owned = self._names_of.keys()
+        return _Slice(crossings, frozenset(used & owned), frozenset(touched & owned))
+
+    def _keys_at(self, boundary: int) -> tuple[CrossingKey, ...] | str:
+        """The crossing keys, or why there are none."""
+        if boundary not in self._keys:
+            self._keys[boundary] = self._find_keys(boundary)
+        return self._keys[boundary]
+
+    def _find_keys(self, boundary: int) -> tuple[CrossingKey, ...] | str:
+        keys: list[CrossingKey] = []
+        everything = self._walk(boundary, 2 * self.num_blocks + 1)
+        for storage, (block, op) in everything.crossings.items():
+            found = _addresses(self.blocks[block], block, storage)
+            if not found:
+                return (
+                    f"a tensor made in block {block} by {op} is used after the cut but is neither returned, stored in "
+                    "an argument, nor an output of a hooked module"
+                )
+            keys += found
+        return tuple(sorted(keys, key=lambda k: (k.block, KINDS.index(k.kind), repr(k))))
+
+
+KINDS = ("return", "argument", "hook")
+
+
+def _addresses(trace: BlockTrace, block: int, storage: int) -> list[CrossingKey]:
+    """Every address, of the first kind that has one, of a storage after a block."""
+    found = [CrossingKey("return", block, path) for path, n in trace.return_tensors if n == storage]
+    if not found:
+        found = [CrossingKey("argument", block, p) for p, n in trace.written if n == storage and in_mutable(p)]
+    if not found:
+        for call in trace.hooked:
+            at = [path for path, n in call.tensors if n == storage]
+            found += [CrossingKey("hook", block, path, call.module, call.occurrence) for path in at]
+    if not found:  # written in place into a tensor that a shared container already held
+        found = [CrossingKey("argument", block, p) for p, n in trace.arguments if n == storage and in_mutable(p)]
+    return found
+
+
+def _alias_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name -> all names of the same parameter or buffer object."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
+        names.setdefault(id(tensor), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _count_tokens(sample: Mapping[str, Any]) -> int:
+    """Tokens in the sample: the size of its token ids, or of the first (B, S, ...) tensor."""
+    tensors = [sample.get("input_ids"), *sample.values()]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.ndim >= 2:
+            return tensor.shape[0] * tensor.shape[1]
+    return 1
+
+
+def discover_stages(
+    model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
+) -> PipelinePlan:
+    """Find the block stack of a model and what a pipeline cut at each boundary must send.
+
+    Pure: one tiny forward (two when the likeliest stack is not the one that runs) with the random state forked,
+    buffers and module state restored, gradients and the training flag untouched. Call it before the model is cut or
+    sharded. The keyword arguments, the output flags and `config` must be those of training: another set of inputs may
+    take another path through the model.
+
+    Args:
+        model: the whole model, on the device it will run on.
+        sample: keyword arguments of a tiny batch, e.g. (2, 8) `input_ids`, `attention_mask`, `labels`, and
+            `use_cache=False`.
+        forward: called with the sample instead of `model`.
+
+    Raises:
+        PlanError: No stack of blocks runs exactly once each in order.
+    """
+    run = model if forward is None else forward
+    candidates = candidate_stacks(model)
+    with unchanged(model):
+        record = record_forward(model, candidates[0], candidates, run, sample)
+        stack = choose_stack(model, candidates, record.calls)
+    if stack != record.stack:
+        with unchanged(model):
+            record = record_forward(model, stack, candidates, run, sample)
+    return PipelinePlan(model, record, sample)

@@ -1,0 +1,241 @@
+"""The wire between two stages: payloads, the headers that describe them, receives posted ahead, a bounded send queue.
+
+A header travels only the first time that a microbatch of some signature (shapes of its inputs, grad mode) passes a
+boundary. Every rank sees every microbatch's inputs, so both ends know without a flag whether a header comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.transport import Message, TensorSpec, Transport
+
+
+DTYPES: Final = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What this rank has sent and received since it was built; a header counts as no message.
+
+    Attributes:
+        headers_sent: Headers sent, one a boundary and signature.
+        messages_sent: Payloads and gradients sent, one a microbatch and boundary.
+        messages_received: The same, received.
+        bytes_sent: Bytes of all tensors sent, without headers.
+    """
+
+    headers_sent: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass(slots=True)
+class Probe:
+    """The optional observers of a runtime, and the one place where it blocks.
+
+    Attributes:
+        waits: Called with what this rank is about to wait for from another one.
+        runs: Called with what this rank is about to compute by itself.
+        trace: Called after each action or wait with its name ("1F3", "wait 1F3"), wall seconds and CPU seconds.
+    """
+
+    waits: Callable[[str], None] | None = None
+    runs: Callable[[str], None] | None = None
+    trace: Callable[[str, float, float], None] | None = None
+
+    def wait(self, status: str, name: str, work: Callable[[], Any]) -> Any:
+        """Return ``work()``, which blocks until another rank has done its part."""
+        return self._observe(self.waits, status, name, work)
+
+    def run(self, status: str, name: str, work: Callable[[], Any]) -> Any:
+        """Return ``work()``, a computation of this rank."""
+        return self._observe(self.runs, status, name, work)
+
+    def _observe(self, announce: Callable[[str], None] | None, status: str, name: str, work: Callable[[], Any]) -> Any:
+        if announce is not None:
+            announce(status)
+        if self.trace is None:
+            return work()
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = work()
+        self.trace(name, time.perf_counter() - wall, time.thread_time() - cpu)
+        return result
+
+
+def signature_of(value: Any) -> Hashable:
+    """Return what decides a payload's shapes: names, shapes and dtypes of tensors, and flags, at any depth.
+
+    Numbers are left out: a token count changes every step and no shape depends on it.
+    """
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((key, signature_of(value[key])) for key in sorted(value, key=str))
+    if isinstance(value, (tuple, list)):
+        return tuple(signature_of(item) for item in value)
+    return value if isinstance(value, (bool, str)) else type(value).__name__
+
+
+def encode_header(specs: Sequence[TensorSpec]) -> list[int]:
+    """Return the specs as integers: count, then dtype code, requires_grad, number of dims and sizes of each tensor.
+
+    Raises:
+        UnsupportedError: If a tensor has a dtype without a code.
+    """
+    values = [len(specs)]
+    for position, spec in enumerate(specs):
+        if spec.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"payload tensor {position} has dtype {spec.dtype}: a stage boundary carries "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}. Move the cut to another block."
+            )
+        values += [DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
+    return values
+
+
+def decode_header(values: Sequence[int]) -> tuple[TensorSpec, ...]:
+    """Return the specs that `encode_header` wrote."""
+    specs, at = [], 1
+    for _ in range(values[0]):
+        dtype, requires_grad, dims = values[at : at + 3]
+        specs.append(TensorSpec(tuple(values[at + 3 : at + 3 + dims]), DTYPES[dtype], bool(requires_grad)))
+        at += 3 + dims
+    return tuple(specs)
+
+
+@dataclass(slots=True)
+class Sender:
+    """Sends to one neighbour. Sends stay in a queue of ``window``; only older ones are waited for.
+
+    gloo finishes a send when its receive is posted, so waiting for a send just issued would deadlock a 1F1B pipeline.
+    """
+
+    transport: Transport
+    stage: int
+    peer: int
+    what: str
+    probe: Probe
+    counters: Counters
+    window: int
+    specs: dict[Hashable, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    queue: deque[tuple[tuple[Message, ...], str]] = field(default_factory=deque)
+
+    def send(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable = None) -> None:
+        """Start sending; with a signature (not None) a header goes first if the peer has not seen it.
+
+        Raises:
+            RankMismatchError: If the payload differs from what the peer expects for this signature.
+        """
+        header = () if signature is None else self._announce(tensors, microbatch, signature)
+        payload = tuple(tensor.detach().contiguous() for tensor in tensors)
+        self.counters.messages_sent += 1
+        self.counters.bytes_sent += sum(tensor.nbytes for tensor in payload)
+        # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
+        parts = (*header, self.transport.isend(payload, self.peer))
+        self.queue.append((parts, f"the {self.what} of microbatch {microbatch}"))
+        self.drain(self.window)
+
+    def drain(self, keep: int = 0) -> None:
+        """Wait for all sends but the newest ``keep``."""
+        while len(self.queue) > keep:
+            parts, name = self.queue.popleft()
+            status = f"stage {self.stage} waits for stage {self.peer} to receive {name}"
+            for part in parts:
+                self.probe.wait(status, f"drain {self.what}", part.wait)
+
+    def _announce(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable) -> tuple[Message, ...]:
+        """Start sending the header if the peer has not seen the signature; return what is under way."""
+        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
+        known = self.specs.get(signature)
+        if known == specs:
+            return ()
+        if known is not None:
+            raise RankMismatchError(
+                f"payload of microbatch {microbatch} to stage {self.peer} is {specs}, but inputs of the same shapes "
+                f"gave {known} before: stage {self.peer} expects one payload for one set of input shapes. Call "
+                "forget_headers() on every rank after freezing parameters or changing the model's flags, or build "
+                "the runtime with cache_headers=False if payload shapes depend on the data."
+            )
+        body = encode_header(specs)
+        device = self.transport.device
+        header = (torch.tensor([len(body)], device=device), torch.tensor(body, device=device))
+        self.counters.headers_sent += 1
+        self.specs[signature] = specs
+        return tuple(self.transport.isend([part], self.peer) for part in header)
+
+
+@dataclass(slots=True)
+class Receiver:
+    """Receives from one neighbour, in the order of ``expect``; posts receives ahead where the specs are known."""
+
+    transport: Transport
+    stage: int
+    peer: int
+    what: str
+    probe: Probe
+    counters: Counters
+    ahead: int
+    specs: dict[Hashable, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    coming: deque[tuple[int, Hashable]] = field(default_factory=deque)
+    posted: deque[tuple[int, Message]] = field(default_factory=deque)
+
+    def expect(self, microbatches: Sequence[int], signatures: Sequence[Hashable]) -> None:
+        """Say which messages come next, in order; the signature of a microbatch is at its index."""
+        self.coming = deque((i, signatures[i]) for i in microbatches)
+
+    def post_ahead(self) -> None:
+        """Post receives until ``ahead`` of them are outstanding, as far as the specs are known."""
+        while self.coming and len(self.posted) < self.ahead and self.coming[0][1] in self.specs:
+            microbatch, signature = self.coming.popleft()
+            self.posted.append((microbatch, self.transport.irecv(self.specs[signature], self.peer)))
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Return the next message's tensors, waiting for them if need be."""
+        if not self.posted:
+            microbatch, signature = self.coming.popleft()
+            if signature not in self.specs:
+                self.specs[signature] = self._receive_header(microbatch)
+            self.posted.append((microbatch, self.transport.irecv(self.specs[signature], self.peer)))
+        microbatch, message = self.posted.popleft()
+        tensors = self._wait(message, f"the {self.what} of microbatch {microbatch}")
+        self.counters.messages_received += 1
+        return tensors
+
+    def _receive_header(self, microbatch: int) -> tuple[TensorSpec, ...]:
+        name = f"the header of microbatch {microbatch}"
+        length = 1
+        values: list[int] = []
+        for _ in ("length", "body"):
+            spec = TensorSpec((length,), torch.int64, requires_grad=False)
+            (tensor,) = self._wait(self.transport.irecv([spec], self.peer), name)
+            values = [int(value) for value in tensor.tolist()]
+            length = values[0]
+        return decode_header(values)
+
+    def _wait(self, message: Message, name: str) -> tuple[Tensor, ...]:
+        status = f"stage {self.stage} waits for {name} from stage {self.peer}"
+        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", message.wait)
+        return tensors

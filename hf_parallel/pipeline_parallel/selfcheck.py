@@ -1,0 +1,254 @@
+"""Proof, at split time, that the stages of a cut model give the unsplit model's loss and gradients.
+
+The slice that finds crossings sees data flow of the forward. Control flow that depends on values, state kept on modules
+and custom autograd functions are invisible to it; running both forms on two tiny batches is the guard.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.record import unchanged
+from hf_parallel.pipeline_parallel.stage import Stage
+
+
+ForwardOf = Callable[[nn.Module], Callable[..., Any]]
+Gradients = dict[str, Tensor | None]
+
+# Largest difference allowed, relative to the largest element of the gradient. Stages run the same kernels on the same
+# values, so only a parameter read on several stages differs: its gradient is summed in another order, one or two
+# roundings. In bfloat16 (8 bits) that is up to 3e-2; a wrong cut is wrong by far more. float64 models may compute parts
+# (norms, the loss) in float32.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FLOOR = 1e-3  # gradients smaller than this share of the largest one are compared at that scale
+
+
+class NoDropout(TorchFunctionMode):
+    """Switches dropout off without leaving training mode, so that both runs take the paths of training."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a model's output: its `loss`, or the first entry of a tuple.
+
+    Raises:
+        PlanError: There is none: the batch has no labels.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise PlanError("the model returned no scalar loss: the samples of the self-check need 'labels'.")
+    return loss
+
+
+def run_stages(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> Tensor:
+    """Forward and backward of one batch through all stages in this process; returns the loss."""
+    received: list[tuple[Tensor, ...]] = []
+    sent: list[tuple[Tensor, ...]] = []
+    payload: tuple[Tensor, ...] = ()
+    for stage in stages[:-1]:
+        received.append(payload)
+        sent.append(stage(payload, **inputs))
+        payload = tuple(_as_received(tensor) for tensor in sent[-1])
+    received.append(payload)
+    loss = loss_of(stages[-1](payload, **inputs))
+    loss.backward()  # type: ignore[no-untyped-call]
+    for out, nxt in zip(reversed(sent), reversed(received[1:]), strict=True):
+        pairs = [(o, n.grad) for o, n in zip(out, nxt, strict=True) if o.requires_grad and n.grad is not None]
+        if pairs:  # none where everything before this cut is frozen
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    return loss.detach()
+
+
+def _as_received(tensor: Tensor) -> Tensor:
+    """What the next stage gets: the values in new memory, outside this stage's graph."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def check_split(
+    model: nn.Module,
+    plan: PipelinePlan,
+    bounds: Sequence[int],
+    samples: Sequence[Mapping[str, Any]],
+    forward_of: ForwardOf,
+) -> None:
+    """Compare the loss and every gradient of the stages, run one after the other, with the unsplit model's.
+
+    Works on copies, so `model`, its gradients and the random state stay as they are. Memory, in copies of the
+    parameters: one for the stages, one for their gradients, one for each sample's expected gradients, and one more
+    while a stage is being cut.
+
+    Args:
+        model: the whole model, not cut.
+        plan: its plan.
+        bounds: block ranges of the stages.
+        samples: tiny batches with labels, at least two of different (B, S), so that a size captured in discovery shows.
+        forward_of: gives the genuine forward of a copy, e.g. `lambda m: m.forward`.
+
+    Raises:
+        PlanError: A loss or a gradient differs; names how many and the first parameters.
+    """
+    with unchanged(model), NoDropout(), torch.enable_grad():
+        reference = _pristine(model)
+        expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
+        del reference
+        stages = []
+        for index in range(len(bounds) - 1):
+            copied = _pristine(model)
+            stages.append(Stage(copied, plan, bounds, index, forward_of(copied)))
+        for index, (sample, (loss, gradients)) in enumerate(zip(samples, expected, strict=True)):
+            if not loss.isfinite():
+                raise PlanError(
+                    f"cannot check the split of {plan.model_name}: the unsplit model's own loss on sample {index} of the "
+                    f"self-check is {float(loss)}. Give samples (padding, labels) on which its loss is finite."
+                )
+            for stage in stages:
+                stage.model.zero_grad(set_to_none=True)
+            torch.manual_seed(0)
+            split_loss = run_stages(stages, sample)
+            _compare_losses(plan.model_name, loss, split_loss)
+            _compare_gradients(plan.model_name, gradients, _summed_gradients(stages, list(gradients)))
+
+
+def _pristine(model: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(model)
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any]) -> tuple[Tensor, Gradients]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    loss = loss_of(forward(**sample))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _summed_gradients(stages: Sequence[Stage], names: Sequence[str]) -> Gradients:
+    """By name of the unsplit model; a parameter that several stages hold gets the sum of their gradients."""
+    total: Gradients = dict.fromkeys(names)
+    for stage in stages:
+        own = dict(stage.model.named_parameters(remove_duplicate=False))
+        for name in names:
+            grad = own[name].grad if name in own else None
+            if grad is not None:
+                before = total[name]
+                total[name] = grad if before is None else before + grad
+    return total
+
+
+def _compare_losses(model_name: str, expected: Tensor, got: Tensor) -> None:
+    tolerance = TOLERANCE.get(expected.dtype, 1e-5)
+    difference = float((expected - got).abs())
+    if not difference <= tolerance * max(1.0, float(expected.abs())):
+        raise PlanError(
+            f"cannot pipeline {model_name}: the split model's loss {float(got):.6g} differs from the unsplit model's "
+            f"{float(expected):.6g} by {difference:.2g} (allowed: {tolerance:.0e} relative). Nothing was changed. Use "
+            "tensor parallel or ZeRO instead, or other cuts."
+        )
+
+
+def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> None:
+    """A missing gradient counts as zeros: some parameters legitimately get either."""
+    largest = max((float(g.abs().max()) for g in expected.values() if g is not None and g.numel()), default=0.0)
+    wrong: list[tuple[str, float]] = []
+    for name, grad in expected.items():
+        other = got[name]
+        if grad is None and other is None:
+            continue
+        some = grad if grad is not None else other
+        if some is None or not some.numel():
+            continue
+        left = torch.zeros_like(some) if grad is None else grad
+        right = torch.zeros_like(some) if other is None else other
+        scale = max(float(left.abs().max()), FLOOR * largest)
+        difference = float((left - right).abs().max())
+        if not difference <= TOLERANCE.get(some.dtype, 1e-5) * scale:
+            wrong.append((name, difference / scale if scale else float("inf")))
+    if wrong:
+        shown = ", ".join(f"{name} (off by {error:.2g} relative)" for name, error in wrong[:3])
+        raise PlanError(
+            f"cannot pipeline {model_name}: the split model's gradients differ from the unsplit model's "
+            f"({len(wrong)} of {len(expected)} parameters, first: {shown}); the blocks may run inside a custom autograd "
+            "function or depend on state that does not cross the cut. Nothing was changed. Use tensor parallel or ZeRO "
+            "instead."
+        )
+
+
+def tiny_samples(
+    vocab_size: int, *, device: torch.device | str = "cpu", **fixed: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two batches of different (B, S) for the self-check: padded left and right, with -100 labels.
+
+    Args:
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        device: where the model is.
+        fixed: further keyword arguments, the same in both, e.g. `use_cache=False`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made: list[dict[str, Any]] = []
+    for (rows, length), left in (((2, 8), False), ((3, 11), True)):
+        ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, (slice(0, 3) if left else slice(-3, None))] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[0, :2] = -100
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        made.append({name: t.to(device) for name, t in batch.items()} | fixed)
+    return made[0], made[1]
+
+
+def loss_normalisation(
+    model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
+) -> Literal["sum_over_items", "mean"]:
+    """How the model's own loss is normalised, found by calling it.
+
+    With `num_items_in_batch=N` a loss that honours it is c / N + a, where a holds terms (a router's auxiliary loss)
+    that do not depend on N: then L(N) - L(2N) is twice L(2N) - L(4N), and not 0.
+
+    Args:
+        model: the whole model, not cut.
+        sample: a tiny batch with labels.
+        forward: called with the sample instead of `model`.
+
+    Returns:
+        "sum_over_items": microbatch losses computed with the global item count add up to the batch's loss.
+        "mean": the model averages over the batch it sees; the caller must weight microbatches.
+    """
+    accepted = inspect.signature(model.forward if forward is None else forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    if not takes_any and "num_items_in_batch" not in accepted:
+        return "mean"
+    run = model if forward is None else forward
+    losses = []
+    for count in (16, 32, 64):
+        with unchanged(model), NoDropout(), torch.no_grad():
+            torch.manual_seed(0)
+            losses.append(float(loss_of(run(**{**sample, "num_items_in_batch": count}))))
+    first, second = losses[0] - losses[1], losses[1] - losses[2]
+    scale = max(abs(loss) for loss in losses)
+    if abs(first) <= 1e-3 * scale:
+        return "mean"
+    return "sum_over_items" if abs(first - 2 * second) <= 0.02 * abs(first) else "mean"

@@ -1,0 +1,88 @@
+"""Finding the stack of repeated blocks that a pipeline cuts.
+
+Candidates come from the module tree; which of them is the stack is decided by what runs: a pipeline stage needs blocks
+that each run once per forward, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_parallel.errors import PlanError
+
+
+SHOWN = 12  # how many calls of an order an error message lists
+
+
+def candidate_stacks(model: nn.Module) -> list[str]:
+    """Names of the module lists that may be the stack, likeliest first.
+
+    Ranked by: all children are marked as indivisible or checkpointable blocks, then parameter count, then depth.
+
+    Raises:
+        PlanError: The model has no `nn.ModuleList` of at least two children.
+    """
+    indivisible = set(getattr(model, "_no_split_modules", None) or ())
+    ranked: list[tuple[bool, int, int, str]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2:
+            continue
+        marked = all(type(m).__name__ in indivisible or isinstance(m, GradientCheckpointingLayer) for m in module)
+        ranked.append((marked, sum(p.numel() for p in module.parameters()), -name.count("."), name))
+    if not ranked:
+        raise PlanError(
+            f"cannot pipeline {type(model).__name__}: it has no nn.ModuleList of at least 2 repeated blocks to cut "
+            "between. Use tensor parallel or ZeRO instead."
+        )
+    ranked.sort(key=lambda entry: entry[:3], reverse=True)
+    return [name for *_, name in ranked]
+
+
+def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:
+    """The blocks of a stack, by index."""
+    return list(cast(nn.ModuleList, model.get_submodule(stack)))
+
+
+def choose_stack(model: nn.Module, candidates: Sequence[str], calls: Mapping[str, Sequence[int]]) -> str:
+    """The first candidate whose blocks ran exactly once each, in index order.
+
+    Args:
+        model: the model.
+        candidates: names from `candidate_stacks`, likeliest first.
+        calls: candidate -> indices of its blocks in the order they ran in one forward.
+
+    Raises:
+        PlanError: No candidate qualifies; names the likeliest one that ran and its order.
+    """
+    for name in candidates:
+        if list(calls.get(name, ())) == list(range(len(blocks_of(model, name)))):
+            return name
+    ran = [name for name in candidates if calls.get(name)]
+    name = ran[0] if ran else candidates[0]
+    raise PlanError(order_problem(model, name, list(calls.get(name, ()))))
+
+
+def order_problem(model: nn.Module, name: str, order: list[int]) -> str:
+    """Why a stack that ran in `order` cannot be cut."""
+    count = len(blocks_of(model, name))
+    shown = ",".join(map(str, order[:SHOWN])) + (",..." if len(order) > SHOWN else "")
+    head = f"cannot pipeline {type(model).__name__}: "
+    if len(set(order)) < len(order):
+        return (
+            f"{head}its blocks '{name}' run more than once per forward (order {shown}); a pipeline stage needs every "
+            "block exactly once. Use tensor parallel or ZeRO instead."
+        )
+    missing = [j for j in range(count) if j not in order]
+    if missing:
+        return (
+            f"{head}block {missing[0]} of '{name}' did not run on this input (blocks that ran: {shown or 'none'} of "
+            f"{count}); discover with the inputs you train on."
+        )
+    return (
+        f"{head}its blocks '{name}' run in the order {shown}; a pipeline stage needs them in the order of their index. "
+        "Use tensor parallel or ZeRO instead."
+    )

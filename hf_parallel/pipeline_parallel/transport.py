@@ -1,0 +1,213 @@
+"""Point-to-point messages between neighbouring stages: one small interface, two ways to carry the tensors.
+
+`DirectTransport` hands the tensors to the process group (NCCL on CUDA, gloo on CPU). `HostTransport` stages them through
+host memory over a gloo group, because gloo's send and receive cannot take CUDA tensors; it lets several ranks share
+one GPU, and works on CPU tensors too. Nothing here knows about microbatches or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_parallel.errors import UnsupportedError
+
+
+TransportKind: TypeAlias = Literal["auto", "direct", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a receiver must know to post a receive, and whether a gradient goes back for the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """Return the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class Message(Protocol):
+    """Tensors under way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the tensors once they may be read (received) or reused (sent)."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries tensors to and from the other ranks of one process group.
+
+    Attributes:
+        group: The process group whose ranks are the stages, in order.
+        device: Where received tensors are placed.
+        receive_ahead: Receives that may safely be posted before their message is needed, at least 0.
+        serial: Whether operations on the group run one after another, so that activations and gradients need a group
+            each.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    receive_ahead: int
+    serial: bool
+
+    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
+        """Start sending contiguous, detached tensors to the group's rank ``peer``; returns at once."""
+        ...
+
+    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
+        """Start receiving tensors of these shapes and dtypes from the group's rank ``peer``; returns at once."""
+        ...
+
+
+@dataclass(slots=True)
+class _DirectMessage:
+    works: list[dist.Work]
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+@dataclass(slots=True)
+class _HostReceive:
+    works: list[dist.Work]
+    staging: tuple[Tensor, ...]
+    device: torch.device
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        # From pinned memory the copy is asynchronous; the pinned allocator keeps the block until the copy is done.
+        # On a CPU device the copy is forced, so that the staged path is the same one that CUDA takes.
+        return tuple(t.to(self.device, non_blocking=True, copy=True) for t in self.staging)
+
+
+def _start_sends(tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start one send a non-empty tensor; both ends know an empty one from its shape."""
+    works = (dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel())
+    return [work for work in works if work is not None]
+
+
+def _start_receives(tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    works = (dist.irecv(tensor, group=group, group_src=peer) for tensor in tensors if tensor.numel())
+    return [work for work in works if work is not None]
+
+
+class DirectTransport:
+    """The process group takes the tensors as they are: NCCL for CUDA tensors, gloo for CPU tensors.
+
+    gloo's sends are rendezvous: a send may finish only once its receive is posted, so callers post receives ahead and
+    never wait for a send just issued. NCCL runs the operations of one communicator in order; with lazy initialisation
+    each pair of ranks has its own, with eager initialisation the whole group shares one. Posting ahead is therefore
+    limited to one receive with lazy and none with eager initialisation.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.serial = _backend_for(group, device.type) == "nccl"
+        self.receive_ahead = 2
+        if self.serial:
+            self.receive_ahead = 0 if group.bound_device_id is not None else 1
+
+    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
+        """See `Transport.isend`."""
+        return _DirectMessage(_start_sends(tensors, peer, self.group), tuple(tensors))
+
+    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
+        """See `Transport.irecv`."""
+        buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
+        return _DirectMessage(_start_receives(buffers, peer, self.group), buffers)
+
+
+class HostTransport:
+    """Copies every tensor through host memory (pinned for CUDA) and sends the copy over a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if _backend_for(group, "cpu") != "gloo":
+            raise UnsupportedError(
+                f"pipeline transport 'host' sends host memory and needs a gloo group, but this group has "
+                f"{dist.get_backend_config(group)}. Create the pipeline group with backend gloo or cpu:gloo,cuda:nccl."
+            )
+        self.group, self.device = group, device
+        self.receive_ahead = 2
+        self.serial = False
+
+    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
+        """See `Transport.isend`."""
+        staging = tuple(self._buffer(tuple(t.shape), t.dtype).copy_(t, non_blocking=True) for t in tensors)
+        if self.device.type == "cuda":
+            # gloo reads the staging memory from the CPU: wait for the copies alone, not for the whole device.
+            torch.cuda.current_stream(self.device).record_event().synchronize()
+        return _DirectMessage(_start_sends(staging, peer, self.group), staging)
+
+    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
+        """See `Transport.irecv`."""
+        staging = tuple(self._buffer(spec.shape, spec.dtype) for spec in specs)
+        return _HostReceive(_start_receives(staging, peer, self.group), staging, self.device)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+
+def make_transport(kind: TransportKind, device: torch.device, group: dist.ProcessGroup) -> Transport:
+    """Return the transport for tensors on ``device`` over ``group``.
+
+    Args:
+        kind: "direct", "host", or "auto": direct where the group's backend takes tensors of the device, else host.
+        device: Where the stages' tensors live.
+        group: The pipeline group; its ranks are the stages, in order.
+
+    Raises:
+        UnsupportedError: If the group's backend cannot carry the tensors that way.
+    """
+    takes_device = _backend_for(group, device.type) == ("gloo" if device.type == "cpu" else "nccl")
+    if kind == "direct" and not takes_device:
+        raise UnsupportedError(
+            f"pipeline transport 'direct' cannot carry {device.type} tensors over a group with "
+            f"{dist.get_backend_config(group)}: CUDA needs NCCL, CPU needs gloo. Use transport 'auto' or 'host'."
+        )
+    if kind == "direct" or (kind == "auto" and takes_device):
+        return DirectTransport(group, device)
+    return HostTransport(group, device)
+
+
+def connect(transport: Transport, stage_index: int, num_stages: int, *, downwards: bool) -> None:
+    """Send one element along the chain of stages, so that every neighbour pair has its connection.
+
+    NCCL opens a pair's communicator at its first message and blocks until both ends arrive; a receive posted ahead
+    would then wait for a peer that waits for us. All ranks of the group call this once, in the same order.
+
+    Args:
+        transport: The transport to connect.
+        stage_index: This rank's stage.
+        num_stages: Number of stages.
+        downwards: Direction of the messages that will follow: True for activations, False for gradients.
+    """
+    step = 1 if downwards else -1
+    source, target = stage_index - step, stage_index + step
+    spec = TensorSpec((1,), torch.int64, False)
+    if 0 <= source < num_stages:
+        transport.irecv([spec], source).wait()
+    if 0 <= target < num_stages:
+        transport.isend([torch.zeros(1, dtype=spec.dtype, device=transport.device)], target).wait()
+
+
+def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the name of the backend that ``group`` uses for tensors of ``device_type``, or "" if it has none."""
+    # The config reads "cpu:gloo,cuda:nccl"; a single-backend group lists that backend for every device it takes.
+    for entry in dist.get_backend_config(group).split(","):
+        device, _, backend = entry.rpartition(":")
+        if device in ("", device_type):
+            return backend
+    return ""

@@ -1,0 +1,168 @@
+"""Recipes: accelerate config files with one section of ours, `parallelism_config: {hf_parallel: ...}`.
+
+That place is the only one: accelerate refuses unknown top-level keys, ignores unknown keys inside this section, and
+keeps them when it rewrites a file. Nobody else checks what stands there, so everything is checked here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.errors import ConfigError
+
+
+SECTION = "parallelism_config"
+KEY = "hf_parallel"
+ONE_PROCESS_TYPES = ("NO", "MULTI_CPU")
+FOREIGN_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes: inside the package when installed, beside it in a checkout."""
+    installed = Path(__file__).parent / "recipes_data"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "recipes"
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the shipped recipes, sorted."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """Return the file of a recipe.
+
+    Args:
+        name_or_path: A file, else the name of a shipped recipe (`cpu_pp2` or `cpu_pp2.yaml`).
+
+    Raises:
+        ConfigError: If it is neither; names the nearest recipe.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path.resolve()
+    names = list_recipes()
+    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    if name in names and len(path.parts) == 1:
+        return recipes_folder() / f"{name}.yaml"
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError(
+        f"recipe {str(name_or_path)!r}: no such file in {Path.cwd()} and no recipe of that name.{hint} "
+        f"Recipes: {', '.join(names)}."
+    )
+
+
+def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+    """Return our section of an accelerate config file (None if it has none) and the whole file.
+
+    Raises:
+        ConfigError: If the file is not a YAML mapping, or holds our key in another place than `parallelism_config`.
+    """
+    try:
+        accelerate = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). Give the path of an accelerate config."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}. Correct the file.") from None
+    accelerate = {} if accelerate is None else accelerate
+    if not isinstance(accelerate, dict):
+        raise ConfigError(f"{path}: expected a mapping, found {type(accelerate).__name__}. Write `key: value` lines.")
+    places = [name for name, value in accelerate.items() if isinstance(value, dict) and KEY in value]
+    misplaced = [f"{name}.{KEY}" for name in places if name != SECTION] + ([KEY] if KEY in accelerate else [])
+    if misplaced:
+        raise ConfigError(
+            f"{path}: found {', '.join(misplaced)}: the settings stand in {SECTION}.{KEY} and nowhere else. "
+            f"Move them there."
+        )
+    if SECTION not in places:
+        return None, accelerate
+    section = accelerate[SECTION][KEY]
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: {SECTION}.{KEY}={section!r}: expected a mapping. Write its keys on lines below it."
+        )
+    return section or {}, accelerate
+
+
+def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], world_size: int | None = None) -> None:
+    """Refuse accelerate settings under which `config` would silently do nothing, or not fit.
+
+    Args:
+        config: Our settings.
+        accelerate: The whole accelerate file.
+        world_size: Processes really started; None takes `num_processes` of the file.
+
+    Raises:
+        ConfigError: With every problem, one a line.
+    """
+    problems = []
+    kind = str(accelerate.get("distributed_type", "NO"))
+    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
+        problems.append(
+            f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
+            f"Set distributed_type to MULTI_GPU, and add use_cpu: true on a machine without a GPU."
+        )
+    if kind in FOREIGN_ENGINES and config.model_parallel_size > 1:
+        problems.append(
+            f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
+            f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
+        )
+    problems += _stock_sizes(accelerate.get(SECTION) or {})
+    num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
+    if isinstance(num_processes, int) and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
+        try:
+            config.dp_size(num_processes)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
+    """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
+    return [
+        f"{SECTION}.{key}={value!r} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
+        f"stand in {SECTION}.{KEY}."
+        for key, value in section.items()
+        if key != KEY and value not in (None, 1)
+    ]
+
+
+def load_file(path: Path) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
+    """Return the config of a file (None if it has no section of ours) and its accelerate settings.
+
+    Raises:
+        ConfigError: With the file name and every problem of our section.
+    """
+    section, accelerate = read_section(path)
+    if section is None:
+        return None, accelerate
+    return HFParallelConfig.from_mapping(section, source=f"{path}, {SECTION}.{KEY}"), accelerate
+
+
+def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
+    """Return the validated config of a recipe.
+
+    Args:
+        name_or_path: A file, else the name of a shipped recipe.
+
+    Raises:
+        ConfigError: With every problem of our section, else of the accelerate settings around it.
+    """
+    path = find_recipe(name_or_path)
+    config, accelerate = load_file(path)
+    if config is None:
+        raise ConfigError(f"{path}: it has no {SECTION}.{KEY} section. Add one, for example {KEY}: {{pp_size: 2}}.")
+    try:
+        check_accelerate(config, accelerate)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
+    return config

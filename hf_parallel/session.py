@@ -1,0 +1,93 @@
+"""What one run shares on this rank: settings, mesh, watchdog, and the engine once a model is attached."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.compat import default_store
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.launch import check_world
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.plugin import compare_over_ranks, parallelize
+from hf_parallel.watchdog import Watchdog
+
+
+if TYPE_CHECKING:
+    from hf_parallel.config import HFParallelConfig
+    from hf_parallel.engine import Engine
+
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """A parallel run.
+
+    Args:
+        config: Validated settings, equal on every rank.
+        mesh: This rank's mesh.
+        watchdog: Started.
+        explanation: Where the settings came from and which layout follows, for the start-up line.
+    """
+
+    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog, explanation: str) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.watchdog = watchdog
+        self.explanation = explanation
+        self.engine: Engine | None = None
+
+    @classmethod
+    def start(
+        cls, config: HFParallelConfig, explanation: str, device: torch.device, num_processes: int | None = None
+    ) -> Session:
+        """Check the world, compare the settings over the ranks, make the groups; collective.
+
+        Args:
+            config: Validated settings.
+            explanation: For the start-up line.
+            device: Where this rank computes.
+            num_processes: Processes that accelerate counts, to be compared with those that run.
+
+        Raises:
+            ConfigError: The processes that run do not fit the settings.
+            RankMismatchError: Ranks read different settings.
+        """
+        check_world(config, num_processes)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
+        compare_over_ranks("config", config.fingerprint(), shape.describe)
+        limit = config.monitor.hang_timeout_s
+        # The watchdog reports first; the groups' own timeout is the net below it.
+        timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
+        p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
+        mesh = Mesh.build(shape, timeout=timeout, p2p_backend=p2p_backend)
+        store = default_store() if dist.is_initialized() else None
+        names = [shape.describe(rank) for rank in range(world_size)]
+        watchdog = Watchdog(store.clone() if store is not None else None, mesh.rank, names, limit)
+        watchdog.start()
+        if mesh.rank == 0:
+            logger.warning("hf_parallel: %s", explanation)
+        return cls(config, mesh, watchdog, explanation)
+
+    def attach(self, model: nn.Module, device: torch.device) -> Engine:
+        """Parallelize `model`, once; collective.
+
+        Raises:
+            UnsupportedError: A second model.
+        """
+        if self.engine is None:
+            self.engine = parallelize(model, self.config, self.mesh, device=device, watchdog=self.watchdog)
+        elif self.engine.model is not model:
+            raise UnsupportedError(
+                f"a second model ({type(model).__name__}) in one run: the stages and shards of this rank belong to the "
+                f"first ({type(self.engine.model).__name__}). Precompute the outputs of a reference model; run trials "
+                "of a search as runs of their own."
+            )
+        return self.engine

@@ -1,0 +1,151 @@
+"""Proof of a whole plan: loss-like outputs and every gradient of the sharded model against the plain one.
+
+Pairs are verified one at a time; this check sees what only shows when they meet. The ranks are threads of one process
+on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
+from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.trace import (
+    NOISE_SEED,
+    agree,
+    map_tensors,
+    perturb,
+    run,
+    tensors_in,
+    undisturbed,
+    widen,
+)
+
+
+RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait for each other
+
+Result = tuple[list[Tensor], dict[str, Tensor | None]]
+
+
+def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> None:
+    """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
+
+    Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
+    it is meant for a small twin. Parameters are perturbed, the same way in all copies.
+
+    Args:
+        model: The full model, before the plan is applied.
+        plan: Its plan.
+        sample: Keyword arguments of a forward pass.
+
+    Raises:
+        PlanError: If an output or a gradient differs; names the first ones.
+    """
+    # On a GPU one autograd thread would serve all ranks, and wait for itself in their collectives.
+    sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
+    reference = _outputs_and_grads(_twin(model).cpu(), sample)
+    if plan.tp_size == 1:
+        return
+    ranks: list[Result | BaseException | None] = [None] * plan.tp_size
+    slots: list[Tensor | None] = [None] * plan.tp_size
+    barrier = threading.Barrier(plan.tp_size, timeout=RANK_TIMEOUT_S)
+
+    def rank_main(rank: int, twin: nn.Module) -> None:
+        try:
+            apply_tensor_parallel(twin, plan, VirtualGroup(slots, barrier, rank), rank, lambda name: True)
+            ranks[rank] = _outputs_and_grads(twin, sample)
+        except BaseException as error:  # noqa: BLE001  reported by the caller; the other ranks must not wait
+            ranks[rank] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank, _twin(model).cpu())) for rank in range(plan.tp_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in ranks if isinstance(result, BaseException)]
+    if errors:
+        first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        raise PlanError(f"the sharded model does not run: {type(first).__name__}: {first}") from first
+    results = [result for result in ranks if isinstance(result, tuple)]
+    _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
+
+
+def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any]) -> None:
+    """`verify_model` on the real ranks of `group`: each holds one plain and one sharded copy of `model`.
+
+    All ranks of the group must call this with the same model and sample; `model` itself is not changed.
+
+    Raises:
+        PlanError: If an output or a gradient differs; on every rank alike.
+    """
+    reference = _outputs_and_grads(_twin(model), sample)
+    sharded = _twin(model)
+    apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
+    values, grads = _outputs_and_grads(sharded, sample)
+
+    def all_ranks(item: Any) -> list[Any]:
+        if isinstance(group, VirtualGroup):
+            raise PlanError("check_on_ranks needs a process group. Use verify_model to check in one process.")
+        items: list[Any] = [None] * plan.tp_size
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    _compare(plan, reference, all_ranks(values), lambda name: all_ranks(grads[name]))
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    with undisturbed(model):
+        twin = widen(copy.deepcopy(model)).eval()
+    perturb(twin)
+    return twin
+
+
+def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
+    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    with torch.enable_grad():
+        outputs = [t for t in tensors_in(run(model, sample)) if t.is_floating_point() and t.requires_grad]
+        generator = torch.Generator().manual_seed(NOISE_SEED)
+        total = sum((t * torch.randn(t.shape, generator=generator).to(t.device, t.dtype)).sum() for t in outputs)
+    grads = torch.autograd.grad([torch.as_tensor(total)], list(parameters.values()), allow_unused=True)
+    return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
+
+
+def _compare(
+    plan: TPPlan, reference: Result, outputs: list[list[Tensor]], grads_of: Callable[[str], list[Tensor | None]]
+) -> None:
+    values, expected = reference
+    wrong = [
+        f"output {i} of tp rank {rank}"
+        for rank, mine in enumerate(outputs)
+        for i, (value, other) in enumerate(zip(values, mine, strict=True))
+        if not agree(other.to(value.device), value)
+    ]
+    floor = 1e-2 * max((float(grad.abs().max()) for grad in expected.values() if grad is not None), default=0.0)
+    specs = plan.shard_specs()
+    for name, grad in expected.items():
+        parts = [part for part in grads_of(name) if part is not None]
+        if grad is None or len(parts) < plan.tp_size:
+            if grad is not None or parts:
+                wrong.append(f"gradient of {name} (present on {len(parts)} of {plan.tp_size} ranks)")
+            continue
+        spec = specs.get(name)
+        whole = parts if spec is None else [spec.assemble(parts)]
+        if not all(agree(part.to(grad.device), grad, floor) for part in whole):
+            wrong.append(f"gradient of {name}")
+    if wrong:
+        raise PlanError(
+            f"tp_size={plan.tp_size}: the sharded model differs from the plain one in {len(wrong)} quantities: "
+            f"{', '.join(wrong[:5])}. Remove the pairs involved from the plan, or report the model type."
+        )

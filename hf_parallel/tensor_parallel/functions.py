@@ -1,0 +1,205 @@
+"""The three communicating functions of tensor parallelism, as autograd functions on plain local tensors.
+
+Megatron's pair f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3) plus a gather: outside a column -> row pair
+all ranks hold the same values and the same gradients, inside they hold partial ones. No function works in place on a
+tensor autograd may need.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+
+class VirtualGroup:
+    """One rank of a tensor-parallel group whose ranks are threads of this process.
+
+    It lets a plan be checked with all of its ranks in one process, without any process group. CPU only: there the
+    backward pass runs in the thread that asked for it.
+
+    Args:
+        slots: A list with one entry per rank, shared by all ranks of the group.
+        barrier: A barrier for as many threads as there are ranks, shared as well.
+        tp_rank: This rank.
+    """
+
+    def __init__(self, slots: list[Tensor | None], barrier: threading.Barrier, tp_rank: int) -> None:
+        self._slots = slots
+        self._barrier = barrier
+        self._tp_rank = tp_rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self._slots)
+
+    def rank(self) -> int:
+        """This rank."""
+        return self._tp_rank
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """Copies of the tensor each rank passed, in rank order; all ranks of the group must call this."""
+        self._slots[self._tp_rank] = x.detach()
+        self._barrier.wait()
+        tensors = [slot.clone() for slot in self._slots if slot is not None]
+        self._barrier.wait()
+        return tensors
+
+
+TPGroup = ProcessGroup | VirtualGroup
+
+
+def copy_to_tp(x: Tensor, group: TPGroup) -> Tensor:
+    """f: `x` forward, gradient summed over `group` backward.
+
+    Marks the entry of a replicated tensor into a region where each rank computes its own part. Nothing is
+    communicated, and `x` itself is returned, when no gradient will be asked for.
+
+    Args:
+        x: Replicated tensor of any shape.
+        group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per backward pass.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    result: Tensor = _CopyToTP.apply(x, group, None)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce_from_tp(x: Tensor, group: TPGroup) -> Tensor:
+    """g: sum of `x` over `group` forward, identity backward.
+
+    Args:
+        x: This rank's partial sum, of any shape.
+        group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per forward pass.
+    """
+    result: Tensor = _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_from_tp(x: Tensor, group: TPGroup, sizes: list[int]) -> Tensor:
+    """Concatenation of the ranks' `x` along the last dim forward, this rank's slice of the gradient backward.
+
+    Args:
+        x: f[... sizes[rank]], this rank's part.
+        group: The tensor-parallel group; all its ranks must call this. One all-gather per forward pass.
+        sizes: Extent of the last dim on every rank; they may differ.
+
+    Returns:
+        f[... sum(sizes)], equal on all ranks. Its gradient must be equal on all ranks too.
+    """
+    result: Tensor = _GatherFromTP.apply(x, group, sizes)  # type: ignore[no-untyped-call]
+    return result
+
+
+def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> Tensor:
+    """This rank's heads of a replicated tensor.
+
+    Args:
+        x: Tensor with a heads dim.
+        dim: The heads dim, negative; or 0 for a first dim that folds batch and heads, `[B * N, ...]`.
+        heads: Number of heads N of the full tensor, divisible by `tp_size`.
+        tp_size: Number of ranks.
+        tp_rank: This rank.
+    """
+    local = heads // tp_size
+    if dim:
+        return x.narrow(dim, tp_rank * local, local)
+    folded = x.reshape(-1, heads, *x.shape[1:])
+    return folded.narrow(1, tp_rank * local, local).flatten(0, 1)
+
+
+class SharedCopy:
+    """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
+
+    A single slot, because the readers of a tensor run one after the other. The copy is a view that keeps its tensor
+    alive, so the backward pass empties the slot and no activation outlives its step; a forward pass that is never
+    differentiated pins one tensor until the next.
+
+    Args:
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, group: TPGroup) -> None:
+        self.group = group
+        self._source: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._copy: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`copy_to_tp(x, group)`, remembered for the next call with the same tensor."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        known = self._source is not None and self._source() is x and self._version == x._version
+        if not known or self._copy is None:
+            self._copy = _CopyToTP.apply(x, self.group, self)  # type: ignore[no-untyped-call]
+            self._source = weakref.ref(x)
+            self._version = x._version
+        return self._copy
+
+    def clear(self) -> None:
+        """Forget the last tensor."""
+        self._source = self._copy = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedCopy:
+        """A copy of a model communicates over the same group, with a slot of its own."""
+        return SharedCopy(self.group)
+
+
+def _sum_over(x: Tensor, group: TPGroup) -> Tensor:
+    if isinstance(group, VirtualGroup):
+        return torch.stack(group.exchange(x)).sum(0)
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
+    if isinstance(group, VirtualGroup):
+        return group.exchange(x)
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
+
+
+class _CopyToTP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, shared: SharedCopy | None) -> Tensor:
+        ctx.group, ctx.shared = group, shared
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.shared is not None:
+            ctx.shared.clear()
+        return _sum_over(grads[0], ctx.group), None, None
+
+
+class _ReduceFromTP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
+        return _sum_over(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherFromTP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TPGroup, sizes: list[int]) -> Tensor:
+        rank = group.rank()
+        ctx.start, ctx.length = sum(sizes[:rank]), sizes[rank]
+        # all_gather needs equal shapes on every rank: pad the short ones.
+        parts = _gather_over(F.pad(x, (0, max(sizes) - sizes[rank])), group)
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].narrow(-1, ctx.start, ctx.length).contiguous(), None, None

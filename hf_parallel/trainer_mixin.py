@@ -1,0 +1,189 @@
+"""What a stock `transformers.Trainer` must do differently on one rank of a mesh: loss, data, clipping, counting.
+
+`HFParallelCallback` puts `HFParallelTrainerMixin` under the class of a live Trainer; `HFParallelTrainer` has it from
+the start. Everything that is not here or in `trainer_saving` is the stock Trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_parallel.accelerator import HFParallelAccelerator
+from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.trainer_saving import SavingMixin
+
+
+logger = logging.getLogger(__name__)
+
+
+class HFParallelTrainerMixin(SavingMixin):
+    """Loss, data, clipping and counting over a mesh. Inert until a session is attached to the accelerator."""
+
+    accelerator: HFParallelAccelerator
+    _hf_parallel_window: list[tuple[Any, dict[str, Any]]]
+    _hf_parallel_additive: bool | None
+
+    # -- attaching -----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
+        if self.hf_parallel_session is not None:
+            self.accelerator.attach_model(self.model)
+        return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
+
+    @property
+    def _pipeline(self) -> PipelineEngine | None:
+        engine = self._engine
+        return engine if isinstance(engine, PipelineEngine) else None
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
+        self._hf_parallel_window = []
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        pipeline = self._pipeline
+        if pipeline is not None and self._has_stock_loss() and all(isinstance(sample, dict) for sample in samples):
+            prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]  # type: ignore[misc]
+            self._hf_parallel_window = list(zip(samples, prepared, strict=True))
+            pipeline.begin_window(prepared)
+        return samples, num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As stock; a batch of the announced window keeps the tensors it was announced with."""
+        for sample, prepared in getattr(self, "_hf_parallel_window", ()):
+            if sample is inputs:
+                return dict(prepared)
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As stock. Without averaging over devices, stock divides a local count by the ranks that share the batch."""
+        session = self.hf_parallel_session
+        if session is None:
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        with session.watchdog.waiting("waits for the token counts of the other ranks"):
+            count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if torch.is_tensor(count) and not self.args.average_tokens_across_devices:
+            count = count * self.get_tp_size()
+        return count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """As stock, counting each batch once, not once for every rank of a model copy."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        if self.hf_parallel_session is not None:
+            seen = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+
+    # -- loss ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As stock; refuses when somebody replaced the parallelized forward."""
+        if self._engine is not None:
+            self._engine.check_installed()
+        return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
+        pipeline = self._pipeline
+        function = self._last_stage_loss()
+        if pipeline is None or function is None or not pipeline.trains or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        with pipeline.loss_function(function):
+            outputs = model(**inputs, **counted)
+        loss = outputs["loss"]
+        normalised = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.args.average_tokens_across_devices and normalised and num_items_in_batch is not None:
+            loss *= self.accelerator.num_processes // self.get_tp_size()
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As stock; full logits leave the last stage only if somebody needs them."""
+        pipeline = self._pipeline
+        if pipeline is None or not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        with pipeline.without_logits():
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+
+    def _has_stock_loss(self) -> bool:
+        """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
+        order = type(self).__mro__
+        after = order[order.index(HFParallelTrainerMixin) + 1 :]
+        return next(kind for kind in after if "compute_loss" in vars(kind)) is Trainer
+
+    def _last_stage_loss(self) -> Callable[..., torch.Tensor] | None:
+        """The loss function to hand to the last stage, or None when the model's own or the user's code is the loss."""
+        if not self._has_stock_loss() or (self.compute_loss_func is None and self.label_smoother is None):
+            return None
+        if self.compute_loss_func is None:
+            return self._smoothed_loss
+        if getattr(self, "_hf_parallel_additive", None) is None:
+            self._hf_parallel_additive = is_additive(self.compute_loss_func, self.model)
+            if not self._hf_parallel_additive:
+                warn_not_additive(self.compute_loss_func)
+        return self.compute_loss_func if self._hf_parallel_additive else None
+
+    def _smoothed_loss(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        shifted = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        loss: torch.Tensor = self.label_smoother(
+            outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch
+        )
+        return loss
+
+    # -- clipping ------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.hf_parallel_session is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.hf_parallel_session is None or grad_norm is not None:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+
+
+def is_additive(function: Callable[..., Any], model: Any) -> bool:
+    """Whether a `compute_loss_func` divides by `num_items_in_batch`, so that microbatch losses add up.
+
+    Asked on made-up logits: doubling the count must halve the loss. A function that needs more than logits and labels
+    counts as not additive.
+    """
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, vocab_size, generator=generator)
+    labels = torch.randint(0, vocab_size, (2, 6), generator=generator)
+    try:
+        with torch.no_grad():
+            once, twice = (
+                float(function(CausalLMOutputWithPast(logits=logits), labels.clone(), num_items_in_batch=count))
+                for count in (torch.tensor(10), torch.tensor(20))
+            )
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError):
+        return False
+    return abs(2 * twice - once) <= 1e-5 * abs(once)
+
+
+def warn_not_additive(function: Callable[..., Any]) -> None:
+    """Say that the loss costs GPipe memory because it cannot be split."""
+    logger.warning(
+        "compute_loss_func %s is not a sum divided by num_items_in_batch, so it cannot be computed microbatch by "
+        "microbatch: it gets the logits of the whole batch on every stage, and all activations stay in memory until "
+        "its backward. Divide a summed loss by num_items_in_batch to train with 1F1B memory.",
+        getattr(function, "__qualname__", function),
+    )

@@ -1,0 +1,202 @@
+"""Saving and resuming of a parallel Trainer.
+
+The export is one normal Hugging Face folder with safetensors weights and no pickle. A checkpoint is made in a staging
+folder and renamed when all ranks have finished writing: at any moment `checkpoint-N` is complete or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
+
+
+if TYPE_CHECKING:
+    from hf_parallel.accelerator import HFParallelAccelerator
+    from hf_parallel.engine import Engine
+    from hf_parallel.session import Session
+
+
+STAGING = ".incomplete"
+SCHEDULER = "scheduler.pt"
+ARGUMENTS = "training_args.json"
+
+
+class SavingMixin:
+    """Collective saving and loading; everything falls back to stock while no session is attached."""
+
+    accelerator: HFParallelAccelerator
+    model: Any
+    args: Any
+    state: TrainerState
+    _hf_parallel_staging: Path | None = None
+    _hf_parallel_push: bool = False
+
+    @property
+    def hf_parallel_session(self) -> Session | None:
+        """The run's session, None for a Trainer that is not parallel."""
+        return getattr(self.accelerator, "hf_parallel", None)
+
+    @property
+    def _engine(self) -> Engine | None:
+        session = self.hf_parallel_session
+        return session.engine if session is not None else None
+
+    def _barrier(self, what: str) -> None:
+        session = self.hf_parallel_session
+        if session is not None and dist.is_initialized():
+            with session.watchdog.waiting(f"waits for the other ranks to {what}"):
+                dist.barrier()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete."""
+        if self.hf_parallel_session is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        self.accelerator.attach_model(self.model)
+        state = self.accelerator.get_state_dict(self.model)
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.should_save:
+            self._write_folder(folder, state)
+        self._barrier("write the model")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""
+        staging = folder / STAGING
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        self._save(str(staging), state_dict=state)
+        files = sorted(staging.iterdir(), key=lambda path: path.name.startswith("model"))
+        for path in files:
+            target = folder / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(path, target)
+        staging.rmdir()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As stock, with the training arguments as JSON instead of a pickle."""
+        if self.hf_parallel_session is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(folder, state_dict=state_dict)
+        collator = getattr(self, "data_collator", None)
+        processing = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        (folder / ARGUMENTS).write_text(self.args.to_json_string())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.hf_parallel_session is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        self.accelerator.attach_model(self.model)
+        self._load_held(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self.hf_parallel_session is None:
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        self._load_held(str(self.state.best_model_checkpoint))
+
+    def _load_held(self, folder: str) -> None:
+        attachment = self.accelerator.hf_parallel_engine.attachment
+        held = {**attachment.parameters, **attachment.buffers}
+        load_weights(folder, attachment.ledger, held, attachment.mesh)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._hf_parallel_staging is not None:
+            return str(self._hf_parallel_staging)
+        return super()._get_output_dir(trial)  # type: ignore[misc,no-any-return]
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As stock, into a staging folder that becomes `checkpoint-N` when every rank has written its part."""
+        if self.hf_parallel_session is None:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        run_dir = Path(super()._get_output_dir(trial))  # type: ignore[misc]
+        staging, name = run_dir / STAGING, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        self._barrier("prepare the checkpoint folder")
+        best = self.state.best_model_checkpoint
+        self._hf_parallel_staging, self._hf_parallel_push = staging, False
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self._hf_parallel_staging = None
+        self.state.best_model_checkpoint = self._best_checkpoint(run_dir, best)
+        self._barrier("write the checkpoint")
+        if self.args.should_save:
+            self.state.save_to_json(str(staging / name / "trainer_state.json"))
+            publish(staging / name, run_dir / name)
+            staging.rmdir()
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self._barrier("publish the checkpoint")
+        if self._hf_parallel_push:
+            self._push_from_checkpoint(str(run_dir / name))
+
+    def _best_checkpoint(self, run_dir: Path, known: str | None) -> str | None:
+        """Path of the best checkpoint: the one being saved, one on disk, or what was known."""
+        step = self.state.best_global_step
+        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        return str(folder) if step and (step == self.state.global_step or folder.exists()) else known
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads run in the background: start them on the final name, not on the staging folder."""
+        if self._hf_parallel_staging is not None:
+            self._hf_parallel_push = True
+            return
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        session, engine = self.hf_parallel_session, self._engine
+        if session is None or engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        if session.mesh.dp_rank == 0:
+            optimizer = self._bare_optimizer()
+            os.makedirs(output_dir, exist_ok=True)
+            save_optimizer(output_dir, optimizer, engine.attachment.parameters, session.mesh)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        session, engine = self.hf_parallel_session, self._engine
+        if session is None or engine is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        if checkpoint is None:
+            return
+        load_optimizer(checkpoint, self._bare_optimizer(), engine.attachment.parameters, session.mesh)
+        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        return optimizer

@@ -1,0 +1,321 @@
+"""If these fail, a pipeline trains something else than one process does, keeps too much alive, or hangs.
+
+Only data moves between ranks and every stage does the arithmetic of one process in the same order, so losses and
+gradients are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
+from hf_parallel.pipeline_parallel.actions import Action
+from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.schedules import SCHEDULES, forward_only
+from hf_parallel.pipeline_parallel.transport import DirectTransport, HostTransport, connect, make_transport
+
+
+WIDTH = 6
+CPU = torch.device("cpu")
+NORM = 97.0
+
+
+class ToyStage(nn.Module):
+    """One block. The payload holds the hidden state, a relayed tensor, indices, a constant and a tensor nobody reads."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.first, self.last = index == 0, index == num_stages - 1
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.dead = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, payload: tuple[Tensor, ...], x: Tensor, **unused: Any) -> Any:
+        if self.first:
+            hidden, relayed, indices, constant = self.linear(x), torch.tanh(x * self.dead), x.argmax(-1), 2.0 * x
+        else:
+            hidden, relayed, indices, constant, _ = payload
+            hidden.mul_(1.25)  # a block may modify its input in place
+            hidden = torch.relu(self.linear(hidden)) + self.table(indices) * relayed + constant
+        if self.last:
+            return {"logits": hidden, "extra": [hidden.sum(-1)]}
+        return hidden, relayed, indices, constant, (self.dead * hidden)[..., ::2]
+
+
+class FrozenStart(ToyStage):
+    """Its first block trains nothing, so its payload requires no gradient at all."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__(index, num_stages)
+        if self.first:
+            self.requires_grad_(False)
+
+
+def build(stage_class: type[ToyStage], num_stages: int) -> list[ToyStage]:
+    torch.manual_seed(3)
+    return [stage_class(i, num_stages) for i in range(num_stages)]
+
+
+def batch(rows: Sequence[int], length: int = 5) -> list[dict[str, Any]]:
+    torch.manual_seed(11)
+    return [{"x": torch.randn(n, length, WIDTH), "num_items": 7 * n, "flag": True} for n in rows]
+
+
+def loss_of(output: dict[str, Any], index: int) -> Tensor:
+    return (output["logits"] * (index + 1)).square().sum() / NORM
+
+
+def through(stages: Sequence[nn.Module], inputs: dict[str, Any]) -> Any:
+    payload: Any = ()
+    for stage in stages:
+        payload = stage(payload, **inputs)
+    return payload
+
+
+def reference(stages: Sequence[nn.Module], microbatches: list[dict[str, Any]], seed: float) -> list[Tensor]:
+    losses = []
+    for index, inputs in enumerate(microbatches):
+        loss = loss_of(through(stages, inputs), index)
+        (loss * seed).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def runtime_for(
+    stage: Callable[..., Any], rank: int, world_size: int, host: bool = False, **options: Any
+) -> PipelineRuntime:
+    group = dist.group.WORLD
+    transports = [make_transport("host" if host else "auto", CPU, group) for _ in "du"]
+    assert all(isinstance(t, HostTransport if host else DirectTransport) for t in transports)
+    return PipelineRuntime(stage, rank, world_size, *transports, **options)
+
+
+def assert_same_gradients(mine: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(mine.named_parameters(), other.parameters(), strict=True):
+        if a.grad is None or b.grad is None:
+            # a leaf that nobody read gives zeros in a pipeline where one process gives None
+            given = a.grad if a.grad is not None else b.grad
+            assert given is None or not given.any(), name
+        else:
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
+
+
+def parity_rank(rank: int, world_size: int) -> None:
+    for stage_class in (ToyStage, FrozenStart) if world_size > 1 else (ToyStage,):
+        stages = build(stage_class, world_size)
+        mine = copy.deepcopy(stages[rank])
+        runtime = runtime_for(mine, rank, world_size)
+        hosted = runtime_for(mine, rank, world_size, host=True)
+        for name, count in [(n, m) for n in sorted(SCHEDULES) for m in (1, 2, 3, 7)]:
+            for engine, rows, length, seed in [(runtime, [2] * count, 5, 1.0), (runtime, [1, 3, 2, 4, 1, 2, 5][:count], 4, 8.0),
+                                               (hosted, [2, 1, 1, 3, 1, 1, 1][:count], 3, 1.0)]:  # fmt: skip
+                microbatches = batch(rows, length)
+                for module in (*stages, mine):
+                    module.zero_grad()
+                expected = reference(stages, microbatches, seed)
+                actions = SCHEDULES[name](world_size, count)[rank]
+                losses = engine.run(microbatches, actions, backward=True, loss_of=loss_of, seed=seed)
+                assert losses == (expected if rank == world_size - 1 else []), (name, count, rows)
+                assert all(not loss.requires_grad for loss in losses)
+                assert_same_gradients(mine, stages[rank])
+                bound = min(count, world_size - rank) if name == "1f1b" else count
+                assert engine.peak_live == bound, (name, count, engine.peak_live)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_pipeline_equals_one_process_and_holds_at_most_the_documented_microbatches(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(parity_rank, world_size, tmp_path=tmp_path)
+
+
+def evaluation_and_split_rank(rank: int, world_size: int) -> None:
+    stages = build(ToyStage, world_size)
+    mine = copy.deepcopy(stages[rank])
+    runtime = runtime_for(mine, rank, world_size)
+    last = rank == world_size - 1
+    for rows in ([2, 2], [1, 3, 2], [4]):
+        microbatches = batch(rows)
+        outputs = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
+        assert len(outputs) == (len(rows) if last else 0)
+        assert runtime.peak_live == 0
+        for output, inputs in zip(outputs, microbatches, strict=False):
+            assert torch.equal(output["logits"], through(stages, inputs)["logits"])
+            assert not output["logits"].requires_grad
+        losses = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False, loss_of=loss_of)
+        for index, loss in enumerate(losses):
+            assert torch.equal(loss, loss_of(outputs[index], index))
+        assert all(p.grad is None for p in mine.parameters())
+
+        state = runtime.forward_phase(microbatches)
+        assert runtime.peak_live == len(rows)
+        grads: list[list[Tensor | None]] = []
+        for logits, extra in state.outputs:
+            grads.append([2.0 * logits + 1.0, None])
+            assert extra.shape == logits.shape[:-1]
+        # an evaluation between the phases must not disturb the state
+        runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
+        runtime.backward_phase(state, grads if last else None)
+        assert not state.live
+        for inputs in microbatches:
+            logits = through(stages, inputs)["logits"]
+            (logits.square() + logits).sum().backward()
+        assert_same_gradients(mine, stages[rank])
+        for module in (*stages, mine):
+            module.zero_grad()
+    if last:
+        with pytest.raises(ScheduleError, match="output gradients for none of 1 microbatches"):
+            runtime.backward_phase(state, None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_evaluation_and_split_mode_equal_one_process(world_size: int, tmp_path: Path) -> None:
+    run_ranks(evaluation_and_split_rank, world_size, tmp_path=tmp_path)
+
+
+def header_rank(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    stage = build(ToyStage, world_size)[rank]
+    runtime = runtime_for(stage, rank, world_size)
+    seen = []
+
+    def step(rows: list[int], length: int, backward: bool = True) -> None:
+        schedule = (SCHEDULES["1f1b"] if backward else forward_only)(world_size, len(rows))
+        runtime.run(batch(rows, length), schedule[rank], backward=backward, loss_of=loss_of)
+        counters = runtime.counters
+        seen.append((counters.headers_sent, counters.messages_sent, counters.messages_received))
+
+    step([2, 2, 2], 5)
+    step([2, 2, 2], 5)
+    step([2, 2, 2], 4)
+    step([2, 1, 2], 5)
+    step([2, 1, 2], 5, backward=False)
+    stage.eval()
+    step([2, 1], 5, backward=False)
+    step([2, 1], 5, backward=False)
+    stage.train()
+    step([2, 2, 2], 4)
+    runtime.forget_headers()
+    step([2, 2, 2], 4)
+    return seen
+
+
+def test_a_header_travels_only_at_the_first_sight_of_a_signature(tmp_path: Path) -> None:
+    first, last = run_ranks(header_rank, 2, tmp_path=tmp_path)
+    headers = [1, 1, 2, 3, 5, 7, 7, 7, 8]
+    sent = [3, 6, 9, 12, 15, 17, 19, 22, 25]
+    gradients = [3, 6, 9, 12, 12, 12, 12, 15, 18]
+    assert first == list(zip(headers, sent, gradients, strict=True))
+    assert last == list(zip([0] * 9, gradients, sent, strict=True))
+
+
+def always_header_rank(rank: int, world_size: int) -> int:
+    """The payload's shape depends on the data: only headers with every payload carry that."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, payload: tuple[Tensor, ...], x: Tensor, keep: Tensor) -> Any:
+            return (x[: int(keep)] * self.weight,) if rank == 0 else payload[0] * self.weight
+
+    stage = Growing()
+    schedule = SCHEDULES["gpipe"](2, 3)
+    microbatches = [{"x": torch.ones(4), "keep": torch.tensor(n)} for n in (1, 4, 2)]
+    runtime = runtime_for(stage, rank, 2, cache_headers=False)
+    for _ in range(2):
+        runtime.run(microbatches, schedule[rank], backward=True, loss_of=lambda output, i: output.sum())
+    assert stage.weight.grad.item() == 14.0
+    cached = runtime_for(stage, 0, 2)
+    if rank == 0:
+        with pytest.raises(
+            RankMismatchError, match=r"(?s)payload of microbatch 1 to stage 1.*cache_headers=False"
+        ) as caught:
+            cached.run(microbatches[:2], schedule[0][:2], backward=True)
+        assert "failed in action 0F1" in caught.value.__notes__[0]
+        runtime.probe.waits = runtime.probe.runs = None
+    else:
+        # takes what the failed run above had sent for microbatch 0
+        runtime_for(stage, 1, 2).run(microbatches[:1], [Action(1, "F", 0)], backward=False)
+    return runtime.counters.headers_sent
+
+
+def test_payload_shapes_may_depend_on_the_data_when_headers_are_not_cached(tmp_path: Path) -> None:
+    assert run_ranks(always_header_rank, 2, tmp_path=tmp_path) == [6, 0]
+
+
+def failing_rank(rank: int, world_size: int) -> None:
+    class Failing(ToyStage):
+        calls = 0
+
+        def forward(self, payload: tuple[Tensor, ...], x: Tensor, **unused: Any) -> Any:
+            self.calls += 1
+            if rank == 1 and self.calls == 2:
+                raise ValueError("planted")
+            return super().forward(payload, x)
+
+    runtime = runtime_for(Failing(rank, world_size), rank, world_size)
+    runtime.run(batch([2, 2, 2]), SCHEDULES["1f1b"](world_size, 3)[rank], backward=True, loss_of=loss_of)
+
+
+def test_a_failing_action_is_named_with_its_stage_and_the_rank_does_not_wait(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 1.*planted.*pipeline stage 1 of 2 .*failed in action 1F1"):
+        run_ranks(failing_rank, 2, tmp_path=tmp_path, timeout=25)
+
+
+def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    stage = build(ToyStage, world_size)[rank]
+    runtime = runtime_for(stage, rank, world_size)
+    said: list[str] = []
+    timed: list[str] = []
+    runtime.probe.waits = runtime.probe.runs = said.append
+    runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
+    connect(runtime._down_in.transport if rank else runtime._down_out.transport, rank, world_size, downwards=True)
+    connect(runtime._up_out.transport if rank else runtime._up_in.transport, rank, world_size, downwards=False)
+    runtime.run(batch([2, 2]), SCHEDULES["1f1b"](world_size, 2)[rank], backward=True, loss_of=loss_of)
+    return said, timed
+
+
+def test_observers_hear_every_wait_and_every_action(tmp_path: Path) -> None:
+    first, last = run_ranks(observers_rank, 2, tmp_path=tmp_path)
+    assert [text for text in last[0] if "runs" in text] == [f"stage 1 runs 1{a}" for a in ("F0", "B0", "F1", "B1")]
+    assert "stage 1 waits for the activation of microbatch 1 from stage 0" in last[0]
+    assert "stage 0 waits for the gradient of microbatch 1 from stage 1" in first[0]
+    assert "stage 0 waits for stage 1 to receive the activation of microbatch 1" in first[0]
+    assert [name for name in first[1] if "F" in name or "B" in name] == ["0F0", "0F1", "0B0", "0B1"]
+
+
+def misuse_rank(rank: int, world_size: int) -> None:
+    with pytest.raises(UnsupportedError, match="has no transport"):
+        PipelineRuntime(lambda payload: payload, rank, 2)
+    with pytest.raises(UnsupportedError, match="'direct' cannot carry cuda tensors"):
+        make_transport("direct", torch.device("cuda", 0), dist.new_group([0, 1], backend="cpu:gloo"))
+    assert isinstance(make_transport("auto", torch.device("cuda", 0), dist.group.WORLD), HostTransport)
+    serial = make_transport("auto", CPU, dist.group.WORLD)
+    serial.serial = True
+    with pytest.raises(UnsupportedError, match="share one NCCL group"):
+        PipelineRuntime(lambda payload: payload, rank, 2, serial, serial)
+    runtime = runtime_for(lambda payload, **inputs: 5, rank, 2)
+    with pytest.raises(ScheduleError, match="cannot run here"):
+        runtime.run([{}], [Action(1 - rank, "F", 0)], backward=False)
+    with pytest.raises(ScheduleError, match=f"{rank}B0 cannot run here"):
+        runtime.run([{}], [Action(rank, "B", 0)], backward=False)
+    if rank == 0:
+        with pytest.raises(PlanError, match="returned int"):
+            runtime.run(batch([1]), [Action(0, "F", 0)], backward=False)
+    else:
+        with pytest.raises(ScheduleError, match="no loss on the last stage"):
+            runtime.run(batch([1]), [Action(1, "F", 0), Action(1, "B", 0)], backward=True)
+
+
+def test_misuse_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    run_ranks(misuse_rank, 2, tmp_path=tmp_path)

@@ -1,0 +1,260 @@
+"""Tensor-parallel ranks must compute what one process computes: loss, every gradient, and the optimizer's steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+from torch import Tensor, nn
+from tp_models import plan_sample, tiny_batch, tiny_model
+
+from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.check import check_on_ranks
+from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan import TPPlan
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+MODELS = ["llama", "llama_tied", "llama_kv1", "llama_heads3", "llama_odd", "smollm2", "gpt2", "qwen3", "phi3"]
+
+
+def sharded(case: str, tp_rank: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, TPPlan]:
+    model = tiny_model(case, dtype)
+    plan = plan_tensor_parallel(model, dist.get_world_size(), plan_sample())
+    apply_tensor_parallel(model, plan, dist.group.WORLD, tp_rank, lambda name: True)
+    return model, plan
+
+
+def backward(model: nn.Module, num_batches: int = 1) -> list[float]:
+    """Losses of accumulated backward passes."""
+    losses = []
+    for seed in range(num_batches):
+        loss = model(**tiny_batch(seed), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def gathered(plan: TPPlan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors by name; replicated ones must be bit-equal on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    specs = plan.shard_specs()
+    full = {}
+    for name in tensors:
+        parts = [tensors[name] for tensors in everyone]
+        if name in specs:
+            full[name] = specs[name].assemble(parts)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
+            full[name] = parts[0]
+    return full
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        # A gradient that is zero in exact arithmetic (a key bias under softmax) is noise: judge it by the largest one.
+        scale = max(float(tensor.abs().max()), 1e-3 * largest)
+        assert got[name].shape == tensor.shape, name
+        error = float((got[name] - tensor).abs().max()) / scale
+        assert error <= tolerance, f"{name}: relative error {error:.2g}"
+
+
+def parity(rank: int, world_size: int, cases: list[str], num_batches: int) -> None:
+    for dtype, tolerance in TOLERANCE.items():
+        for case in cases:
+            reference = tiny_model(case, dtype)
+            expected = backward(reference, num_batches)
+            model, plan = sharded(case, rank, dtype)
+            losses = backward(model, num_batches)
+            assert losses == pytest.approx(expected, rel=tolerance), case
+            assert_equal_to_one_process(gathered(plan, grads(model)), grads(reference), tolerance)
+
+
+def accumulation_parity(rank: int, world_size: int) -> None:
+    parity(rank, world_size, ["qwen3", "llama_kv1"], 2)
+
+
+def gradients_of_all_models(rank: int, world_size: int) -> None:
+    parity(rank, world_size, MODELS, 1)
+
+
+def test_loss_and_gradients_on_two_ranks_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(gradients_of_all_models, 2, tmp_path=tmp_path)
+
+
+def test_accumulated_gradients_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(accumulation_parity, 2, tmp_path=tmp_path)
+
+
+def four_ranks(rank: int, world_size: int) -> None:
+    parity(rank, world_size, ["llama_kv4", "llama_kv1", "llama"], 1)
+
+
+def test_loss_and_gradients_on_four_ranks_equal_one_process(tmp_path: Path) -> None:
+    run_ranks(four_ranks, 4, tmp_path=tmp_path)
+
+
+def one_optimizer_run(case: str, rank: int) -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(**tiny_batch(seed), use_cache=False).loss.backward()
+            optimizer.step()
+
+    reference = tiny_model(case)
+    steps(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3, foreach=False, eps=1e-4))
+    model = tiny_model(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False, eps=1e-4)
+    before = list(model.parameters())
+    plan = plan_tensor_parallel(model, 2, plan_sample())
+    apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: True)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    steps(model, optimizer)
+    got = gathered(plan, {name: p.detach() for name, p in model.named_parameters()})
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(
+            got[name], p.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+
+
+def optimizer_built_before(rank: int, world_size: int) -> None:
+    for case in ("llama", "gpt2"):
+        one_optimizer_run(case, rank)
+
+
+def test_an_optimizer_built_before_still_trains_the_model(tmp_path: Path) -> None:
+    run_ranks(optimizer_built_before, 2, tmp_path=tmp_path)
+
+
+class Counter:
+    """Counts calls of a collective while it is installed."""
+
+    def __init__(self, name: str) -> None:
+        self.calls = 0
+        self._original: Callable[..., Any] = getattr(dist, name)
+        self._patch: AbstractContextManager[Any] = mock.patch.object(dist, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._original(*args, **kwargs)
+
+    def __enter__(self) -> Counter:
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._patch.__exit__(*exc)
+
+
+def count_collectives(rank: int, world_size: int) -> None:
+    for case, num_pairs, head, extra in [("llama", 4, 1, 0), ("gpt2", 4, 0, 0), ("phi3", 4, 1, 0), ("qwen3", 4, 1, 4)]:
+        model, plan = sharded(case, rank)
+        assert len(plan.pairs) == num_pairs
+        with Counter("all_reduce") as reduces, Counter("all_gather") as gathers:
+            loss = model(**tiny_batch(), use_cache=False).loss
+            # One per pair; a block of attention and MLP is two pairs.
+            assert (reduces.calls, gathers.calls) == (num_pairs, head), case
+            reduces.calls = 0
+            loss.backward()
+            # One per pair, one for the gathered head, one per partial parameter.
+            assert (reduces.calls, gathers.calls) == (num_pairs + head + extra, head), case
+        with torch.no_grad(), Counter("all_reduce") as reduces:
+            model(**tiny_batch(), use_cache=False)
+            assert reduces.calls == num_pairs
+
+
+def test_a_block_costs_two_all_reduces_forward_and_two_backward(tmp_path: Path) -> None:
+    run_ranks(count_collectives, 2, tmp_path=tmp_path)
+
+
+def checkpointing(rank: int, world_size: int) -> None:
+    for case in ("llama", "qwen3", "gpt2"):
+        expected = tiny_model(case)
+        losses = backward(expected, 2)
+        for reentrant in (False, True):
+            model, plan = sharded(case, rank)
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.train()
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+            assert backward(model, 2) == pytest.approx(losses, rel=1e-5)
+            assert_equal_to_one_process(gathered(plan, grads(model)), grads(expected), 1e-5)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(tmp_path: Path) -> None:
+    run_ranks(checkpointing, 2, tmp_path=tmp_path)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(item, Tensor) for item in gc.get_objects())
+
+
+def copies_and_memory(rank: int, world_size: int) -> None:
+    model, plan = sharded("qwen3", rank)
+    backward(model)
+    first = gathered(plan, grads(model))
+    twin = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    twin.zero_grad(set_to_none=True)
+    backward(twin)
+    assert grads(model) == {}
+    assert_equal_to_one_process(gathered(plan, grads(twin)), first, 1e-6)
+    counts = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        backward(model)
+        counts.append(live_tensors())
+        shared = model.get_submodule("lm_head").tp_linear.copy
+        assert shared._copy is None, "the backward pass must let go of the activation"
+    assert counts[1] == counts[2], "tensors leak from step to step"
+
+
+def test_a_deepcopy_trains_itself_and_no_tensor_outlives_its_step(tmp_path: Path) -> None:
+    run_ranks(copies_and_memory, 2, tmp_path=tmp_path)
+
+
+def stages_and_errors(rank: int, world_size: int) -> None:
+    model = tiny_model("llama")
+    full = {name: p.shape for name, p in model.named_parameters()}
+    plan = plan_tensor_parallel(model, 2, plan_sample())
+    apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: "layers.1." in name)
+    specs = plan.shard_specs()
+    for name, p in model.named_parameters():
+        assert (p.shape != full[name]) == (name in specs and "layers.1." in name), name
+    with pytest.raises(PlanError, match="already tensor parallel"):
+        apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: True)
+    with pytest.raises(PlanError, match=r"tp_size=4.*group has 2 ranks"):
+        apply_tensor_parallel(tiny_model("llama"), replace(plan, tp_size=4), dist.group.WORLD, rank, lambda name: True)
+    with pytest.raises(PlanError, match="expects 32 positions"):
+        apply_tensor_parallel(tiny_model("smollm2"), plan, dist.group.WORLD, rank, lambda name: True)
+    check_on_ranks(tiny_model("llama"), plan, dist.group.WORLD, rank, plan_sample())
+    qwen3 = tiny_model("qwen3")
+    damaged = plan_tensor_parallel(qwen3, 2, plan_sample())
+    damaged = replace(damaged, pairs=tuple(replace(pair, partial=()) for pair in damaged.pairs))
+    with pytest.raises(PlanError, match="q_norm"):
+        check_on_ranks(qwen3, damaged, dist.group.WORLD, rank, plan_sample())
+
+
+def test_only_held_parameters_are_touched_and_misuse_is_refused(tmp_path: Path) -> None:
+    run_ranks(stages_and_errors, 2, tmp_path=tmp_path)

@@ -1,0 +1,139 @@
+"""A stock Trainer with the callback on a mesh trains exactly as one process does.
+
+If a row fails, users' training is silently different from what they had: loss normalisation, gradient reduction,
+clipping, data sharding or saving is wrong for that row's settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_runner import run_ranks
+from safetensors.torch import load_file
+from trainer_cases import Case, ranks_main
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+PP2 = {"pp_size": 2, "num_microbatches": 4}
+PP2_TP2 = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
+
+# A key bias shifts all scores of a query alike: its true gradient is zero, and AdamW would blow its rounding noise up to
+# whole steps. A larger epsilon keeps such noise small; everything else still moves.
+NO_NOISE = {"adam_epsilon": 1e-5}
+
+TWO_RANKS = [
+    Case("pp2", parallel=PP2),
+    Case("pp2_no_clip", parallel=PP2, clip=0.0),
+    Case("pp2_gpipe", parallel={**PP2, "schedule": "gpipe"}),
+    Case("pp2_accumulation", parallel=PP2, accumulation=4, steps=4),
+    Case("pp2_host_transport", parallel={**PP2, "transport": "host"}, steps=3),
+    Case("pp2_variable_tied", model="llama_tied", parallel=PP2, accumulation=2, variable_length=True, steps=8),
+    Case("pp2_short_last_batch", parallel=PP2, count=61, steps=20),
+    Case("pp2_incomplete_window", parallel=PP2, count=40, accumulation=3, steps=6, variable_length=True),
+    Case(
+        "pp2_local_counts",
+        parallel=PP2,
+        accumulation=3,
+        variable_length=True,
+        steps=4,
+        arguments={"average_tokens_across_devices": False},
+    ),
+    Case("pp2_smoothing", parallel=PP2, variable_length=True, arguments={"label_smoothing_factor": 0.1}),
+    Case("pp2_loss_func", parallel=PP2, accumulation=2, variable_length=True, loss="func", steps=4),
+    Case("pp2_mean_loss_func", parallel=PP2, accumulation=2, variable_length=True, loss="func_mean", steps=4),
+    Case("pp2_loss_subclass", parallel=PP2, accumulation=2, variable_length=True, loss="subclass", steps=4),
+    Case("pp2_checkpointing", parallel=PP2, arguments={"gradient_checkpointing": True}, steps=4),
+    Case("pp2_user_optimizer", parallel=PP2, user_optimizer=True),
+    Case("pp2_eval_metrics", parallel=PP2, evaluate=True, metrics=True, variable_length=True),
+    Case("pp2_eval_loss_only", parallel=PP2, evaluate=True, steps=4),
+    Case("pp2_gpt2", model="gpt2", parallel=PP2, variable_length=True, steps=4, arguments=NO_NOISE),
+    Case("pp2_qwen3", model="qwen3", parallel={**PP2, "split": [1, 3]}, variable_length=True, steps=4),
+    Case("tp2_tied", model="llama_tied", parallel={"tp_size": 2}, accumulation=2, variable_length=True, steps=4),
+    Case("tp2_gpt2", model="gpt2", parallel={"tp_size": 2}, steps=4, arguments=NO_NOISE),
+    Case("tp2_user_optimizer", parallel={"tp_size": 2}, steps=4, user_optimizer=True),
+    Case("tp2_qwen3", model="qwen3", parallel={"tp_size": 2}, accumulation=2, evaluate=True, metrics=True, steps=4),
+    Case("dp2", parallel={}, steps=8),
+    Case("dp2_variable", accumulation=2, variable_length=True, steps=4),
+    Case("dp2_eval", evaluate=True, metrics=True, eval_count=40, steps=4),
+    # Ragged tails: accelerate fills the last batch with repeated rows, so one process is no reference but stock DDP is.
+    Case("dp2_ragged", accumulation=3, count=45, variable_length=True, evaluate=True, metrics=True, reference=2),
+]
+FOUR_RANKS = [
+    Case("pp2_dp2", model="llama_tied", parallel=PP2, accumulation=2, variable_length=True, steps=4),
+    Case("pp2_dp2_subclass", parallel=PP2, accumulation=2, variable_length=True, loss="subclass", steps=4),
+    Case("pp2_dp2_eval", parallel=PP2, evaluate=True, metrics=True, eval_count=40, steps=4),
+    Case(
+        "pp2_dp2_ragged",
+        parallel=PP2,
+        accumulation=3,
+        count=45,
+        variable_length=True,
+        evaluate=True,
+        metrics=True,
+        reference=2,
+    ),
+    Case("pp2_tp2", model="llama_tied", parallel=PP2_TP2, accumulation=2, variable_length=True, steps=4),
+    Case("pp2_tp2_gpt2", model="gpt2", parallel=PP2_TP2, evaluate=True, metrics=True, steps=4, arguments=NO_NOISE),
+    Case("pp2_tp2_qwen3", model="qwen3", parallel=PP2_TP2, accumulation=2, steps=4),
+    Case("tp2_dp2", model="llama_tied", parallel={"tp_size": 2}, accumulation=2, variable_length=True, steps=4),
+    Case(
+        "pp4",
+        model="gpt2",
+        parallel={"pp_size": 4, "num_microbatches": 3},
+        steps=4,
+        variable_length=True,
+        arguments=NO_NOISE,
+    ),
+]
+
+
+def stock(case: Case) -> Case:
+    """The run it must equal: no callback, on one process or under stock DDP."""
+    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All runs of this file: one launch a world size, all its cases in it."""
+    cases = TWO_RANKS + FOUR_RANKS
+    found: dict[str, dict[str, Any]] = {}
+    for world_size, chosen in (
+        (1, [stock(case) for case in cases if case.reference == 1]),
+        (2, TWO_RANKS + [stock(case) for case in cases if case.reference == 2]),
+        (4, FOUR_RANKS),
+    ):
+        folder = tmp_path_factory.mktemp(f"world{world_size}")
+        results = run_ranks(
+            ranks_main,
+            world_size,
+            chosen,
+            str(folder),
+            tmp_path=folder,
+            timeout=400,
+            init_group=world_size > 1,
+            env=ENV,
+        )
+        found |= {case.name: result for case, result in zip(chosen, results[0], strict=True)}
+    return found
+
+
+def compare(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert len(mine["history"]) == len(reference["history"])
+    for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):
+        assert here.keys() == there.keys()
+        for key, value in there.items():
+            assert here[key] == pytest.approx(value, abs=1e-5), f"{key} of log {step}"
+    for file in ("gradients.safetensors", "parameters.safetensors"):
+        tensors, expected = (load_file(Path(run["folder"]) / file) for run in (mine, reference))
+        assert tensors.keys() == expected.keys(), file
+        for name, tensor in expected.items():
+            difference = float((tensors[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
+            assert difference <= 1e-5, f"{file}: {name} differs by {difference:.1e} relative"
+
+
+@pytest.mark.parametrize("case", TWO_RANKS + FOUR_RANKS, ids=lambda case: case.name)
+def test_a_mesh_trains_as_the_stock_trainer_does(case: Case, runs: dict[str, dict[str, Any]]) -> None:
+    compare(runs[case.name], runs[f"stock_{case.name}"])

@@ -1,0 +1,93 @@
+"""Tiny models and data that every trainer test shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+
+VOCAB = 99  # odd: shards of the head are uneven
+
+
+def llama(tied: bool = False, layers: int = 4, **overrides: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+        tie_word_embeddings=tied,
+        **overrides,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2(tied: bool = True) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+        attn_implementation="eager",
+        tie_word_embeddings=tied,
+        **dropout,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        attn_implementation="eager",
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+MODELS = {"llama": llama, "llama_tied": lambda: llama(tied=True), "gpt2": gpt2, "qwen3": qwen3}
+
+
+def rows(count: int, variable_length: bool = False) -> list[dict[str, list[int]]]:
+    """Arithmetic progressions, learnable in a few steps; with -100 labels and uneven lengths on request."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index in range(count):
+        length = int(torch.randint(6, 17, (1,), generator=generator)) if variable_length else 16
+        start, step = (int(torch.randint(1, bound, (1,), generator=generator)) for bound in (97, 4))
+        ids = [(start + step * position) % 96 + 1 for position in range(length)]
+        labels = [
+            -100 if variable_length and (index * 7 + position) % 5 == 0 else token
+            for position, token in enumerate(ids)
+        ]
+        made.append({"input_ids": ids, "labels": labels, "attention_mask": [1] * length})
+    return made
+
+
+def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(feature["input_ids"]) for feature in features)
+
+    def pad(name: str, value: int) -> torch.Tensor:
+        return torch.tensor([f[name] + [value] * (longest - len(f[name])) for f in features])
+
+    return {
+        "input_ids": pad("input_ids", 0),
+        "labels": pad("labels", -100),
+        "attention_mask": pad("attention_mask", 0),
+    }

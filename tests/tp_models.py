@@ -1,0 +1,87 @@
+"""Tiny random models for the tensor-parallel tests: two layers, every parameter random, norms and biases too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+
+VOCAB = 64
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_tied": {"tie_word_embeddings": True},
+    "llama_kv1": {"num_key_value_heads": 1},
+    "llama_heads3": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "llama_odd": {"vocab_size": 61, "intermediate_size": 45, "attention_bias": True, "mlp_bias": True},
+    "smollm2": {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    "gpt2": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {},
+    "llama_kv4": {"num_key_value_heads": 4},
+}
+
+
+def tiny_config(case: str) -> PretrainedConfig:
+    options = CASES[case]
+    if case == "gpt2":
+        return GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
+    if case == "phi3":
+        return Phi3Config(**{**LLAMA, **options})
+    if case == "qwen3":
+        return Qwen3Config(**{**LLAMA, **options})
+    return LlamaConfig(**{**LLAMA, **options})
+
+
+def tiny_model(case: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
+    """The same weights on every rank and in every call; eval mode, no dropout."""
+    model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation=attention).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim < 2:
+                parameter.add_(noise * 0.1)
+            else:
+                parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
+    return model.to(dtype)
+
+
+def tiny_batch(seed: int = 3, rows: int = 3, length: int = 7) -> dict[str, Tensor]:
+    """Right-padded tokens with labels -100 on the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 60, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def plan_sample() -> dict[str, Tensor]:
+    """What plans are made with: no labels."""
+    batch = tiny_batch(seed=11, rows=3, length=5)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}

@@ -1,0 +1,171 @@
+"""One training run of the parity table, described by data: the same function runs it on one process and on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run. `batch` is the global batch size of one forward over all replicas."""
+
+    name: str
+    model: str = "llama"
+    steps: int = 6
+    batch: int = 8
+    accumulation: int = 1
+    count: int = 64
+    variable_length: bool = False
+    clip: float = 0.5
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    user_optimizer: bool = False
+    loss: str = ""  # "", "func", "func_mean", "subclass"
+    metrics: bool = False
+    evaluate: bool = False
+    save: bool = False
+    resume_at: int = 0
+    eval_count: int = 37
+    parallel: dict[str, Any] | None = dataclasses.field(default_factory=dict)  # None: stock data parallelism
+    reference: int = 1  # processes of the stock run it must equal
+
+
+def compute_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs["logits"][:, :-1].float().reshape(-1, tiny.VOCAB)
+    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction="sum")
+    return total / num_items_in_batch
+
+
+def mean_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs["logits"][:, :-1].float().reshape(-1, tiny.VOCAB)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100)
+
+
+class LossOnLogits(Trainer):
+    """A user's subclass with a loss of its own on the logits."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = compute_loss_func(outputs, labels, num_items_in_batch)
+        loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    guesses = torch.as_tensor(prediction.predictions).argmax(-1)[:, :-1]
+    labels = torch.as_tensor(prediction.label_ids)[:, 1:]
+    kept = labels != -100
+    return {"accuracy": ((guesses == labels) & kept).sum().item() / kept.sum().item(), "rows": float(len(labels))}
+
+
+class Snapshots(TrainerCallback):
+    """Writes, whole and by name, the gradients of the first optimizer step and the parameters after the third."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trainer: Trainer | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.write("gradients", model, lambda p: p.grad)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.write("parameters", model, lambda p: p.detach())
+
+    def write(self, name: str, model: Any, pick: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
+        session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
+        named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
+        held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
+        if session is not None:
+            from hf_parallel.checkpoint import gather_tensors
+
+            ledger = session.engine.attachment.ledger
+            held = gather_tensors(ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param")
+        if held and self.trainer.args.should_save:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
+
+
+def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerCallback] | None = None) -> Trainer:
+    model = tiny.MODELS[case.model]()
+    parallel = case.parallel or {}
+    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1)
+    replicas = max(1, world_size // mesh)
+    data = tiny.rows(case.count, case.variable_length)
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=case.batch // replicas,
+        per_device_eval_batch_size=case.batch // replicas,
+        gradient_accumulation_steps=case.accumulation,
+        max_steps=case.steps,
+        logging_steps=1,
+        learning_rate=1e-3,
+        max_grad_norm=case.clip,
+        weight_decay=0.1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        lr_scheduler_type="linear",
+        dataloader_pin_memory=False,
+        save_strategy="steps" if case.save else "no",
+        save_steps=2,
+        eval_strategy="steps" if case.evaluate else "no",
+        eval_steps=2,
+        **case.arguments,
+    )
+    options: dict[str, Any] = {}
+    if case.loss in ("func", "func_mean"):
+        options["compute_loss_func"] = compute_loss_func if case.loss == "func" else mean_loss_func
+    if case.metrics:
+        options["compute_metrics"] = accuracy
+    if case.user_optimizer:
+        options["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), None)
+    callbacks = list(extra or [])
+    if world_size > 1 and case.parallel is not None:
+        from hf_parallel import HFParallelCallback
+
+        callbacks.append(HFParallelCallback({}, **case.parallel))
+    kind = LossOnLogits if case.loss == "subclass" else Trainer
+    return kind(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(data),
+        eval_dataset=Dataset.from_list(tiny.rows(case.eval_count, case.variable_length)),
+        data_collator=tiny.collate,
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
+    """Train, and return what parity compares: losses, norms, metrics, and the weights of the exported checkpoint."""
+    snapshots = Snapshots(folder)
+    trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots])
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.resume_at}") if case.resume_at else None)
+    history = trainer.state.log_history
+    trainer.save_model(str(folder / "final"))
+    session = getattr(trainer.accelerator, "hf_parallel", None)
+    if session is not None:
+        session.watchdog.stop()
+    keys = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows", "learning_rate")
+    return {
+        "folder": str(folder),
+        "history": [{key: entry[key] for key in keys if key in entry} for entry in history],
+    }
+
+
+def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    return [json.loads(json.dumps(run_case(case, Path(folder) / case.name, world_size))) for case in cases]

@@ -1,0 +1,217 @@
+"""The schema takes what is right, and names every thing that is wrong in one error."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hf_parallel.config import HFParallelConfig, PipelineConfig
+from hf_parallel.errors import ConfigError
+
+
+def parse(**values: Any) -> HFParallelConfig:
+    return HFParallelConfig.from_mapping(values, source="test.yaml")
+
+
+def test_neutral_values_of_absent_features_are_accepted_and_equal_the_defaults() -> None:
+    config = parse(
+        tp_size=1,
+        pp_size=1,
+        rank_order=None,
+        pipeline={"schedule": "1f1b", "num_microbatches": "auto", "split": "balanced", "transport": "auto"},
+        tensor_parallel={"plan": "auto", "sequence_parallel": False, "vocab_parallel_loss": "auto"},
+        zero={"stage": 0, "engine": "auto", "offload_optimizer": "none", "offload_param": "none", "nvme_path": None},
+        activation_checkpointing={"every": None, "mode": "block"},
+        gradient_compression={"method": "none"},
+        local_sgd={"sync_every": 1},
+        checkpoint={},
+        monitor={"hang_timeout_s": 600, "batch_check_steps": 3},
+    )
+    assert config == HFParallelConfig()
+
+
+@pytest.mark.parametrize("section", ["pipeline", "zero", "checkpoint", "monitor"])
+def test_a_null_section_is_the_default(section: str) -> None:
+    assert parse(**{section: None}) == HFParallelConfig()
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "fix"),
+    [
+        *[
+            ("pipeline", "schedule", name, "'1f1b'")
+            for name in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "naive", "csv")
+        ],
+        ("zero", "stage", 1, "0"),
+        ("zero", "engine", "fsdp2", "'auto'"),
+        ("zero", "offload_optimizer", "cpu", "'none'"),
+        ("zero", "offload_param", "nvme", "'none'"),
+        ("zero", "nvme_path", "scratch", "null"),
+        ("gradient_compression", "method", "int8", "'none'"),
+        ("local_sgd", "sync_every", 4, "1"),
+        ("tensor_parallel", "sequence_parallel", True, "false"),
+        ("tensor_parallel", "vocab_parallel_loss", True, "'auto'"),
+        ("activation_checkpointing", "every", 2, "null"),
+        ("activation_checkpointing", "mode", "alternate", "'block'"),
+    ],
+)
+def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.{key}=.* is not available yet: .*Set {section}\.{key} to {fix}\."
+    ):
+        parse(**{section: {key: value}})
+
+
+def test_checkpointing_points_to_the_trainer_argument() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True"):
+        parse(activation_checkpointing={"every": 1})
+
+
+def test_checkpoint_has_no_options_yet() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.interval is not available yet: .*Remove it\."):
+        parse(checkpoint={"interval": 3})
+
+
+def test_all_problems_are_reported_in_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tp_size=0, pp_szie=2, pipeline={"num_microbatches": -1, "split": [1, "x"]}, zero={"stage": 9})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "test.yaml:"
+    paths = sorted(line.split("=")[0].split(":")[0] for line in lines[1:])
+    assert paths == ["pipeline.num_microbatches", "pipeline.split", "pp_szie", "tp_size", "zero.stage"]
+    assert "tp_size=0: expected ranks that share each layer, an integer of 1 or more. Set tp_size to 1." in lines
+
+
+@pytest.mark.parametrize(
+    ("values", "hint"),
+    [
+        ({"pp_szie": 2}, r"pp_szie: unknown key\. Did you mean pp_size\?"),
+        ({"num_microbatch": 2}, r"Did you mean pipeline\.num_microbatches\?"),
+        ({"schedule": "1f1b"}, r"schedule: unknown key here\. Move it to pipeline\.schedule\."),
+        ({"pipeline": {"tp_size": 2}}, r"pipeline\.tp_size: unknown key here\. Move it to tp_size at the top level"),
+        ({"pipeline": {"splits": "even"}}, r"pipeline\.splits: unknown key\. Did you mean split\?"),
+        ({"zzzz": 1}, r"zzzz: unknown key\. Remove it\. Known keys: tp_size"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(values: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        parse(**values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tp_size": True},
+        {"tp_size": 1.5},
+        {"pp_size": "two"},
+        {"zero": {"stage": False}},
+        {"pipeline": {"num_microbatches": True}},
+        {"pipeline": {"split": []}},
+        {"pipeline": 3},
+        {"monitor": {"hang_timeout_s": math.nan}},
+        {"monitor": {"hang_timeout_s": 0}},
+        {"rank_order": ["pp", "tp"]},
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        parse(**values)
+
+
+def test_numbers_that_yaml_reads_as_strings_are_numbers() -> None:
+    config = parse(pp_size="2", pipeline={"num_microbatches": "1e1"}, monitor={"hang_timeout_s": "5e1"})
+    assert (config.pp_size, config.pipeline.num_microbatches, config.monitor.hang_timeout_s) == (2, 10, 50.0)
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "on"), (False, "off"), ("auto", "auto")])
+def test_on_and_off_survive_yaml(given: object, meant: str) -> None:
+    assert parse(pipeline={"self_check": given}).pipeline.self_check == meant
+
+
+def test_a_split_needs_one_entry_a_stage() -> None:
+    assert parse(pp_size=2, pipeline={"split": [1, 3]}).pipeline.split == (1, 3)
+    with pytest.raises(ConfigError, match=r"has 3 entries for pp_size=2.*set pp_size to 3"):
+        parse(pp_size=2, pipeline={"split": [1, 2, 3]})
+
+
+def test_the_constructor_raises_the_same_error_as_the_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"^pp_size=0: .*Set pp_size to 1\.$"):
+        HFParallelConfig(pp_size=0)
+
+
+def test_overrides_find_the_section_of_a_name() -> None:
+    config = HFParallelConfig(pp_size=2, pipeline=PipelineConfig(schedule="gpipe", transport="host"))
+    changed = config.with_overrides(
+        tp_size=2, num_microbatches=8, pipeline={"schedule": "1f1b"}, **{"monitor.batch_check_steps": 0}
+    )
+    assert (changed.tp_size, changed.pp_size, changed.monitor.batch_check_steps) == (2, 2, 0)
+    assert changed.pipeline == PipelineConfig(schedule="1f1b", num_microbatches=8, transport="host")
+    assert config.tp_size == 1
+    assert config.with_overrides(pipeline=PipelineConfig()).pipeline == PipelineConfig()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_microbatch": 2}, r"Did you mean pipeline\.num_microbatches"),
+        ({"zero.stages": 0}, r"zero\.stages: unknown key\. Did you mean stage\?"),
+        ({"stage": 2}, r"(?s)overrides stage:.*zero\.stage=2 is not available yet"),
+    ],
+)
+def test_bad_overrides_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HFParallelConfig().with_overrides(**overrides)
+
+
+def test_the_yaml_section_reads_back_as_the_same_config() -> None:
+    config = parse(
+        pp_size=2, pipeline={"split": [1, 3]}, rank_order=["pp", "dp_replicate", "dp_shard", "tp"], tp_size=2
+    )
+    assert HFParallelConfig.from_mapping(config.to_yaml_section()) == config
+    assert HFParallelConfig().to_yaml_section() == {"tp_size": 1, "pp_size": 1}
+
+
+def test_the_fingerprint_depends_on_values_only() -> None:
+    assert parse(pp_size=2).fingerprint() == parse(pp_size="2", pipeline=None).fingerprint()
+    assert parse(pp_size=2).fingerprint() != parse(tp_size=2).fingerprint()
+
+
+def test_dp_size_divides_the_world_or_names_the_nearest_valid_ones() -> None:
+    config = HFParallelConfig(tp_size=2, pp_size=3)
+    assert config.model_parallel_size == 6
+    assert config.dp_size(12) == 2
+    with pytest.raises(ConfigError, match=r"num_processes=8 is not a multiple of .* 2 \* 3 = 6.*to 6 or 12"):
+        config.dp_size(8)
+    with pytest.raises(ConfigError, match=r"num_processes=4 is below .* = 6.*to 6,"):
+        config.dp_size(4)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        HFParallelConfig().pp_size = 2  # type: ignore[misc]
+
+
+def test_the_json_schema_names_every_section() -> None:
+    schema = HFParallelConfig.model_json_schema()
+    assert set(schema["properties"]) == set(HFParallelConfig.model_fields)
+    assert schema["additionalProperties"] is False
+
+
+def test_importing_the_package_and_its_config_imports_no_torch() -> None:
+    code = (
+        "import sys, hf_parallel; assert 'pydantic' not in sys.modules; hf_parallel.HFParallelConfig; "
+        "hf_parallel.list_recipes(); print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    )
+    env_path = [str(path) for path in sys.path if path]
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {env_path!r}; {code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == "[]"

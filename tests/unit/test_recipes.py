@@ -1,0 +1,120 @@
+"""Recipes are found, read from one place only, and refused when accelerate would not do what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.recipes import find_recipe, list_recipes, load_recipe, read_section, recipes_folder
+
+
+HEADER = ("# Assumes: ", "# Launch: ", "# Change: ", "# See also: ")
+BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4}
+
+
+def write(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def with_section(section: dict[str, Any] | None, **accelerate: Any) -> dict[str, Any]:
+    return BASE | {"parallelism_config": {"hf_parallel": section}} | accelerate
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_loads_and_fits_its_processes(name: str) -> None:
+    config = load_recipe(name)
+    _, accelerate = read_section(find_recipe(name))
+    assert config.dp_size(accelerate["num_processes"]) >= 1
+    assert accelerate["main_process_port"] == 0
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_is_named_after_its_layout(name: str) -> None:
+    config, (_, accelerate) = load_recipe(name), read_section(find_recipe(name))
+    sizes = {"pp": config.pp_size, "dp": config.dp_size(accelerate["num_processes"]), "tp": config.tp_size}
+    assert name == "_".join(["cpu", *[f"{axis}{size}" for axis, size in sizes.items() if size > 1]])
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_starts_with_the_four_header_lines(name: str) -> None:
+    lines = find_recipe(name).read_text().splitlines()
+    for prefix, line in zip(HEADER, lines[:4], strict=True):
+        assert line.startswith(prefix)
+        assert line.removeprefix(prefix).strip()
+    assert f"--config_file recipes/{name}.yaml" in lines[1]
+    siblings = [other for other in list_recipes() if other != name and other in lines[3]]
+    assert siblings
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_accelerate_itself_reads_every_recipe(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert "hf_parallel" in load_config_from_file(str(find_recipe(name))).parallelism_config
+
+
+def test_a_file_wins_over_a_recipe_of_the_same_name(tmp_path: Path) -> None:
+    assert find_recipe("cpu_pp2.yaml") == recipes_folder() / "cpu_pp2.yaml"
+    mine = write(tmp_path / "cpu_pp2.yaml", with_section({"pp_size": 4}))
+    assert find_recipe("cpu_pp2.yaml") == mine
+    assert load_recipe("cpu_pp2.yaml").pp_size == 4
+
+
+def test_a_missing_recipe_names_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"'cpu_pp3'.*Did you mean cpu_pp2\?.*cpu_pp2_tp2"):
+        find_recipe("cpu_pp3")
+    with pytest.raises(ConfigError, match="no such file"):
+        find_recipe("elsewhere/cpu_pp2.yaml")
+
+
+def test_a_null_section_is_all_defaults(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path / "a.yaml", with_section(None))).model_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BASE | {"fsdp_config": {"hf_parallel": {}}}, r"found fsdp_config\.hf_parallel: .*Move them there"),
+        (with_section({}) | {"fp8_config": {"hf_parallel": {}}}, r"found fp8_config\.hf_parallel"),
+        (BASE | {"hf_parallel": {"pp_size": 2}}, r"found hf_parallel: the settings stand in parallelism_config"),
+        (BASE, r"no parallelism_config\.hf_parallel section"),
+        (with_section({"pp_size": 0}), r"(?s)parallelism_config\.hf_parallel:\npp_size=0"),
+        (BASE | {"parallelism_config": {"hf_parallel": 3}}, r"hf_parallel=3: expected a mapping"),
+        (with_section({"pp_size": 2}, distributed_type="MULTI_CPU"), r"'MULTI_CPU': .*ONE process.*use_cpu: true"),
+        (with_section({}, distributed_type="MULTI_CPU"), r"'MULTI_CPU'"),
+        (with_section({"pp_size": 2}, distributed_type="NO"), r"distributed_type='NO'.*MULTI_GPU"),
+        (with_section({"pp_size": 2}, distributed_type="DEEPSPEED"), r"'DEEPSPEED' with tp_size=1 and pp_size=2"),
+        (with_section({"tp_size": 2}, distributed_type="FSDP"), r"'FSDP' with tp_size=2"),
+        (with_section({"tp_size": 2}, distributed_type="MEGATRON_LM"), r"'MEGATRON_LM'"),
+        (with_section({"pp_size": 3}), r"num_processes=4 is not a multiple of .*Set num_processes to 3 or 6"),
+        (with_section({"pp_size": 8}), r"num_processes=4 is below .*Set num_processes to 8"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused_by_name(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.yaml", content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_stock_sizes_beside_our_section_are_refused(tmp_path: Path) -> None:
+    content = with_section({"tp_size": 2})
+    content["parallelism_config"]["parallelism_config_tp_size"] = 2
+    with pytest.raises(ConfigError, match=r"parallelism_config_tp_size=2 beside .*Remove it"):
+        load_recipe(write(tmp_path / "a.yaml", content))
+
+
+def test_fsdp_with_nothing_to_cut_is_accepted(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path / "a.yaml", with_section({}, distributed_type="FSDP"))).tp_size == 1
+
+
+def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"not valid YAML"):
+        load_recipe(path)
