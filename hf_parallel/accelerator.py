@@ -28,7 +28,7 @@ from hf_parallel.launch import resolve_config
 from hf_parallel.session import Session
 
 
-class HFParallelPlugin(ParallelismConfig):
+class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     """Settings of a parallel run as accelerate takes them.
 
     To accelerate, "tp" means the ranks that read the same batch: here pp_size x tp_size.
@@ -129,7 +129,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         """fp16: one scale and one skip decision for all ranks. The stock scaler decides on local gradients alone."""
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        stock = self.scaler
+        stock: torch.amp.GradScaler | None = self.scaler  # type: ignore[has-type]
         if stock is None or isinstance(stock, ShardedGradScaler) or not dist.is_initialized():
             return
         self.scaler = ShardedGradScaler(

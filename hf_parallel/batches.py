@@ -60,8 +60,9 @@ def count_targets(batch: Mapping[str, Any], shifted: bool) -> torch.Tensor:
         batch: Needs `labels` i[B S], or `shift_labels` as padding-free collators provide.
         shifted: Whether the loss predicts token i+1 at position i, so that the first label is no target.
     """
-    if isinstance(batch.get("shift_labels"), torch.Tensor):
-        return batch["shift_labels"].ne(IGNORED_LABEL).sum()
+    shift_labels: torch.Tensor | None = batch.get("shift_labels")
+    if shift_labels is not None:
+        return shift_labels.ne(IGNORED_LABEL).sum()
     labels: torch.Tensor = batch["labels"]
     return (labels[..., 1:] if shifted else labels).ne(IGNORED_LABEL).sum()
 

@@ -70,7 +70,8 @@ class HFParallelCallback(TrainerCallback):
             return
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
-        refuse_model(trainer.model, self.config.model_parallel_size)
+        if trainer.model is not None:
+            refuse_model(trainer.model, self.config.model_parallel_size)
         self.session = Session.start(self.config, self.explanation, args.device)
         attach_trainer(trainer, self.session)
 
@@ -140,7 +141,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:
         problems.append("eval_use_gather_object=True is not available. Return tensors from the model.")
-    if args.accelerator_config.dispatch_batches:
+    if trainer.accelerator.dispatch_batches:
         problems.append("accelerator_config.dispatch_batches=True gives every rank other rows. Leave it unset.")
     if not isinstance(trainer.model, nn.Module):
         problems.append("the model is not a torch.nn.Module.")

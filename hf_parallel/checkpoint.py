@@ -134,7 +134,8 @@ def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
                 raise CheckpointError(f"{path}: {name} has shape {shape}, the model needs {entry.shape}.")
             spec = entry.spec
             if spec is None:
-                return file.get_tensor(name)
+                whole: torch.Tensor = file.get_tensor(name)
+                return whole
             held = [piece for piece in spec.ranges(mesh.shape.tp_size, mesh.tp_rank) if piece[1]]
             before = (slice(None),) * spec.dim
             return torch.cat([view[(*before, slice(s, s + n))] for s, n in held], dim=spec.dim)

@@ -14,16 +14,22 @@ from hf_parallel.errors import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch.distributed as dist
+    from types import FrameType
+
+    from torch.distributed.distributed_c10d import Store
     from transformers import Trainer
 
 
-def default_store() -> dist.Store | None:
-    """The key-value store of the default process group; None when this torch does not hand it out."""
+def private_store() -> Store | None:
+    """A connection of its own to the default process group's key-value store; None when this torch gives none.
+
+    Its own, because a call that blocks on one connection blocks every other thread that uses it.
+    """
     from torch.distributed import distributed_c10d
 
     getter = getattr(distributed_c10d, "_get_default_store", None)
-    return getter() if getter is not None else None
+    clone = getattr(getter(), "clone", None) if getter is not None else None
+    return clone() if clone is not None else None
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
@@ -43,12 +49,12 @@ def calling_trainer() -> Trainer | None:
     """
     from transformers import Trainer
 
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         candidate = frame.f_locals.get("self")
         if isinstance(candidate, Trainer):
             return candidate
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 
@@ -91,4 +97,4 @@ def loss_shifts_labels(model: Any) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not encoder_decoder
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss and not encoder_decoder

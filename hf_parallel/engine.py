@@ -85,9 +85,9 @@ class Engine:
             return engine.run(args, kwargs)
 
         self._installed = types.MethodType(forward, self.model)
-        self.model.forward = self._installed  # type: ignore[method-assign]
+        self.model.forward = self._installed
         if self.mesh.shape.mp_size > 1:
-            self.model.__deepcopy__ = _refuse_copy
+            vars(self.model)["__deepcopy__"] = _refuse_copy
 
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.

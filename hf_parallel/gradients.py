@@ -67,8 +67,8 @@ class GradientSync:
         if counted:
             # Half-precision gradients are measured in fp32: their squares overflow or vanish.
             half = any(piece.dtype in (torch.bfloat16, torch.float16) for piece in counted)
-            norms = torch._foreach_norm(counted, norm_type, dtype=torch.float32 if half else None)
-            norms = torch.stack([n.to(device).double() for n in norms])
+            each = torch._foreach_norm(counted, norm_type, dtype=torch.float32 if half else None)
+            norms = torch.stack([norm.to(device).double() for norm in each])
             total = norms.max() if infinite else norms.pow(norm_type).sum()
         if self._mesh.mp_group is not None:
             operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM

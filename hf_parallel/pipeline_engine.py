@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hf_parallel.batches import count_targets, split_rows
 from hf_parallel.engine import Attachment, Engine
@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
         else:
             loss = self._run_schedule([batch])[0]
         self._pending = True
-        checked: torch.Tensor = _FusedLoss.apply(self._anchor.to(loss.device), loss, self)
+        checked: torch.Tensor = _FusedLoss.apply(self._anchor.to(loss.device), loss, self)  # type: ignore[no-untyped-call]
         return PipelineTrainingOutput(loss=checked)
 
     def _run_schedule(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
@@ -228,7 +228,8 @@ class PipelineEngine(Engine):
         if self._loss_function is not None:
             return self._loss_function(output, share.labels, num_items_in_batch=share.num_items)
         if share.weight == 0.0:  # a mean over no label is nan; this keeps the graph and adds nothing
-            return output["logits"].float().sum() * 0.0
+            logits: torch.Tensor = output["logits"]
+            return logits.float().sum() * 0.0
         loss: torch.Tensor = output["loss"]
         return loss if share.weight == 1.0 else loss * share.weight
 
@@ -270,7 +271,7 @@ class PipelineEngine(Engine):
         state = self.runtime.forward_phase(microbatches, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])
         self._pending = self.trains
-        return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))
+        return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
 
     def backward_split(self, gradient: torch.Tensor, state: PhaseState) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""

@@ -132,7 +132,7 @@ def vocab_size(model: Any) -> int:
         PlanError: The config does not say.
     """
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
         raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.compat import default_store
+from hf_parallel.compat import private_store
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.launch import check_world
 from hf_parallel.mesh import Mesh, MeshShape
@@ -68,9 +68,9 @@ class Session:
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
         p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
         mesh = Mesh.build(shape, timeout=timeout, p2p_backend=p2p_backend)
-        store = default_store() if dist.is_initialized() else None
+        store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]
-        watchdog = Watchdog(store.clone() if store is not None else None, mesh.rank, names, limit)
+        watchdog = Watchdog(store, mesh.rank, names, limit)
         watchdog.start()
         if mesh.rank == 0:
             logger.warning("hf_parallel: %s", explanation)

@@ -6,6 +6,7 @@ the start. Everything that is not here or in `trainer_saving` is the stock Train
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +38,7 @@ class HFParallelTrainerMixin(SavingMixin):
         """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
-        return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
+        return super().create_optimizer(model)
 
     @property
     def _pipeline(self) -> PipelineEngine | None:
@@ -51,10 +52,10 @@ class HFParallelTrainerMixin(SavingMixin):
     ) -> tuple[list[Any], Any]:
         """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
         self._hf_parallel_window = []
-        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         pipeline = self._pipeline
         if pipeline is not None and self._has_stock_loss() and all(isinstance(sample, dict) for sample in samples):
-            prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]  # type: ignore[misc]
+            prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
             self._hf_parallel_window = list(zip(samples, prepared, strict=True))
             pipeline.begin_window(prepared)
         return samples, num_items
@@ -64,15 +65,15 @@ class HFParallelTrainerMixin(SavingMixin):
         for sample, prepared in getattr(self, "_hf_parallel_window", ()):
             if sample is inputs:
                 return dict(prepared)
-        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+        return super()._prepare_inputs(inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """As stock. Without averaging over devices, stock divides a local count by the ranks that share the batch."""
         session = self.hf_parallel_session
         if session is None:
-            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            return super()._get_num_items_in_batch(batch_samples, device)
         with session.watchdog.waiting("waits for the token counts of the other ranks"):
-            count = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+            count = super()._get_num_items_in_batch(batch_samples, device)
         if torch.is_tensor(count) and not self.args.average_tokens_across_devices:
             count = count * self.get_tp_size()
         return count
@@ -80,7 +81,7 @@ class HFParallelTrainerMixin(SavingMixin):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As stock, counting each batch once, not once for every rank of a model copy."""
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
         if self.hf_parallel_session is not None:
             seen = self.state.num_input_tokens_seen - before
             self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
@@ -91,7 +92,7 @@ class HFParallelTrainerMixin(SavingMixin):
         """As stock; refuses when somebody replaced the parallelized forward."""
         if self._engine is not None:
             self._engine.check_installed()
-        return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -100,7 +101,7 @@ class HFParallelTrainerMixin(SavingMixin):
         pipeline = self._pipeline
         function = self._last_stage_loss()
         if pipeline is None or function is None or not pipeline.trains or "labels" not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         with pipeline.loss_function(function):
             outputs = model(**inputs, **counted)
@@ -116,9 +117,9 @@ class HFParallelTrainerMixin(SavingMixin):
         """As stock; full logits leave the last stage only if somebody needs them."""
         pipeline = self._pipeline
         if pipeline is None or not prediction_loss_only:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with pipeline.without_logits():
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _has_stock_loss(self) -> bool:
         """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
@@ -128,33 +129,32 @@ class HFParallelTrainerMixin(SavingMixin):
 
     def _last_stage_loss(self) -> Callable[..., torch.Tensor] | None:
         """The loss function to hand to the last stage, or None when the model's own or the user's code is the loss."""
-        if not self._has_stock_loss() or (self.compute_loss_func is None and self.label_smoother is None):
+        if not self._has_stock_loss():
             return None
         if self.compute_loss_func is None:
-            return self._smoothed_loss
+            return None if self.label_smoother is None else functools.partial(self._smoothed, self.label_smoother)
         if getattr(self, "_hf_parallel_additive", None) is None:
             self._hf_parallel_additive = is_additive(self.compute_loss_func, self.model)
             if not self._hf_parallel_additive:
                 warn_not_additive(self.compute_loss_func)
         return self.compute_loss_func if self._hf_parallel_additive else None
 
-    def _smoothed_loss(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    def _smoothed(
+        self, smoother: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         shifted = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        loss: torch.Tensor = self.label_smoother(
-            outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch
-        )
-        return loss
+        return smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)
 
     # -- clipping ------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.hf_parallel_session is None:
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.hf_parallel_session is None or grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
 

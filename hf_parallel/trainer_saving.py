@@ -14,16 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
 
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
     from hf_parallel.accelerator import HFParallelAccelerator
     from hf_parallel.engine import Engine
     from hf_parallel.session import Session
+
+    # At run time the mixins stand before a Trainer in the order of classes; to the type checker they are one.
+    Base = Trainer
+else:
+    Base = object
 
 
 STAGING = ".incomplete"
@@ -31,13 +37,11 @@ SCHEDULER = "scheduler.pt"
 ARGUMENTS = "training_args.json"
 
 
-class SavingMixin:
+class SavingMixin(Base):
     """Collective saving and loading; everything falls back to stock while no session is attached."""
 
     accelerator: HFParallelAccelerator
-    model: Any
-    args: Any
-    state: TrainerState
+    model: PreTrainedModel
     _hf_parallel_staging: Path | None = None
     _hf_parallel_push: bool = False
 
@@ -62,16 +66,16 @@ class SavingMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete."""
         if self.hf_parallel_session is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)
             return
         self.accelerator.attach_model(self.model)
         state = self.accelerator.get_state_dict(self.model)
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         if self.args.should_save:
             self._write_folder(folder, state)
         self._barrier("write the model")
         if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""
@@ -90,9 +94,9 @@ class SavingMixin:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As stock, with the training arguments as JSON instead of a pickle."""
         if self.hf_parallel_session is None:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
             return
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder, state_dict=state_dict)
         collator = getattr(self, "data_collator", None)
@@ -103,14 +107,14 @@ class SavingMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.hf_parallel_session is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self.accelerator.attach_model(self.model)
         self._load_held(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.hf_parallel_session is None:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
             return
         self._load_held(str(self.state.best_model_checkpoint))
 
@@ -124,14 +128,14 @@ class SavingMixin:
     def _get_output_dir(self, trial: Any) -> str:
         if self._hf_parallel_staging is not None:
             return str(self._hf_parallel_staging)
-        return super()._get_output_dir(trial)  # type: ignore[misc,no-any-return]
+        return super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As stock, into a staging folder that becomes `checkpoint-N` when every rank has written its part."""
         if self.hf_parallel_session is None:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
             return
-        run_dir = Path(super()._get_output_dir(trial))  # type: ignore[misc]
+        run_dir = Path(super()._get_output_dir(trial))
         staging, name = run_dir / STAGING, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
@@ -140,7 +144,7 @@ class SavingMixin:
         best = self.state.best_model_checkpoint
         self._hf_parallel_staging, self._hf_parallel_push = staging, False
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         finally:
             self._hf_parallel_staging = None
         self.state.best_model_checkpoint = self._best_checkpoint(run_dir, best)
@@ -170,33 +174,33 @@ class SavingMixin:
         if self._hf_parallel_staging is not None:
             self._hf_parallel_push = True
             return
-        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         session, engine = self.hf_parallel_session, self._engine
         if session is None or engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         if session.mesh.dp_rank == 0:
             optimizer = self._bare_optimizer()
             os.makedirs(output_dir, exist_ok=True)
             save_optimizer(output_dir, optimizer, engine.attachment.parameters, session.mesh)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[attr-defined]
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         session, engine = self.hf_parallel_session, self._engine
         if session is None or engine is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         if checkpoint is None:
             return
         load_optimizer(checkpoint, self._bare_optimizer(), engine.attachment.parameters, session.mesh)
-        state = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
-        self.lr_scheduler.load_state_dict(state)  # type: ignore[attr-defined]
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: Any = self.optimizer  # type: ignore[attr-defined]
+        optimizer: Any = self.optimizer
         while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         return optimizer

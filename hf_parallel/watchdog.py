@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Store
 
 
 EXIT_CODE = 86
@@ -43,7 +43,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: dist.Store | None,
+        store: Store | None,
         rank: int,
         names: Sequence[str],
         timeout_s: float,
@@ -148,7 +148,8 @@ def name_uncaught_exceptions(name: str) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        print(f"hf_parallel: {name} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"hf_parallel: {name} failed: {kind.__name__}: {error}\n")
+        sys.stderr.flush()
 
     hook.names_rank = name  # type: ignore[attr-defined]
     sys.excepthook = hook

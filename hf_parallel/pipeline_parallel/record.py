@@ -70,7 +70,7 @@ class Record:
     flops: dict[int, float]  # matmul FLOPs by epoch, forward
 
 
-class _OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OpLog(TorchDispatchMode):
     """Logs every op below autograd."""
 
     def __init__(self) -> None:

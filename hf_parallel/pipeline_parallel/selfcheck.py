@@ -74,7 +74,7 @@ def run_stages(stages: Sequence[Stage], inputs: Mapping[str, Any]) -> Tensor:
         payload = tuple(_as_received(tensor) for tensor in sent[-1])
     received.append(payload)
     loss = loss_of(stages[-1](payload, **inputs))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     for out, nxt in zip(reversed(sent), reversed(received[1:]), strict=True):
         pairs = [(o, n.grad) for o, n in zip(out, nxt, strict=True) if o.requires_grad and n.grad is not None]
         if pairs:  # none where everything before this cut is frozen
@@ -142,7 +142,7 @@ def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str,
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     loss = loss_of(forward(**sample))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 

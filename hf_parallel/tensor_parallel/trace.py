@@ -282,7 +282,7 @@ def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> fr
     return frozenset(found)
 
 
-class _ReadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
+class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
     """Notes each parameter that an operation takes while its owner is not running."""
 
     def __init__(self, owners: Mapping[int, tuple[str, list[nn.Module]]], running: list[nn.Module]) -> None:
