@@ -7,19 +7,21 @@ before anything is changed.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.batches import BatchCheck
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
-from hf_parallel.errors import ConfigError, PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
@@ -33,6 +35,7 @@ from hf_parallel.pipeline_parallel.selfcheck import check_split, loss_normalisat
 from hf_parallel.pipeline_parallel.stage import Stage
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.check import verify_model
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.watchdog import Watchdog
@@ -46,19 +49,23 @@ SELF_CHECK_MEMORY_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Plans:
-    """The three pure results, equal on every rank.
+    """What the pure calls found out, equal on every rank.
 
     Args:
+        forward: The genuine forward of the model, as it is when it is parallelized.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         stages: Crossings and readers, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
+        loss_kind: Whether the model's own loss is a sum over `num_items_in_batch` or a mean over its batch.
     """
 
+    forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
     stages: PipelinePlan | None
     bounds: list[int]
     ledger: Ledger
+    loss_kind: Literal["sum_over_items", "mean"]
 
 
 def parallelize(
@@ -81,14 +88,18 @@ def parallelize(
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
     refuse_model(model, mesh.shape.mp_size)
-    sample = probe_batch(model, device)
-    plans = make_plans(model, config, mesh, sample)
-    agree(plans, mesh)
-    check_stages(model, config, mesh, plans)
-    kind = loss_normalisation(model, sample) if plans.stages is not None else "sum_over_items"
-    forward = model.forward
-    stage = transform(model, plans, mesh, forward)
-    return attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog, forward=forward, loss_kind=kind)
+    watchdog.runs("plans the stages and shards")
+    plans = make_plans(model, config, mesh, device)
+    with watchdog.waiting("waits for the plans of the other ranks"):
+        agree(plans, mesh)
+        check_plans(model, config, mesh, plans)
+    stage = transform(model, plans, mesh)
+    engine = attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog)
+    watchdog.runs()
+    if mesh.rank == 0:
+        for line in summary(plans):
+            logger.warning("hf_parallel: %s", line)
+    return engine
 
 
 def refuse_model(model: nn.Module, mp_size: int) -> None:
@@ -139,23 +150,67 @@ def vocab_size(model: Any) -> int:
     return size
 
 
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, sample: Mapping[str, Any]) -> Plans:
-    """Calls 1 to 3: pure, on the whole model."""
+def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
+    """Calls 1 to 3: pure, on the whole model.
+
+    Raises:
+        PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
+    """
     shape = mesh.shape
+    if shape.mp_size == 1:
+        ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
+        return Plans(model.forward, None, None, [0, 1], ledger, "sum_over_items")
+    sample = probe_batch(model, device)
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
+    if tensor_parallel is not None:
+        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank)
     stages, bounds = None, [0, 1]
+    loss_kind: Literal["sum_over_items", "mean"] = "sum_over_items"
     if shape.pp_size > 1:
         stages = discover_stages(model, sample)
         bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
+        loss_kind = loss_normalisation(model, sample)
 
     def holds(stage: int, name: str) -> bool:
         return stages is None or stages.holds(bounds[stage], bounds[stage + 1], name)
 
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     ledger = build_ledger(model, num_stages=shape.pp_size, holds=holds, specs=specs)
-    return Plans(tensor_parallel, stages, bounds, ledger)
+    return Plans(model.forward, tensor_parallel, stages, bounds, ledger, loss_kind)
+
+
+def judge_fallbacks(plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int) -> None:
+    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
+
+    Raises:
+        PlanError: `on_fallback` is "error" and there are such layers.
+    """
+    if not plan.fallbacks or on_fallback == "ignore":
+        return
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(plan.fallbacks.items())[:3])
+    text = f"tensor_parallel: {len(plan.fallbacks)} layers are not column-row pairs ({shown})."
+    if on_fallback == "error":
+        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
+    if rank == 0:
+        logger.warning("hf_parallel: %s", text)
+
+
+def summary(plans: Plans) -> list[str]:
+    """Lines that say what each stage holds and what share of the model is sharded."""
+    lines = []
+    if plans.stages is not None:
+        for stage, (lo, hi) in enumerate(itertools.pairwise(plans.bounds)):
+            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(stage, "param"))
+            lines.append(f"stage {stage}: blocks {lo} to {hi - 1} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
+    if plans.tensor_parallel is not None:
+        share = plans.tensor_parallel.coverage()
+        lines.append(
+            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
+            f"with gathered outputs, {share.replicated:.0%} replicated"
+        )
+    return lines
 
 
 def agree(plans: Plans, mesh: Mesh) -> None:
@@ -191,43 +246,59 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) ->
         )
 
 
-def check_stages(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans) -> None:
-    """Compare loss and gradients of the cut model with the whole one, on rank 0; every rank hears the verdict.
+def check_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans) -> None:
+    """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
 
     Raises:
         PlanError: They differ; nothing was changed.
     """
-    if plans.stages is None or config.pipeline.self_check == "off":
-        return
     verdict: list[str | None] = [None]
     if mesh.rank == 0:
-        verdict[0] = _self_check(model, config, mesh, plans)
+        try:
+            _check_stages(model, config, plans)
+            _check_shards(model, config, plans)
+        except PlanError as error:
+            verdict[0] = str(error)
     if dist.is_initialized():
         dist.broadcast_object_list(verdict, src=0)
     if verdict[0] is not None:
         raise PlanError(verdict[0])
 
 
-def _self_check(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans) -> str | None:
-    """Error text of the self-check, or None."""
-    if plans.stages is None:
-        return None
-    needed = sum(p.nbytes for p in model.parameters()) * (2 * mesh.shape.pp_size + 2)
-    free = _free_bytes(next(model.parameters()).device)
-    if config.pipeline.self_check == "auto" and needed > SELF_CHECK_MEMORY_SHARE * free:
-        logger.warning(
-            "pipeline.self_check=auto: skipped, its copies need %.1f GiB and %.1f GiB are free. The cut was not "
-            "compared with the whole model; set pipeline.self_check: on to insist.",
-            needed / 2**30,
-            free / 2**30,
-        )
-        return None
+def _check_stages(model: nn.Module, config: HFParallelConfig, plans: Plans) -> None:
+    copies = 2 * len(plans.bounds) + 1  # a reference and one model a stage, each with gradients
+    if plans.stages is None or not _affordable(model, copies, config.pipeline.self_check, "pipeline"):
+        return
     samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
-    try:
-        check_split(model, plans.stages, plans.bounds, samples, forward_of=lambda copy: copy.forward)
-    except PlanError as error:
-        return str(error)
-    return None
+    check_split(model, plans.stages, plans.bounds, samples, forward_of=lambda copied: copied.forward)
+
+
+def _check_shards(model: nn.Module, config: HFParallelConfig, plans: Plans) -> None:
+    plan = plans.tensor_parallel
+    if plan is None:
+        return
+    copies = 2 * (plan.tp_size + 1)
+    if _affordable(model, copies, config.tensor_parallel.self_check, "tensor_parallel"):
+        verify_model(model, plan, probe_batch(model, torch.device("cpu")))
+
+
+def _affordable(model: nn.Module, copies: int, wish: Literal["auto", "on", "off"], section: str) -> bool:
+    """Whether to run a self-check that needs `copies` times the parameters' memory."""
+    if wish != "auto":
+        return wish == "on"
+    needed = copies * sum(p.nbytes for p in model.parameters())
+    free = _free_bytes(next(model.parameters()).device)
+    if needed <= SELF_CHECK_MEMORY_SHARE * free:
+        return True
+    logger.warning(
+        "hf_parallel: %s.self_check=auto: skipped, it needs %.1f GiB for copies and %.1f GiB are free. The plan was not "
+        "compared with the whole model; set %s.self_check: on to insist.",
+        section,
+        needed / 2**30,
+        free / 2**30,
+        section,
+    )
+    return False
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -238,11 +309,11 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def transform(model: nn.Module, plans: Plans, mesh: Mesh, forward: Callable[..., Any]) -> Stage | None:
+def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
     """Call 4: cut to this rank's stage, then shard what it holds. In place; Parameter identity survives."""
     stage = None
     if plans.stages is not None:
-        stage = Stage(model, plans.stages, plans.bounds, mesh.pp_rank, forward)
+        stage = Stage(model, plans.stages, plans.bounds, mesh.pp_rank, plans.forward)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -263,14 +334,12 @@ def attach(
     *,
     device: torch.device,
     watchdog: Watchdog,
-    forward: Callable[..., Any],
-    loss_kind: Any,
 ) -> Engine:
     """Call 5: groups, reduction, engine; the model trains from here on."""
     parameters, buffers = held_tensors(model, plans.ledger, mesh.pp_rank)
     attachment = Attachment(
         model=model,
-        forward=forward,
+        forward=plans.forward,
         device=device,
         mesh=mesh,
         ledger=plans.ledger,
@@ -280,34 +349,33 @@ def attach(
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),
         watchdog=watchdog,
     )
-    engine: Engine
-    if stage is None:
-        engine = DirectEngine(attachment)
-    else:
-        engine = _pipeline_engine(attachment, stage, config, loss_kind)
+    engine = (
+        DirectEngine(attachment)
+        if stage is None
+        else _pipeline_engine(attachment, stage, config.pipeline, plans.loss_kind)
+    )
     engine.install()
     return engine
 
 
-def _pipeline_engine(attachment: Attachment, stage: Stage, config: HFParallelConfig, loss_kind: Any) -> PipelineEngine:
+def _pipeline_engine(
+    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: Literal["sum_over_items", "mean"]
+) -> PipelineEngine:
     mesh, watchdog = attachment.mesh, attachment.watchdog
     num_stages = mesh.shape.pp_size
-    if mesh.pp_down_group is None or mesh.pp_up_group is None:
-        raise ConfigError(
-            f"pp_size={num_stages} but this rank has no pipeline group. Launch pp_size x tp_size processes."
-        )
-    transports = [
-        make_transport(config.pipeline.transport, attachment.device, group)
+    down, up = (
+        make_transport(settings.transport, attachment.device, group)
         for group in (mesh.pp_down_group, mesh.pp_up_group)
-    ]
-    runtime = PipelineRuntime(
-        stage, mesh.pp_rank, num_stages, *transports, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+        if group is not None
     )
-    count = config.pipeline.num_microbatches
+    runtime = PipelineRuntime(
+        stage, mesh.pp_rank, num_stages, down, up, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+    )
+    count = settings.num_microbatches
     engine = PipelineEngine(
         attachment,
         runtime,
-        actions_of=_Actions(config.pipeline.schedule, num_stages, mesh.pp_rank),
+        actions_of=_Actions(settings.schedule, num_stages, mesh.pp_rank),
         num_microbatches=2 * num_stages if count == "auto" else count,
         loss_kind=loss_kind,
     )
