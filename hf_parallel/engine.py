@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -81,11 +80,12 @@ class Engine:
         engine = self
 
         @functools.wraps(self.attachment.forward)
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             return engine.run(args, kwargs)
 
-        self._installed = types.MethodType(forward, self.model)
-        self.model.forward = self._installed
+        # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
+        self._installed = forward
+        self.model.forward = forward
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
 
