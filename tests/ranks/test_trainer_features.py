@@ -6,13 +6,16 @@ other numbers, metrics are computed on other rows, the best checkpoint is not th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from feature_cases import features_main
+import tiny
+import torch
+from feature_cases import Run, features_main
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 
@@ -166,3 +169,70 @@ def optimizer_files(parallel: dict[str, Any]) -> list[str]:
 def test_every_rank_sees_the_same_numbers(runs: dict[tuple[str, str], list[Any]]) -> None:
     for key, ranks in runs.items():
         assert all(other == ranks[0] for other in ranks), key
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    """What cannot work is refused on every rank, by name, before anything hangs."""
+    from hf_parallel import HFParallelCallback, HFParallelPlugin, ParallelError
+
+    found: dict[str, str] = {}
+
+    def refused(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except ParallelError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    pp2, tp2 = (Run(Path(folder), MESHES[mesh][1], world_size) for mesh in ("pp2", "tp2"))
+    plain = Run(Path(folder), None, world_size)
+    for name, run in (("pp", pp2), ("tp", tp2)):
+        adapted = tiny.llama()
+        adapted.peft_config = {"default": None}
+        refused(f"peft {name}", lambda run=run, adapted=adapted: run.trainer(model=adapted))
+    several = {"torch_compile": True, "auto_find_batch_size": True}
+    several["accelerator_config"] = {"dispatch_batches": True}
+    refused("several", lambda: pp2.trainer(arguments=several))
+    refused("adafactor", lambda: tp2.trainer(arguments={"optim": "adafactor"}).train())
+    late = plain.trainer()
+    late.add_callback(HFParallelCallback({}, **PP2))
+    refused("late", late.train)
+    plugin = HFParallelPlugin({}, **PP2)
+    refused("arguments", lambda: plain.trainer(arguments={"parallelism_config": plugin}))
+    twice = pp2.trainer(model_init=lambda: tiny.llama())
+    twice.train()
+    refused("model_init twice", twice.train)
+    trained = pp2.trainer()
+    trained.train()
+    refused("generate", lambda: trained.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2))
+    refused("deepcopy", lambda: copy.deepcopy(trained.model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    return run_ranks(refusals_main, 2, str(folder), tmp_path=folder, env=ENV)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("peft pp", ["UnsupportedError", "is a PEFT model", "pp_size 1"]),
+        ("peft tp", ["UnsupportedError", "is a PEFT model", "tp_size 1"]),
+        ("several", ["ConfigError", "torch_compile=True", "auto_find_batch_size=True", "dispatch_batches=True"]),
+        ("adafactor", ["UnsupportedError", "optimizer Adafactor with tp_size=2", "AdamW"]),
+        ("late", ["ConfigError", "add_callback()"]),
+        ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
+        ("model_init twice", ["UnsupportedError", "a second model"]),
+        ("generate", ["UnsupportedError", "save_model()"]),
+        ("deepcopy", ["UnsupportedError", "copy.deepcopy"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_on_every_rank(
+    name: str, texts: list[str], refusals: list[dict[str, str]]
+) -> None:
+    for found in refusals:
+        assert all(text in found[name] for text in texts), found.get(name)
