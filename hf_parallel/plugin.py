@@ -30,7 +30,7 @@ from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.pipeline_parallel.selfcheck import loss_normalisation
+from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
@@ -53,7 +53,7 @@ class Plans:
         stages: Crossings and readers, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
-        loss_kind: Whether the model's own loss is a sum over `num_items_in_batch` or a mean over its batch.
+        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
     """
 
     forward: Callable[..., Any]
@@ -61,7 +61,7 @@ class Plans:
     stages: PipelinePlan | None
     bounds: list[int]
     ledger: Ledger
-    loss_kind: Literal["sum_over_items", "mean"]
+    loss_kind: LossKind
 
 
 def parallelize(
@@ -113,7 +113,7 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     if tensor_parallel is not None:
         judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     stages, bounds = None, [0, 1]
-    loss_kind: Literal["sum_over_items", "mean"] = "sum_over_items"
+    loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
         stages = discover_stages(model, sample)
         bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
@@ -237,7 +237,7 @@ def attach(
 
 
 def _pipeline_engine(
-    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: Literal["sum_over_items", "mean"]
+    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: LossKind
 ) -> PipelineEngine:
     mesh, watchdog = attachment.mesh, attachment.watchdog
     num_stages = mesh.shape.pp_size
