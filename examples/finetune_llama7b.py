@@ -122,7 +122,6 @@ class FinetuneArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Steps between two logged losses."})
     save_steps: float = field(default=200, metadata={"help": "Steps between two checkpoints."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
-    report_to: str | None = field(default="none", metadata={"help": "Where metrics are sent to."})
 
 
 def parse_arguments(

@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bytewise = Tokenizer(models.BPE(vocab=letters, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")  # type: ignore[no-untyped-call]
 
 
 def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
@@ -240,6 +240,14 @@ def test_parity_counts_missing_and_nan_losses_as_different(parity: ModuleType) -
             passed.append(name)
     assert passed == ["same"]
     parity.build_table([reference, parity.Outcome("failed")])
+
+
+def test_parity_reads_every_step_and_both_evaluations(parity: ModuleType, tmp_path: Path) -> None:
+    history = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 2, "train_loss": 2.75}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "all_results.json").write_text(json.dumps({"eval_before_loss": 4.0, "eval_loss": 2.0}))
+    losses = parity.read_losses(tmp_path)
+    assert list(losses.items()) == [("eval first", 4.0), ("step 1", 3.0), ("step 2", 2.5), ("eval last", 2.0)]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
