@@ -53,8 +53,8 @@ LAYOUTS = (
     Layout("pp2", "cpu_pp2.yaml"),
     Layout("dp2", "cpu_dp2.yaml", dp_size=2),
     Layout("tp2", "cpu_tp2.yaml"),
-    Layout("pp2 x dp2", "cpu_pp2_dp2.yaml", dp_size=2),
-    Layout("pp2 x tp2", "cpu_pp2_tp2.yaml"),
+    Layout("pp2xdp2", "cpu_pp2_dp2.yaml", dp_size=2),
+    Layout("pp2xtp2", "cpu_pp2_tp2.yaml"),
 )
 
 
@@ -170,14 +170,14 @@ def build_table(outcomes: Sequence[Outcome]) -> Table:
     """Return losses by row and layouts by column, with the verdict below."""
     title = f"loss of SmolLM2-135M, {GLOBAL_ROWS} x {BLOCK_SIZE} tokens a step, fp32; PASS: within {TOLERANCE:g}"
     table = Table(title=title)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for outcome in outcomes:
         table.add_column(outcome.layout, justify="right", min_width=8)
     labels = max((list(outcome.losses) for outcome in outcomes), key=len)
     for label in labels:
         cells = [f"{o.losses[label]:.6f}" if label in o.losses else "-" for o in outcomes]
         table.add_row(label, *cells, end_section=label == labels[-1])
-    table.add_row("max |diff|", *("-" if o.difference is None else f"{o.difference:.1e}" for o in outcomes))
+    table.add_row("max diff", *("-" if o.difference is None else f"{o.difference:.1e}" for o in outcomes))
     table.add_row("seconds", *(f"{o.seconds:.0f}" for o in outcomes))
     table.add_row("verdict", *("PASS" if o.passed else "FAIL" for o in outcomes))
     return table
