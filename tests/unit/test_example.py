@@ -174,6 +174,7 @@ def test_a_named_model_needs_data_and_gets_no_demo_defaults(example: ModuleType)
     words = ["--model_name_or_path", "some/model"]
     with pytest.raises(SystemExit, match="--train_file FILE, --dataset_name NAME, or --demo"):
         example.parse_arguments(words)
+    Path("data.txt").write_text("text")
     _, data, training = example.parse_arguments([*words, "--train_file", "data.txt"])
     assert not training.demo
     assert (data.block_size, training.max_steps) == (1024, -1)
@@ -185,6 +186,7 @@ def test_without_a_model_only_a_machine_without_cuda_runs_the_demo(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(example, "find_demo_model", lambda: tmp_path / "small.gguf")
+    Path("data.txt").write_text("text")
     model, _, training = example.parse_arguments(["--train_file", "data.txt", "--use_cpu", "true"])
     assert training.demo is not has_cuda
     assert model.model_name_or_path == (example.LLAMA if has_cuda else str(tmp_path))
@@ -204,6 +206,19 @@ def test_a_missing_model_directory_is_named(example: ModuleType, tmp_path: Path)
         example.load_model(example.ModelArguments(model_name_or_path="./none"))
     with pytest.raises(SystemExit, match=r"config\.json"):
         example.load_model(example.ModelArguments(model_name_or_path=str(tmp_path)))
+
+
+def test_missing_paths_end_the_script_before_the_processes_connect(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("TrainingArguments were made")
+
+    monkeypatch.setattr(example.FinetuneArguments, "__post_init__", connect)
+    with pytest.raises(SystemExit, match=r"--train_file none\.txt: there is no such file"):
+        example.parse_arguments(["--model_name_or_path", "name", "--train_file", "none.txt"])
+    with pytest.raises(SystemExit, match=r"--model_name_or_path /none: no such directory"):
+        example.parse_arguments(["--model_name_or_path", "/none"])
 
 
 def test_a_run_continues_from_its_last_checkpoint_unless_told_otherwise(example: ModuleType, tmp_path: Path) -> None:
