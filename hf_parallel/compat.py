@@ -13,7 +13,6 @@ from hf_parallel.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
     from types import FrameType
 
     from torch.distributed.distributed_c10d import Store

@@ -88,6 +88,7 @@ class Engine:
         self.model.forward = forward
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
+            vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
 
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
@@ -184,6 +185,20 @@ class DirectEngine(Engine):
         if GradientState().sync_gradients:
             with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
                 self.gradients.reduce(1.0)
+
+
+def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if save_pretrained is None or kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
+                "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
+            )
+        return save_pretrained(*args, **kwargs)
+
+    return save
 
 
 def _refuse_copy(memo: object) -> NoReturn:

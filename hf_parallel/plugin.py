@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.batches import BatchCheck
 from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
-from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
@@ -31,20 +30,17 @@ from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.pipeline_parallel.selfcheck import check_split, loss_normalisation, tiny_samples
+from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage
 from hf_parallel.pipeline_parallel.transport import make_transport
+from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.check import verify_model
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)
-
-# `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
-SELF_CHECK_MEMORY_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Plans:
         stages: Crossings and readers, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
-        loss_kind: Whether the model's own loss is a sum over `num_items_in_batch` or a mean over its batch.
+        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
     """
 
     forward: Callable[..., Any]
@@ -65,7 +61,7 @@ class Plans:
     stages: PipelinePlan | None
     bounds: list[int]
     ledger: Ledger
-    loss_kind: Literal["sum_over_items", "mean"]
+    loss_kind: LossKind
 
 
 def parallelize(
@@ -92,7 +88,7 @@ def parallelize(
     plans = make_plans(model, config, mesh, device)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-        check_plans(model, config, mesh, plans)
+        check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel)
     stage = transform(model, plans, mesh)
     engine = attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
@@ -100,54 +96,6 @@ def parallelize(
         for line in summary(plans):
             logger.warning("hf_parallel: %s", line)
     return engine
-
-
-def refuse_model(model: nn.Module, mp_size: int) -> None:
-    """Refuse models that would train wrong or crash late.
-
-    Raises:
-        UnsupportedError: The model is dispatched, quantised, or wrapped in a way that cannot be cut or sharded.
-    """
-    name = type(model).__name__
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map is not None and len(set(device_map.values())) > 1:
-        raise UnsupportedError(
-            f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
-            "spread it over devices. Load it without device_map; hf_parallel places the stages."
-        )
-    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedError(
-            f"{name} has quantised weights ({getattr(model, 'quantization_method', 'unknown method')}): they cannot be "
-            "sharded or trained here. Load it without quantization_config."
-        )
-    if mp_size > 1 and hasattr(model, "peft_config"):
-        raise UnsupportedError(
-            f"{name} is a PEFT model: adapters with pp_size or tp_size above 1 are not available yet. Use pp_size 1 "
-            "and tp_size 1 (data parallel), or train the full model."
-        )
-
-
-def probe_batch(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """A tiny batch, i[2 8], that every rank makes alike without touching the global random state.
-
-    Raises:
-        PlanError: The vocabulary is not known.
-    """
-    return tiny_samples(vocab_size(model), device=device, use_cache=False)[0]
-
-
-def vocab_size(model: Any) -> int:
-    """Size of the model's (text) vocabulary.
-
-    Raises:
-        PlanError: The config does not say.
-    """
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
-        raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")
-    return size
 
 
 def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
@@ -163,9 +111,9 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     sample = probe_batch(model, device)
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
     if tensor_parallel is not None:
-        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank)
+        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     stages, bounds = None, [0, 1]
-    loss_kind: Literal["sum_over_items", "mean"] = "sum_over_items"
+    loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
         stages = discover_stages(model, sample)
         bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
@@ -181,16 +129,25 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     return Plans(model.forward, tensor_parallel, stages, bounds, ledger, loss_kind)
 
 
-def judge_fallbacks(plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int) -> None:
+def vocabulary_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the input embedding and the head: replicated or gathered by design while the loss is on full logits."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
+
+
+def judge_fallbacks(
+    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
+) -> None:
     """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
 
     Raises:
-        PlanError: `on_fallback` is "error" and there are such layers.
+        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
     """
-    if not plan.fallbacks or on_fallback == "ignore":
+    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
+    if not fallbacks or on_fallback == "ignore":
         return
-    shown = "; ".join(f"{name}: {reason}" for name, reason in list(plan.fallbacks.items())[:3])
-    text = f"tensor_parallel: {len(plan.fallbacks)} layers are not column-row pairs ({shown})."
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
+    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
     if on_fallback == "error":
         raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
     if rank == 0:
@@ -203,7 +160,9 @@ def summary(plans: Plans) -> list[str]:
     if plans.stages is not None:
         for stage, (lo, hi) in enumerate(itertools.pairwise(plans.bounds)):
             held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(stage, "param"))
-            lines.append(f"stage {stage}: blocks {lo} to {hi - 1} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
+            lines.append(
+                f"stage {stage}: blocks {lo} to {hi - 1} of {plans.stages.stack}, {held / 1e6:.1f}M parameters"
+            )
     if plans.tensor_parallel is not None:
         share = plans.tensor_parallel.coverage()
         lines.append(
@@ -226,87 +185,6 @@ def agree(plans: Plans, mesh: Mesh) -> None:
         str(plans.bounds),
     ]
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
-
-
-def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
-    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
-
-    Raises:
-        RankMismatchError: Names the ranks that differ from rank 0.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
-    if odd:
-        raise RankMismatchError(
-            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
-            "same YAML file, load the same model and run the same versions of torch and transformers."
-        )
-
-
-def check_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans) -> None:
-    """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
-
-    Raises:
-        PlanError: They differ; nothing was changed.
-    """
-    verdict: list[str | None] = [None]
-    if mesh.rank == 0:
-        try:
-            _check_stages(model, config, plans)
-            _check_shards(model, config, plans)
-        except PlanError as error:
-            verdict[0] = str(error)
-    if dist.is_initialized():
-        dist.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        raise PlanError(verdict[0])
-
-
-def _check_stages(model: nn.Module, config: HFParallelConfig, plans: Plans) -> None:
-    copies = 2 * len(plans.bounds) + 1  # a reference and one model a stage, each with gradients
-    if plans.stages is None or not _affordable(model, copies, config.pipeline.self_check, "pipeline"):
-        return
-    samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
-    check_split(model, plans.stages, plans.bounds, samples, forward_of=lambda copied: copied.forward)
-
-
-def _check_shards(model: nn.Module, config: HFParallelConfig, plans: Plans) -> None:
-    plan = plans.tensor_parallel
-    if plan is None:
-        return
-    copies = 2 * (plan.tp_size + 1)
-    if _affordable(model, copies, config.tensor_parallel.self_check, "tensor_parallel"):
-        verify_model(model, plan, probe_batch(model, torch.device("cpu")))
-
-
-def _affordable(model: nn.Module, copies: int, wish: Literal["auto", "on", "off"], section: str) -> bool:
-    """Whether to run a self-check that needs `copies` times the parameters' memory."""
-    if wish != "auto":
-        return wish == "on"
-    needed = copies * sum(p.nbytes for p in model.parameters())
-    free = _free_bytes(next(model.parameters()).device)
-    if needed <= SELF_CHECK_MEMORY_SHARE * free:
-        return True
-    logger.warning(
-        "hf_parallel: %s.self_check=auto: skipped, it needs %.1f GiB for copies and %.1f GiB are free. The plan was not "
-        "compared with the whole model; set %s.self_check: on to insist.",
-        section,
-        needed / 2**30,
-        free / 2**30,
-        section,
-    )
-    return False
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
@@ -359,7 +237,7 @@ def attach(
 
 
 def _pipeline_engine(
-    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: Literal["sum_over_items", "mean"]
+    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: LossKind
 ) -> PipelineEngine:
     mesh, watchdog = attachment.mesh, attachment.watchdog
     num_stages = mesh.shape.pp_size

@@ -69,12 +69,11 @@ class Watchdog:
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Mark a block that waits for other ranks."""
-        before = self._line
         self.waits(text)
         try:
             yield
         finally:
-            self._line = (before[0], before[1], time.monotonic())
+            self.runs()
 
     def start(self) -> None:
         """Start the thread and name this rank in the report of an uncaught exception."""
