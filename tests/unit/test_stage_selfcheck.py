@@ -122,7 +122,7 @@ def test_control_flow_on_values_is_caught_by_the_loss() -> None:
 def test_a_loss_that_honours_the_item_count_is_recognised() -> None:
     inputs = batch()
     assert loss_normalisation(build("llama"), inputs) == "sum_over_items"
-    assert loss_normalisation(build("mixtral"), inputs) == "sum_over_items"
+    assert loss_normalisation(build("mixtral"), inputs) == "sum_and_extra"
     assert loss_normalisation(build("gpt2_tied", resid_pdrop=0.5), inputs) == "sum_over_items"
     assert loss_normalisation(Plain(), samples()[0]) == "mean"
 
