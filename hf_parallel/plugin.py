@@ -143,6 +143,8 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, sample: M
     """Calls 1 to 3: pure, on the whole model."""
     shape = mesh.shape
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
+    if tensor_parallel is not None:
+        report_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, speaks=mesh.rank == 0)
     stages, bounds = None, [0, 1]
     if shape.pp_size > 1:
         stages = discover_stages(model, sample)
@@ -156,6 +158,30 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, sample: M
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     ledger = build_ledger(model, num_stages=shape.pp_size, holds=holds, specs=specs)
     return Plans(tensor_parallel, stages, bounds, ledger)
+
+
+def report_fallbacks(plan: TPPlan, mode: str, *, speaks: bool) -> None:
+    """Act on layers of the repeated blocks that run whole, or gathered, on every tp rank.
+
+    Embeddings and the head, which stand outside the blocks, never are in a column -> row pair.
+
+    Args:
+        plan: The plan of all ranks.
+        mode: `tensor_parallel.on_fallback`.
+        speaks: Whether this rank logs.
+
+    Raises:
+        PlanError: There are such layers and `mode` is "error"; on every rank.
+    """
+    inside = {name: why for name, why in plan.fallbacks.items() if any(part.isdigit() for part in name.split("."))}
+    if not inside or mode == "ignore":
+        return
+    name, why = next(iter(inside.items()))
+    text = f"tp_size={plan.tp_size}: {len(inside)} layers are not shared as column -> row pairs (first: {name}, {why})."
+    if mode == "error":
+        raise PlanError(f"{text} Set tensor_parallel.on_fallback to 'warn' to train so, or choose another tp_size.")
+    if speaks:
+        logger.warning("hf_parallel: %s They cost more memory or communication, not correctness.", text)
 
 
 def agree(plans: Plans, mesh: Mesh) -> None:
