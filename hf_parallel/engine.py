@@ -8,6 +8,7 @@ the instance's `forward` from `install` on and notice when somebody replaces it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -82,12 +83,14 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return engine.run(args, kwargs)
+            with engine.attachment.watchdog.naming_losses():
+                return engine.run(args, kwargs)
 
+        patched = vars(self.model).get("forward")
         self._installed = types.MethodType(forward, self.model)
         self.model.forward = self._installed
-        if self.mesh.shape.mp_size > 1:
-            vars(self.model)["__deepcopy__"] = _refuse_copy
+        copying = _refuse_copy if self.mesh.shape.mp_size > 1 else functools.partial(_copy_whole, self.model, patched)
+        vars(self.model)["__deepcopy__"] = copying
 
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
@@ -184,6 +187,17 @@ class DirectEngine(Engine):
         if GradientState().sync_gradients:
             with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
                 self.gradients.reduce(1.0)
+
+
+def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in ("forward", "__deepcopy__")}
+    if patched is not None:
+        vars(model)["forward"] = patched
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        vars(model).update(ours)
 
 
 def _refuse_copy(memo: object) -> NoReturn:
