@@ -205,7 +205,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As stock; refuses when somebody replaced the parallelized forward."""
         self.hf_parallel_engine.check_installed()
-        with self.hf_parallel.watchdog.naming_losses():
+        with self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager

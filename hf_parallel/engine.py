@@ -83,9 +83,12 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with engine.attachment.watchdog.naming_losses():
+            with engine.attachment.watchdog.engaged():
                 return engine.run(args, kwargs)
 
+        # Without this, inspect takes the first argument of the genuine forward, already bound, for this one's `model`.
+        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *self._signature.parameters.values()]
+        forward.__signature__ = self._signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         patched = vars(self.model).get("forward")
         self._installed = types.MethodType(forward, self.model)
         self.model.forward = self._installed

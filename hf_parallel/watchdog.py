@@ -85,6 +85,15 @@ class Watchdog:
             self._line = (before[0], before[1], time.monotonic())
 
     @contextmanager
+    def engaged(self) -> Iterator[None]:
+        """Mark a call into the engine: whatever it announced last, afterwards this rank works for itself again."""
+        try:
+            with self.naming_losses():
+                yield
+        finally:
+            self.runs()
+
+    @contextmanager
     def naming_losses(self) -> Iterator[None]:
         """Turn the error of a lost connection into one that says which rank is gone.
 
@@ -141,8 +150,8 @@ class Watchdog:
             if waits and age > self._timeout_s:
                 self._end(text, age, tick)
 
-    def _publish(self, waits: bool, text: str, age: float) -> None:
-        beat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time()}
+    def _publish(self, waits: bool, text: str, age: float, *, last: bool = False) -> None:
+        beat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
         self._write("beat", json.dumps(beat))
 
     def _write(self, kind: str, text: str) -> None:
@@ -172,11 +181,12 @@ class Watchdog:
         time.sleep(1.5 * tick)  # also lets ranks that stopped at the same moment write their last line
         beats = {rank: json.loads(text) for rank, text in self._read("beat").items()}
         for rank, beat in beats.items():
-            if rank != self._rank and beat["waits"] and before.get(rank) == json.dumps(beat):
+            if beat["waits"] and not beat["last"] and before.get(rank) == json.dumps(beat):
                 beat.update(waits=False, text=f"silent; last seen: {beat['text']}")
         return beats
 
     def _end(self, text: str, age: float, tick: float) -> None:
+        self._publish(True, text, age, last=True)
         stream = self._stream or sys.stderr
         message = report(self._names, self._rank, text, age, self._beats(tick), self._timeout_s)
         print(message, file=stream, flush=True)

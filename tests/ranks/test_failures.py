@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import re
 import signal
@@ -261,6 +262,7 @@ def patched_after_init(world_size: int, folder: str) -> tuple[list[float], int]:
 
     trainer.model.forward = wrapper
     trainer.train()
+    assert inspect.signature(trainer.model.forward) == inspect.signature(genuine)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], len(calls)
 
 
@@ -272,7 +274,24 @@ def copy_of_a_replica(world_size: int) -> bool:
         for parameter in copied.parameters():
             parameter.zero_()
         zero = copied(**batch).logits.abs().max().item() == 0.0
+        assert list(inspect.signature(model.forward).parameters)[0] == "input_ids"
         return zero and model(**batch).logits.abs().max().item() > 0.0
+
+
+def slow_outside_the_engine(world_size: int, folder: str) -> int:
+    """Steps made when every rank works for longer than the timeout between two steps, and nobody waits."""
+    from transformers import TrainerCallback
+
+    class Work(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                time.sleep(2.0)
+
+    trainer = trainer_on({**PP2, "monitor": {"hang_timeout_s": 0.8}}, folder)
+    trainer.add_callback(Work())
+    trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return int(trainer.state.global_step)
 
 
 def odd_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -282,6 +301,8 @@ def odd_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     case = Case("many_microbatches", steps=3, parallel={"pp_size": 2, "num_microbatches": 64})
     found["many_microbatches"] = run_case(case, Path(folder) / f"{case.name}{world_size}", world_size)["history"]
     if world_size > 1:
+        AcceleratorState._reset_state()
+        found["slow"] = slow_outside_the_engine(world_size, f"{folder}/slow")
         AcceleratorState._reset_state()
         found["copy"] = copy_of_a_replica(world_size)
     return found
@@ -309,6 +330,10 @@ def test_more_microbatches_than_rows_train_alike(odd: tuple[dict[str, Any], dict
 
 def test_a_copy_of_a_replica_has_weights_of_its_own(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert odd[1]["copy"]
+
+
+def test_work_between_two_steps_is_no_hang(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    assert odd[1]["slow"] == 6
 
 
 # -- a rank that raises, dies or hangs ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from rank_runner import RankError, run_ranks
 
 from hf_parallel.errors import ConfigError, RankFailure
-from hf_parallel.watchdog import EXIT_CODE, Stay, Watchdog, report
+from hf_parallel.watchdog import EXIT_CODE, IDLE, Stay, Watchdog, report
 
 
 NAMES = ["rank 0 (stage 0 of 2)", "rank 1 (stage 1 of 2)"]
@@ -75,6 +75,13 @@ def test_the_status_is_restored_after_a_wait_also_when_it_fails() -> None:
             raise ValueError(guard._line[1])
         assert guard._line[:2] == (True, "outer")
     assert guard._line[:2] == (False, "stage 0 runs 0F1")
+
+
+def test_after_a_call_into_the_engine_a_rank_works_for_itself() -> None:
+    guard = Watchdog(None, 0, NAMES, 1.0)
+    with guard.engaged():
+        guard.waits("stage 0 waits for stage 1 to receive the activation of microbatch 3")
+    assert guard._line[:2] == (False, IDLE)
 
 
 def test_a_lost_connection_becomes_the_name_of_the_rank() -> None:
@@ -158,6 +165,13 @@ def test_a_rank_that_is_silent_while_it_waits_is_named(tmp_path: Path) -> None:
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
     assert "The job waits for: rank 1 (stage 1 of 2)." in stderr
     assert "rank 1 (stage 1 of 2): silent; last seen: waits for the header" in stderr
+
+
+def test_ranks_that_give_up_together_blame_nobody(tmp_path: Path) -> None:
+    written = 'other._publish(True, "waits for the gradient", 0.8, last=True)'
+    stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
+    assert "The job waits for" not in stderr
+    assert "rank 1 (stage 1 of 2): waits for the gradient, since 0.8 s" in stderr
 
 
 def test_a_report_comes_also_when_the_store_is_gone(tmp_path: Path) -> None:
