@@ -221,7 +221,8 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As stock; refuses when somebody replaced the parallelized forward."""
         self.hf_parallel_engine.check_installed()
-        super().backward(loss, **kwargs)
+        with self.hf_parallel.watchdog.engaged():
+            super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Any:

@@ -230,10 +230,15 @@ def publish(staged: Path, final: Path) -> None:
         finally:
             os.close(descriptor)
     old = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
     if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-    staged.rename(final)
+    try:
+        staged.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     descriptor = os.open(final.parent, os.O_RDONLY)
     try:

@@ -81,7 +81,7 @@ def config(
         typer.confirm(f"{path} exists. Overwrite it?", abort=True)
     processes = ask("Processes on all machines", num_processes, 2)
     pipeline_stages = ask("Pipeline stages (pp_size)", pp_size, 1)
-    microbatches: str | int = "auto"
+    microbatches: str | int = num_microbatches or "auto"
     if pipeline_stages > 1:
         microbatches = ask("Microbatches per forward (an integer or auto)", num_microbatches, "auto")
     settings = {

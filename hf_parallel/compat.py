@@ -6,6 +6,7 @@ Each function checks what it relies on and says which package moved when the che
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.errors import UnsupportedError
@@ -29,6 +30,34 @@ def private_store() -> Store | None:
     getter = getattr(distributed_c10d, "_get_default_store", None)
     clone = getattr(getter(), "clone", None) if getter is not None else None
     return clone() if clone is not None else None
+
+
+def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
+    """The call of a torch.distributed collective that another thread of this process is in, and its name.
+
+    The call is equal as long as the thread stays in it. NCCL's collectives return at once, so they are not seen.
+    """
+    from torch.distributed import distributed_c10d
+
+    own = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread != own else None
+        for _ in range(4):  # the wait itself may be a helper's
+            if frame is None:
+                break
+            if frame.f_globals is vars(distributed_c10d):
+                return (id(frame), frame.f_lasti), frame.f_code.co_name
+            frame = frame.f_back
+    return None, None
+
+
+def is_connection_loss(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone: gloo raises plain RuntimeErrors."""
+    from torch.distributed import DistBackendError, DistNetworkError
+
+    if isinstance(error, (DistBackendError, DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

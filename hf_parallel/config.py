@@ -272,9 +272,27 @@ class HFParallelConfig(_Section):
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
                 f"Set rank_order to {list(DEFAULT_RANK_ORDER)} or leave it out."
             )
+        elif self.rank_order not in (None, DEFAULT_RANK_ORDER):
+            problems.append(
+                f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
+                f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
+            )
+        problems += self._without_stages()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
+
+    def _without_stages(self) -> list[str]:
+        """Settings of the pipeline that nothing reads because there is one stage."""
+        if self.pp_size > 1:
+            return []
+        defaults = PipelineConfig()
+        return [
+            f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
+            f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
+            for name in ("schedule", "num_microbatches", "split", "transport")
+            if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
+        ]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, source: str = "config") -> Self:

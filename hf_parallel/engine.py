@@ -8,6 +8,7 @@ the instance's `forward` from `install` on and notice when somebody replaces it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -81,14 +82,18 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return engine.run(args, kwargs)
+            with engine.attachment.watchdog.engaged():
+                return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
+        patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
+        else:
+            vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
 
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
@@ -199,6 +204,17 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
         return save_pretrained(*args, **kwargs)
 
     return save
+
+
+def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in ("forward", "__deepcopy__")}
+    if patched is not None:
+        vars(model)["forward"] = patched
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        vars(model).update(ours)
 
 
 def _refuse_copy(memo: object) -> NoReturn:

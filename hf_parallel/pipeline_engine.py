@@ -206,7 +206,6 @@ class PipelineEngine(Engine):
             loss_of=lambda output, index: self._loss_of(output, shares[index]),
             seed=self._seed,
         )
-        self.attachment.watchdog.runs()
         return self._share_losses(losses, shares, len(batches))
 
     def _cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], _Share]]:
@@ -275,7 +274,6 @@ class PipelineEngine(Engine):
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
         state = self.runtime.forward_phase(microbatches, lambda output, index: (output["logits"],))
-        self.attachment.watchdog.runs()
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])
         self._pending = self.trains
         return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
@@ -312,7 +310,6 @@ class PipelineEngine(Engine):
         """Forward of all microbatches without autograd; the last stage's outputs (or their `key`), else empty."""
         actions = [Action(self.mesh.pp_rank, "F", index) for index in range(len(microbatches))]
         outputs = self.runtime.run(microbatches, actions, backward=False)
-        self.attachment.watchdog.runs()
         return outputs if key is None else [output[key] for output in outputs]
 
     def _broadcast_logits(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def parallelize(
     plans = make_plans(model, config, mesh, device)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-        check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel)
+    check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
     stage = transform(model, plans, mesh)
     engine = attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -63,7 +64,8 @@ class Session:
         check_world(config, num_processes)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
-        compare_over_ranks("config", config.fingerprint(), shape.describe)
+        settings = json.dumps(config.to_yaml_section(), sort_keys=True)
+        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")  # the layouts may differ, so no stages
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))

@@ -4,7 +4,11 @@ Each rank keeps one line of status ("stage 1 waits for the activation of microba
 it to the job's key-value store. When this rank has waited for another one longer than `timeout_s`, the thread reads
 everybody's line, prints who is being waited for and what that rank was last seen doing, and ends the process; the
 launcher then takes the rest of the job down. A thread, because the main one may be inside a collective that never
-returns; `os._exit`, because such a call cannot be interrupted.
+returns; `os._exit`, because such a call cannot be interrupted. Waits that nobody announced (in stock code, in a
+tensor-parallel layer) are found on the stacks of this process: a thread that stays in one collective is waiting.
+
+A rank that dies instead takes its connections with it. What the others then get from their collectives becomes a
+`RankFailure` that names the rank: an uncaught exception is noted in the store before its process ends.
 """
 
 from __future__ import annotations
@@ -16,6 +20,9 @@ import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
+
+from hf_parallel.compat import blocked_collective, is_connection_loss
+from hf_parallel.errors import RankFailure
 
 
 if TYPE_CHECKING:
@@ -68,18 +75,57 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Mark a block that waits for other ranks."""
+        """Mark a block that waits for other ranks; see `naming_losses`."""
         self.waits(text)
         try:
-            yield
+            with self.naming_losses():
+                yield
         finally:
             self.runs()
+
+    @contextmanager
+    def engaged(self) -> Iterator[None]:
+        """Mark a call into the engine: whatever it announced last, afterwards this rank works for itself again."""
+        try:
+            with self.naming_losses():
+                yield
+        finally:
+            self.runs()
+
+    @contextmanager
+    def naming_losses(self) -> Iterator[None]:
+        """Turn the error of a lost connection into one that says which rank is gone.
+
+        Raises:
+            RankFailure: A connection to another rank was lost inside.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_connection_loss(error):
+                raise
+            raise RankFailure(self._loss(error)) from error
+
+    def _loss(self, error: BaseException) -> str:
+        """Who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
+        failed = self._read("failed")
+        others = [rank for rank in range(len(self._names)) if rank != self._rank]
+        known = ", ".join(f"{self._names[rank]}, which failed with {text}" for rank, text in failed.items())
+        few = len(others) <= 8
+        one_of = ", ".join(self._names[rank] for rank in others) if few else f"the {len(others)} others"
+        lost = known or (one_of if len(others) == 1 else f"a rank, one of {one_of}")
+        waits, text, _ = self._line
+        where = f" It {'' if waits else 'was last seen: '}{text}." if text != IDLE else ""
+        return (
+            f"{self._names[self._rank]} lost {lost}.{where} Look for the first error of that rank; if it left none, it "
+            f"was killed (out of memory?) or ended by itself. ({error})"
+        )
 
     def start(self) -> None:
         """Start the thread and name this rank in the report of an uncaught exception."""
         if self._thread is not None:
             return
-        name_uncaught_exceptions(self._names[self._rank])
+        self._name_uncaught_exceptions()
         if self._store is None or len(self._names) < 2:
             return
         self._thread = threading.Thread(target=self._watch, name="hf_parallel-watchdog", daemon=True)
@@ -91,36 +137,93 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = max(0.05, min(1.0, self._timeout_s / 4))
+        stay = Stay()
         while not self._stop.wait(tick):
             waits, text, since = self._line
+            if not waits:
+                collective, entered = stay.look()
+                if collective is not None:
+                    waits, text, since = True, f"{text}: waits for other ranks in {collective}", max(since, entered)
             age = time.monotonic() - since
             self._publish(waits, text, age)
             if waits and age > self._timeout_s:
-                time.sleep(tick)  # let ranks that stopped at the same moment publish their last line
-                self._end(text, age)
+                self._end(text, age, tick)
 
-    def _publish(self, waits: bool, text: str, age: float) -> None:
-        beat = json.dumps({"waits": waits, "text": text, "age": round(age, 1), "at": time.time()})
+    def _publish(self, waits: bool, text: str, age: float, *, last: bool = False) -> None:
+        beat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
+        self._write("beat", json.dumps(beat))
+
+    def _write(self, kind: str, text: str) -> None:
+        store = self._store
         try:
-            self._store.set(f"hf_parallel/beat/{self._rank}", beat)  # type: ignore[union-attr]
+            if store is not None:
+                store.set(f"hf_parallel/{kind}/{self._rank}", text)
         except (RuntimeError, OSError):
-            self._stop.set()  # the store's host is gone: the launcher sees that rank die
+            self._store = None  # its host is gone: the report will know this rank only, but it will come
 
-    def _beats(self) -> dict[int, dict[str, Any]]:
-        beats = {}
+    def _read(self, kind: str) -> dict[int, str]:
+        """What each rank has last written, for those that have."""
+        found: dict[int, str] = {}
+        store = self._store
         for rank in range(len(self._names)):
-            key = f"hf_parallel/beat/{rank}"
+            key = f"hf_parallel/{kind}/{rank}"
             try:
-                if self._store.check([key]):  # type: ignore[union-attr]
-                    beats[rank] = json.loads(self._store.get(key))  # type: ignore[union-attr]
+                if store is not None and store.check([key]):
+                    found[rank] = store.get(key).decode()
             except (RuntimeError, OSError):
-                continue
+                break
+        return found
+
+    def _beats(self, tick: float) -> dict[int, dict[str, Any]]:
+        """Each rank's last line; one that writes none any more (stopped, or stuck in foreign code) is not waiting."""
+        before = self._read("beat")
+        time.sleep(1.5 * tick)  # also lets ranks that stopped at the same moment write their last line
+        beats = {rank: json.loads(text) for rank, text in self._read("beat").items()}
+        for rank, beat in beats.items():
+            if beat["waits"] and not beat["last"] and before.get(rank) == json.dumps(beat):
+                beat.update(waits=False, text=f"silent; last seen: {beat['text']}")
         return beats
 
-    def _end(self, text: str, age: float) -> None:
+    def _end(self, text: str, age: float, tick: float) -> None:
+        self._publish(True, text, age, last=True)
         stream = self._stream or sys.stderr
-        print(report(self._names, self._rank, text, age, self._beats(), self._timeout_s), file=stream, flush=True)
+        message = report(self._names, self._rank, text, age, self._beats(tick), self._timeout_s)
+        print(message, file=stream, flush=True)
         os._exit(EXIT_CODE)
+
+    def _name_uncaught_exceptions(self) -> None:
+        """After the traceback of an uncaught exception, name this rank here and to the others."""
+        previous = sys.excepthook
+        if getattr(previous, "hf_parallel", False):
+            previous = previous.previous  # type: ignore[attr-defined]  # of an earlier run in this process
+        name = self._names[self._rank]
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if is_connection_loss(error):
+                error = RankFailure(self._loss(error))
+            elif not isinstance(error, RankFailure):
+                self._write("failed", f"{kind.__name__}: {error}")
+            previous(kind, error, trace)
+            stream = self._stream or sys.stderr
+            print(f"hf_parallel: {name} failed: {type(error).__name__}: {error}", file=stream, flush=True)
+
+        hook.hf_parallel, hook.previous = True, previous  # type: ignore[attr-defined]
+        sys.excepthook = hook
+
+
+class Stay:
+    """How long this process has stayed in one collective."""
+
+    def __init__(self) -> None:
+        self._call: object = None
+        self._since = 0.0
+
+    def look(self) -> tuple[str | None, float]:
+        """Name of the collective that a thread is in, or None, and since when it was seen in that very call."""
+        call, name = blocked_collective()
+        if call != self._call:
+            self._call, self._since = call, time.monotonic()
+        return name, self._since
 
 
 def report(
@@ -137,18 +240,3 @@ def report(
         lines.append(f"  {names[other]}: {seen}")
     lines.append("If that rank is only slow (a long evaluation, a first compilation), raise monitor.hang_timeout_s.")
     return "\n".join(lines)
-
-
-def name_uncaught_exceptions(name: str) -> None:
-    """After the traceback of an uncaught exception, print one line that names this rank."""
-    previous = sys.excepthook
-    if getattr(previous, "names_rank", None) == name:
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        sys.stderr.write(f"hf_parallel: {name} failed: {kind.__name__}: {error}\n")
-        sys.stderr.flush()
-
-    hook.names_rank = name  # type: ignore[attr-defined]
-    sys.excepthook = hook

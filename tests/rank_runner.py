@@ -44,11 +44,12 @@ def run_ranks(
     timeout: float = 90.0,
     init_group: bool = True,
     env: dict[str, str] | None = None,
+    grace: float = 0.5,
 ) -> list[Any]:
     """Return ``fn(rank, world_size, *args)`` of every rank, in rank order.
 
     ``fn`` must be a module-level function. With ``init_group=False`` there is no process group; a single rank then
-    runs as a plain process, without launcher variables.
+    runs as a plain process, without launcher variables. After a failure the others have ``grace`` seconds to report.
 
     Raises:
         RankError: If a rank raises, exits early or is still running after ``timeout`` seconds.
@@ -88,9 +89,9 @@ def run_ranks(
                 results[rank] = payload
             else:
                 failures.append(f"rank {rank}: {payload}")
-    # A rank that failed makes its peers fail a moment later; give those reports half a second to arrive.
+    # A rank that failed makes its peers fail a moment later; give those reports time to arrive.
     for rank, reader in list(pending.items()) if failures else []:
-        if reader.poll(0.5):
+        if reader.poll(grace):
             try:
                 failures.append(f"rank {rank}: {reader.recv()[1]}")
             except EOFError:

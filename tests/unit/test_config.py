@@ -138,6 +138,37 @@ def test_a_split_needs_one_entry_a_stage() -> None:
         parse(pp_size=2, pipeline={"split": [1, 2, 3]})
 
 
+def test_another_rank_order_is_refused_by_name() -> None:
+    assert parse(rank_order=["dp_replicate", "dp_shard", "pp", "tp"]).rank_order is not None
+    with pytest.raises(ConfigError, match=r"rank_order=\['pp', .* is not available yet: .*Set rank_order to null\."):
+        parse(rank_order=["pp", "dp_replicate", "dp_shard", "tp"])
+    with pytest.raises(ConfigError, match=r"rank_order=.*exactly once"):
+        parse(rank_order=["tp", "tp", "pp", "dp_shard"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("num_microbatches", 4, "'auto'"),
+        ("schedule", "gpipe", "'1f1b'"),
+        ("split", "even", "'balanced'"),
+        ("split", [4], "'balanced'"),
+        ("transport", "host", "'auto'"),
+    ],
+)
+def test_a_pipeline_setting_without_a_pipeline_is_refused(key: str, value: object, neutral: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"pipeline\.{key}=.* with pp_size=1 has no effect.*pp_size to 2 or more, or .*{neutral}\."
+    ):
+        parse(tp_size=2, pipeline={key: value})
+
+
+def test_all_settings_without_a_pipeline_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(pipeline={"schedule": "gpipe", "num_microbatches": 4, "transport": "direct"})
+    assert str(caught.value).count("has no effect") == 3
+
+
 def test_the_constructor_raises_the_same_error_as_the_mapping() -> None:
     with pytest.raises(ConfigError, match=r"^pp_size=0: .*Set pp_size to 1\.$"):
         HFParallelConfig(pp_size=0)
@@ -169,7 +200,7 @@ def test_bad_overrides_are_refused(overrides: dict[str, Any], message: str) -> N
 
 def test_the_yaml_section_reads_back_as_the_same_config() -> None:
     config = parse(
-        pp_size=2, pipeline={"split": [1, 3]}, rank_order=["pp", "dp_replicate", "dp_shard", "tp"], tp_size=2
+        pp_size=2, pipeline={"split": [1, 3]}, rank_order=["dp_replicate", "dp_shard", "pp", "tp"], tp_size=2
     )
     assert HFParallelConfig.from_mapping(config.to_yaml_section()) == config
     assert HFParallelConfig().to_yaml_section() == {"tp_size": 1, "pp_size": 1}

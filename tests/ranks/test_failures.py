@@ -1,0 +1,408 @@
+"""What cannot work is refused on every rank, and a rank that raises, dies or hangs ends the run by name.
+
+If a test fails here, a user sees a hang without a cause, an error on one rank only, or, worst, a run that trains wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import RankError, run_ranks
+from torch.utils.data import DataLoader
+from trainer_cases import Case, make_trainer, run_case
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+PP2 = {"pp_size": 2, "num_microbatches": 4}
+TP2 = {"tp_size": 2}
+DP2: dict[str, Any] = {}
+HANG_TIMEOUT_S = 2.0
+# What the documentation of the watchdog promises.
+BOUND_S = HANG_TIMEOUT_S + 2 + HANG_TIMEOUT_S / 4
+
+
+def trainer_on(parallel: dict[str, Any], folder: str, collator: Callable[..., Any] | None = None, **case: Any) -> Any:
+    trainer = make_trainer(Case("failing", steps=6, parallel=parallel, **case), Path(folder), 2)
+    if collator is not None:
+        trainer.data_collator = collator
+    return trainer
+
+
+def raw_loop(parallel: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, torch.Tensor]]:
+    """Accelerator, prepared model and optimizer of a loop without a Trainer, and one batch."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **parallel))
+    model = tiny.llama()
+    loader = DataLoader(tiny.rows(16), batch_size=8, collate_fn=tiny.collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    return accelerator, model, optimizer, next(iter(loader))
+
+
+# -- refusals: one launch; each returns nothing and must raise ---------------------------------------------------------
+
+
+def unlike_batches(rank: int, folder: str) -> None:
+    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
+        batch = tiny.collate(features)
+        batch["input_ids"][0, 0] = 1 + int.from_bytes(os.urandom(6), "big") % 97 if rank else 0
+        return batch
+
+    trainer_on(PP2, folder, collate).train()
+
+
+def unlike_configs(rank: int, folder: str) -> None:
+    trainer_on({"pp_size": 2, "num_microbatches": 4 + rank}, folder)
+
+
+def unlike_layouts(rank: int, folder: str) -> None:
+    trainer_on([PP2, TP2][rank], folder)
+
+
+def unlike_models(rank: int, folder: str) -> None:
+    trainer = trainer_on(PP2, folder)
+    if rank:
+        trainer.model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
+    trainer.train()
+
+
+def no_label(rank: int, folder: str) -> None:
+    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
+        batch = tiny.collate(features)
+        batch["labels"].fill_(-100)
+        return batch
+
+    trainer_on(PP2, folder, collate).train()
+
+
+def no_label_tp(rank: int, folder: str) -> None:
+    _, model, _, batch = raw_loop(TP2)
+    model(**batch | {"labels": torch.full_like(batch["labels"], -100)})
+
+
+def two_forwards(rank: int, folder: str) -> None:
+    _, model, _, batch = raw_loop(PP2)
+    model(**batch)
+    model(**batch)
+
+
+def forward_replaced(rank: int, folder: str) -> None:
+    accelerator, model, _, _ = raw_loop(PP2)
+    model.forward = type(model).forward.__get__(model)
+    accelerator.backward(torch.zeros((), requires_grad=True))
+
+
+def forward_replaced_in_trainer(rank: int, folder: str) -> None:
+    from transformers import TrainerCallback
+
+    class Replace(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            installed = model.forward
+            model.forward = lambda *inputs, **named: installed(*inputs, **named)
+
+    trainer = trainer_on(PP2, folder)
+    trainer.add_callback(Replace())
+    trainer.train()
+
+
+def adafactor(rank: int, folder: str) -> None:
+    trainer_on(TP2, folder, arguments={"optim": "adafactor"}).train()
+
+
+def step_without_reduction(rank: int, folder: str) -> None:
+    _, model, optimizer, _ = raw_loop(DP2)
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+
+
+def two_models(rank: int, folder: str) -> None:
+    accelerator, *_ = raw_loop(PP2)
+    accelerator.prepare(tiny.llama())
+
+
+def generate(rank: int, folder: str) -> None:
+    _, model, _, batch = raw_loop(PP2)
+    model.eval()
+    model.generate(batch["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+
+
+def device_map(rank: int, folder: str) -> None:
+    trainer = trainer_on(PP2, folder)
+    trainer.model.hf_device_map = {"model": 0, "lm_head": 1}
+    trainer.train()
+
+
+def quantised(rank: int, folder: str) -> None:
+    trainer = trainer_on(PP2, folder)
+    trainer.model.quantization_method = "bitsandbytes"
+    trainer.train()
+
+
+def too_many_stages(rank: int, folder: str) -> None:
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, pp_size=2)).prepare(tiny.llama(layers=1))
+
+
+def too_long_a_split(rank: int, folder: str) -> None:
+    trainer_on({"pp_size": 2, "split": [1, 1]}, folder).train()
+
+
+def deepcopy_of_a_stage(rank: int, folder: str) -> None:
+    _, model, _, _ = raw_loop(PP2)
+    copy.deepcopy(model)
+
+
+def added_too_late(rank: int, folder: str) -> None:
+    from hf_parallel import HFParallelCallback
+
+    trainer = make_trainer(Case("late", parallel=None), Path(folder), 2)
+    trainer.add_callback(HFParallelCallback({}, **PP2))
+    trainer.train()
+
+
+def logits_of_a_fused_step(rank: int, folder: str) -> None:
+    _, model, _, batch = raw_loop(PP2)
+    print(model(**batch).logits)
+
+
+def half_of_the_parameters_clipped(rank: int, folder: str) -> None:
+    accelerator, model, _, batch = raw_loop(TP2)
+    accelerator.backward(model(**batch).loss)
+    accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0)
+
+
+REFUSALS: dict[Callable[[int, str], None], str] = {
+    unlike_batches: r"RankMismatchError: rank 1 \(stage 1 of 2\) read a different batch than rank 0 .*seeded alike",
+    unlike_configs: r"RankMismatchError: rank 1.* made another config than rank 0.*num_microbatches\": 4.*num_microbatches\": 5.*same YAML",
+    unlike_layouts: r"RankMismatchError: rank 1 made another config than rank 0",
+    unlike_models: r"RankMismatchError: rank 1 \(stage 1 of 2\) made another plan than rank 0.*load the same model",
+    no_label: r"ConfigError: every label of this optimizer step is -100.*Check the collator",
+    no_label_tp: r"ConfigError: every label of a batch is -100",
+    two_forwards: r"UnsupportedError: two training forwards without a backward.*torch\.no_grad",
+    forward_replaced: r"UnsupportedError: model\.forward was replaced by transformers\..*LlamaForCausalLM\.forward",
+    forward_replaced_in_trainer: r"UnsupportedError: model\.forward was replaced by .*Replace.*before trainer\.train\(\)",
+    adafactor: r"UnsupportedError: .*Adafactor.*tp_size 1",
+    step_without_reduction: r"UnsupportedError: optimizer\.step\(\) was called on gradients that were never reduced",
+    two_models: r"UnsupportedError: a second model \(LlamaForCausalLM\)",
+    generate: r"UnsupportedError: .*generate\(\) needs a key-value cache.*save_model",
+    device_map: r"UnsupportedError: .*device_map=\['0', '1'\].*Load it without device_map",
+    quantised: r"UnsupportedError: .*quantised weights \(bitsandbytes\).*without quantization_config",
+    too_many_stages: r"PlanError: cannot pipeline .*at least 2 repeated blocks.*Use tensor parallel",
+    too_long_a_split: r"PlanError: .*split=\[1, 1\].*4 blocks",
+    deepcopy_of_a_stage: r"UnsupportedError: copy\.deepcopy of a parallelized model.*before it is prepared",
+    added_too_late: r"ConfigError: .*add_callback\(\).*callbacks=\[HFParallelCallback\(\)\]",
+    logits_of_a_fused_step: r"AttributeError: logits do not exist in a fused pipeline step.*without labels",
+    half_of_the_parameters_clipped: r"UnsupportedError: clip_grad_norm_ on a part of the model.*model\.parameters\(\)",
+}
+
+
+def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    from accelerate.state import AcceleratorState
+
+    heard = {}
+    for refused in REFUSALS:
+        AcceleratorState._reset_state()  # one process stands for many runs
+        try:
+            refused(rank, f"{folder}/{refused.__name__}")
+            heard[refused.__name__] = "nothing was raised"
+        except Exception as error:
+            heard[refused.__name__] = f"{type(error).__name__}: {error}"
+    return heard
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    return run_ranks(refusals_main, 2, str(folder), tmp_path=folder, env=ENV, timeout=150)
+
+
+@pytest.mark.parametrize("refused", REFUSALS, ids=lambda function: function.__name__)
+def test_it_is_refused_on_every_rank_with_the_same_text(
+    refused: Callable[[int, str], None], heard: list[dict[str, str]]
+) -> None:
+    here, there = (of_rank[refused.__name__] for of_rank in heard)
+    assert re.search(REFUSALS[refused], here, re.DOTALL), here
+    assert here == there
+
+
+# -- what looks odd and is right ---------------------------------------------------------------------------------------
+
+
+def patched_after_init(world_size: int, folder: str) -> tuple[list[float], int]:
+    """Losses with a forward wrapped as TRL does, after the Trainer's constructor; and how often the wrapper ran."""
+    case = Case("patched", steps=3, parallel=PP2)
+    trainer = make_trainer(case, Path(folder), world_size)
+    genuine, calls = trainer.model.forward, []
+
+    @functools.wraps(genuine)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        output = genuine(*args, **kwargs)
+        output["loss"] = 2.0 * output["loss"] if output.get("loss") is not None else None
+        return output
+
+    trainer.model.forward = wrapper
+    trainer.train()
+    assert inspect.signature(trainer.model.forward) == inspect.signature(genuine)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], len(calls)
+
+
+def copy_of_a_replica(world_size: int) -> bool:
+    """Whether a copy of a data-parallel model, as an EMA makes one, computes with weights of its own."""
+    _, model, _, batch = raw_loop(DP2)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        zero = copied(**batch).logits.abs().max().item() == 0.0
+        assert list(inspect.signature(model.forward).parameters)[0] == "input_ids"
+        return zero and model(**batch).logits.abs().max().item() > 0.0
+
+
+def slow_outside_the_engine(world_size: int, folder: str) -> int:
+    """Steps made when every rank works for longer than the timeout between two steps, and nobody waits."""
+    from transformers import TrainerCallback
+
+    class Work(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                time.sleep(2.0)
+
+    trainer = trainer_on({**PP2, "monitor": {"hang_timeout_s": 0.8}}, folder)
+    trainer.add_callback(Work())
+    trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return int(trainer.state.global_step)
+
+
+def odd_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState
+
+    found: dict[str, Any] = {"patched": patched_after_init(world_size, f"{folder}/patched")}
+    case = Case("many_microbatches", steps=3, parallel={"pp_size": 2, "num_microbatches": 64})
+    found["many_microbatches"] = run_case(case, Path(folder) / f"{case.name}{world_size}", world_size)["history"]
+    if world_size > 1:
+        AcceleratorState._reset_state()
+        found["slow"] = slow_outside_the_engine(world_size, f"{folder}/slow")
+        AcceleratorState._reset_state()
+        found["copy"] = copy_of_a_replica(world_size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("odd")
+    alone = run_ranks(odd_main, 1, str(folder), tmp_path=folder, env=ENV, init_group=False)
+    both = run_ranks(odd_main, 2, str(folder), tmp_path=folder, env=ENV)
+    return alone[0], both[0]
+
+
+def test_a_forward_patched_between_init_and_train_is_respected(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    (expected, _), (losses, calls) = odd[0]["patched"], odd[1]["patched"]
+    assert calls > 0
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert min(losses) > 6.0  # twice ln(99) to start with: the wrapper is in effect
+
+
+def test_more_microbatches_than_rows_train_alike(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    for here, there in zip(odd[1]["many_microbatches"], odd[0]["many_microbatches"], strict=True):
+        assert here == pytest.approx(there, abs=1e-5)
+
+
+def test_a_copy_of_a_replica_has_weights_of_its_own(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    assert odd[1]["copy"]
+
+
+def test_work_between_two_steps_is_no_hang(odd: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    assert odd[1]["slow"] == 6
+
+
+# -- a rank that raises, dies or hangs ---------------------------------------------------------------------------------
+
+
+def fail_in_forward(trainer: Any, act: Callable[[], None]) -> None:
+    """Rank 1 does `act` in the third training forward of one of its modules (plans and checks run before that)."""
+    from transformers import TrainerCallback
+
+    class Arm(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                model.model.layers[3].mlp.register_forward_pre_hook(lambda *inputs: act())
+
+    trainer.add_callback(Arm())
+
+
+def failing_main(rank: int, world_size: int, folder: str, parallel: dict[str, Any], failure: str) -> None:
+    sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
+    monitor = {"hang_timeout_s": HANG_TIMEOUT_S}
+    collator: Callable[..., Any] = tiny.collate
+    if failure == "raise" and rank == 1:
+        batches = iter(range(3))
+
+        def collator(features: list[Any]) -> dict[str, torch.Tensor]:
+            if next(batches, None) is None:
+                raise ValueError("a bad row")
+            return tiny.collate(features)
+
+    trainer = trainer_on({**parallel, "monitor": monitor}, folder, collator)
+    actions: dict[str, Callable[[], None]] = {
+        "die": lambda: os._exit(3),
+        "hang": lambda: time.sleep(60),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    }
+    if rank == 1 and failure in actions:
+        fail_in_forward(trainer, actions[failure])
+    if rank == 1 and failure == "hang_early":
+        trainer.create_optimizer = lambda *args: time.sleep(60)
+    trainer.train()
+
+
+def run_failing(parallel: dict[str, Any], failure: str, folder: Path, grace: float) -> tuple[str, str]:
+    """The report of all ranks, and what rank 0 wrote to stderr."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(failing_main, 2, str(folder), parallel, failure, tmp_path=folder, env=ENV, timeout=40, grace=grace)
+    return str(caught.value), (folder / "stderr0.txt").read_text()
+
+
+@pytest.mark.parametrize("parallel", [PP2, TP2, DP2], ids=["pp2", "tp2", "dp2"])
+@pytest.mark.parametrize("failure", ["raise", "die"])
+def test_a_rank_that_is_gone_ends_the_others_by_name(failure: str, parallel: dict[str, Any], tmp_path: Path) -> None:
+    report, _ = run_failing(parallel, failure, tmp_path, grace=15)
+    of_rank = dict(re.findall(r"(?ms)^rank (\d): (.*?)(?=^rank \d: |\Z)", report))
+    assert ("a bad row" if failure == "raise" else "exited with code 3") in of_rank["1"]
+    axis = "stage 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
+    assert re.search(rf"RankFailure: rank 0 .*lost rank 1 \({axis}\)", of_rank["0"]), of_rank["0"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "parallel"),
+    [("hang", PP2), ("hang", TP2), ("hang", DP2), ("stop", PP2), ("hang_early", PP2)],
+    ids=["pp2", "tp2", "dp2", "stopped", "before_the_model_is_cut"],
+)
+def test_a_rank_that_hangs_is_named_within_the_bound(failure: str, parallel: dict[str, Any], tmp_path: Path) -> None:
+    report, stderr = run_failing(parallel, failure, tmp_path, grace=0.1)
+    assert "rank 0: exited with code 86" in report
+    axis = "stage 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
+    assert f"The job waits for: rank 1 ({axis})." in stderr
+    waited = re.search(r"gave up: .*, for ([\d.]+) s \(monitor\.hang_timeout_s=2\)", stderr)
+    assert waited is not None
+    assert float(waited[1]) <= BOUND_S
