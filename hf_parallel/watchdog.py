@@ -76,12 +76,13 @@ class Watchdog:
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Mark a block that waits for other ranks; see `naming_losses`."""
+        before = self._line
         self.waits(text)
         try:
             with self.naming_losses():
                 yield
         finally:
-            self.runs()
+            self._line = (before[0], before[1], time.monotonic())
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
