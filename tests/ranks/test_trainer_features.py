@@ -192,7 +192,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
         adapted = tiny.llama()
         adapted.peft_config = {"default": None}
         refused(f"peft {name}", lambda run=run, adapted=adapted: run.trainer(model=adapted))
-    several = {"torch_compile": True, "auto_find_batch_size": True}
+    several = {"torch_compile": True, "auto_find_batch_size": True, "bf16_full_eval": True}
     several["accelerator_config"] = {"dispatch_batches": True}
     refused("several", lambda: pp2.trainer(arguments=several))
     refused("adafactor", lambda: tp2.trainer(arguments={"optim": "adafactor"}).train())
@@ -222,7 +222,16 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     [
         ("peft pp", ["UnsupportedError", "is a PEFT model", "pp_size 1"]),
         ("peft tp", ["UnsupportedError", "is a PEFT model", "tp_size 1"]),
-        ("several", ["ConfigError", "torch_compile=True", "auto_find_batch_size=True", "dispatch_batches=True"]),
+        (
+            "several",
+            [
+                "ConfigError",
+                "torch_compile=True",
+                "auto_find_batch_size=True",
+                "dispatch_batches=True",
+                "bf16_full_eval",
+            ],
+        ),
         ("adafactor", ["UnsupportedError", "optimizer Adafactor with tp_size=2", "AdamW"]),
         ("late", ["ConfigError", "add_callback()"]),
         ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
