@@ -59,6 +59,10 @@ class Settings:
     quiet_budget: float = 120.0
     foreign: float = 0.15
 
+    def rounds_of(self, microbatches: int) -> int:
+        """Rounds for one number of microbatches: up to three times as many where a step is short and noise is large."""
+        return self.rounds * min(3, max(1, max(self.microbatches) // microbatches))
+
     def config(self) -> LlamaConfig:
         """Return the model: Llama-shaped, 28M parameters at the default sizes."""
         return LlamaConfig(
@@ -265,8 +269,9 @@ def worker(rank: int, settings: Settings, store: str, output: str) -> None:
         check_variants_agree(bench, microbatches)
     samples = [
         bench.sample(variant, microbatches, number)
-        for number in range(settings.rounds)
+        for number in range(max(map(settings.rounds_of, settings.microbatches)))
         for microbatches in settings.microbatches
+        if number < settings.rounds_of(microbatches)
         for variant in rotated(VARIANTS, number)
     ]
     if rank == 0:

@@ -21,7 +21,6 @@ from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.trace import (
     NOISE_SEED,
-    agree,
     map_tensors,
     perturb,
     run,
@@ -40,7 +39,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
 
     Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
-    it is meant for a small twin. Parameters are perturbed, the same way in all copies.
+    it is meant for a small twin. Constant parameters are perturbed, the same way in all copies.
 
     Args:
         model: The full model, before the plan is applied.
@@ -106,7 +105,7 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int,
 def _twin(model: nn.Module) -> nn.Module:
     with undisturbed(model):
         twin = widen(copy.deepcopy(model)).eval()
-    perturb(twin)
+    perturb(twin, only_constant=True)
     return twin
 
 
@@ -122,6 +121,24 @@ def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
     return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
 
 
+def _differs(value: Tensor, reference: Tensor, floor: float = 0.0) -> bool:
+    """Whether two tensors differ by more than rounding through a whole model.
+
+    Measured by the norm of the difference: a wrong layout changes a gradient by its own magnitude, while fp32 rounding,
+    1e-6 in one block, grows with depth (2e-5 in 30 blocks of trained weights).
+
+    Args:
+        value: The tensor to judge.
+        reference: The tensor to compare with.
+        floor: Root mean square below which a gradient is itself rounding noise.
+    """
+    if value.shape != reference.shape:
+        return True
+    tolerance = 1e-6 if value.dtype == torch.float64 else 1e-3
+    size = max(float(reference.norm()), floor * max(reference.numel(), 1) ** 0.5, torch.finfo(reference.dtype).tiny)
+    return not float((value - reference).norm()) <= tolerance * size
+
+
 def _compare(
     plan: TPPlan, reference: Result, outputs: list[list[Tensor]], grads_of: Callable[[str], list[Tensor | None]]
 ) -> None:
@@ -130,9 +147,10 @@ def _compare(
         f"output {i} of tp rank {rank}"
         for rank, mine in enumerate(outputs)
         for i, (value, other) in enumerate(zip(values, mine, strict=True))
-        if not agree(other.to(value.device), value)
+        if _differs(other.to(value.device), value)
     ]
-    floor = 1e-2 * max((float(grad.abs().max()) for grad in expected.values() if grad is not None), default=0.0)
+    present = [grad for grad in expected.values() if grad is not None and grad.numel()]
+    floor = 1e-3 * max((float(grad.norm()) / grad.numel() ** 0.5 for grad in present), default=0.0)
     specs = plan.shard_specs()
     for name, grad in expected.items():
         parts = [part for part in grads_of(name) if part is not None]
@@ -142,7 +160,7 @@ def _compare(
             continue
         spec = specs.get(name)
         whole = parts if spec is None else [spec.assemble(parts)]
-        if not all(agree(part.to(grad.device), grad, floor) for part in whole):
+        if any(_differs(part.to(grad.device), grad, floor) for part in whole):
             wrong.append(f"gradient of {name}")
     if wrong:
         raise PlanError(

@@ -88,11 +88,17 @@ def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
     return value
 
 
-def perturb(module: nn.Module) -> None:
-    """Add noise to every float parameter, in place, so that zeros and equal values cannot hide a wrong layout."""
+def perturb(module: nn.Module, *, only_constant: bool = False) -> None:
+    """Add noise to float parameters, in place, so that zeros and equal values cannot hide a wrong layout.
+
+    Args:
+        module: What to perturb.
+        only_constant: Leave parameters whose values differ: a deep model of trained weights stays well conditioned.
+    """
     generator = torch.Generator().manual_seed(NOISE_SEED)
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        varied = only_constant and bool((parameter != parameter.flatten()[:1]).any())
+        if parameter.is_floating_point() and not varied:
             scale = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
             noise = torch.randn(parameter.shape, generator=generator) * scale
             parameter.data.add_(noise.to(parameter.device, parameter.dtype))
