@@ -274,7 +274,7 @@ def copy_of_a_replica(world_size: int) -> bool:
         for parameter in copied.parameters():
             parameter.zero_()
         zero = copied(**batch).logits.abs().max().item() == 0.0
-        assert list(inspect.signature(model.forward).parameters)[0] == "input_ids"
+        assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
         return zero and model(**batch).logits.abs().max().item() > 0.0
 
 
@@ -379,9 +379,7 @@ def failing_main(rank: int, world_size: int, folder: str, parallel: dict[str, An
 def run_failing(parallel: dict[str, Any], failure: str, folder: Path, grace: float) -> tuple[str, str]:
     """The report of all ranks, and what rank 0 wrote to stderr."""
     with pytest.raises(RankError) as caught:
-        run_ranks(
-            failing_main, 2, str(folder), parallel, failure, tmp_path=folder, env=ENV, timeout=40, grace=grace
-        )
+        run_ranks(failing_main, 2, str(folder), parallel, failure, tmp_path=folder, env=ENV, timeout=40, grace=grace)
     return str(caught.value), (folder / "stderr0.txt").read_text()
 
 

@@ -65,7 +65,9 @@ def test_only_persistent_buffers_are_entries() -> None:
 
 def test_a_tied_parameter_with_two_layouts_is_refused() -> None:
     specs = {"lm_head.weight": ShardSpec.contiguous(0, tiny.VOCAB)}
-    with pytest.raises(PlanError, match=r"model\.embed_tokens\.weight, lm_head\.weight are one tied .*Shard all of them"):
+    with pytest.raises(
+        PlanError, match=r"model\.embed_tokens\.weight, lm_head\.weight are one tied .*Shard all of them"
+    ):
         two_stages(tiny.llama(tied=True), specs)
     specs["model.embed_tokens.weight"] = specs["lm_head.weight"]
     assert two_stages(tiny.llama(tied=True), specs).find("lm_head.weight").spec is not None

@@ -87,7 +87,9 @@ def test_after_a_call_into_the_engine_a_rank_works_for_itself() -> None:
 def test_a_lost_connection_becomes_the_name_of_the_rank() -> None:
     guard = Watchdog(None, 0, NAMES, 1.0)
     with (
-        pytest.raises(RankFailure, match=r"rank 0 .* lost rank 1 \(stage 1 of 2\)\. It waits for the loss.*reset by peer"),
+        pytest.raises(
+            RankFailure, match=r"rank 0 .* lost rank 1 \(stage 1 of 2\)\. It waits for the loss.*reset by peer"
+        ),
         guard.waiting("waits for the loss"),
     ):
         raise LOST
@@ -99,7 +101,10 @@ def test_a_rank_that_said_why_it_failed_is_named_with_the_reason(monkeypatch: py
     store = dist.HashStore()
     names = [f"rank {rank} (stage {rank} of 3)" for rank in range(3)]
     guards = [Watchdog(store, rank, names, 60.0) for rank in range(3)]
-    with pytest.raises(RankFailure, match=r"lost a rank, one of rank 1 \(stage 1 of 3\), rank 2"), guards[0].naming_losses():
+    with (
+        pytest.raises(RankFailure, match=r"lost a rank, one of rank 1 \(stage 1 of 3\), rank 2"),
+        guards[0].naming_losses(),
+    ):
         raise LOST
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     guards[2]._name_uncaught_exceptions()
