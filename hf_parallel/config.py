@@ -116,6 +116,11 @@ class TensorParallelConfig(_Section):
         _available("auto", False, reason="the loss is computed on full logits, 'auto' means off"),
         Field(description="'auto', true or false"),
     ] = "auto"
+    self_check: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(_on_off),
+        Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
+    ] = "auto"
     on_fallback: Annotated[
         Literal["warn", "error", "ignore"],
         Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),

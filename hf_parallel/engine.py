@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
@@ -82,18 +81,19 @@ class Engine:
         engine = self
 
         @functools.wraps(self.attachment.forward)
-        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             with engine.attachment.watchdog.engaged():
                 return engine.run(args, kwargs)
 
-        # Without this, inspect takes the first argument of the genuine forward, already bound, for this one's `model`.
-        parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *self._signature.parameters.values()]
-        forward.__signature__ = self._signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
         patched = vars(self.model).get("forward")
-        self._installed = types.MethodType(forward, self.model)
-        self.model.forward = self._installed
-        copying = _refuse_copy if self.mesh.shape.mp_size > 1 else functools.partial(_copy_whole, self.model, patched)
-        vars(self.model)["__deepcopy__"] = copying
+        self._installed = forward
+        self.model.forward = forward
+        if self.mesh.shape.mp_size > 1:
+            vars(self.model)["__deepcopy__"] = _refuse_copy
+            vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
+        else:
+            vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
 
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
@@ -190,6 +190,20 @@ class DirectEngine(Engine):
         if GradientState().sync_gradients:
             with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
                 self.gradients.reduce(1.0)
+
+
+def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if save_pretrained is None or kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
+                "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
+            )
+        return save_pretrained(*args, **kwargs)
+
+    return save
 
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:

@@ -39,16 +39,26 @@ class GradientSync:
         self._parameters = dict(parameters)
         self._mesh = mesh
         self._reduced = False
-        self._shared: list[GradientReducer] = []
-        for stages in ledger.shared_stages():
-            group = mesh.stages_group(stages)
-            if mesh.pp_rank in stages:
-                named = [(n, p) for n, p in self._parameters.items() if ledger.entries[n].holders == stages]
-                self._shared.append(GradientReducer(named, group))
-        self._replicas = GradientReducer(list(self._parameters.items()), mesh.dp_group)
+        groups = {stages: mesh.stages_group(stages) for stages in ledger.shared_stages()}
+        self._groups = {stages: group for stages, group in groups.items() if mesh.pp_rank in stages}
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Fix the buckets for the parameters that are trained now."""
+        self._trained = self._now_trained()
+        self._shared = []
+        for stages, group in self._groups.items():
+            named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == stages]
+            self._shared.append(GradientReducer(named, group))
+        self._replicas = GradientReducer(list(self._parameters.items()), self._mesh.dp_group)
+
+    def _now_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def reduce(self, factor: float) -> None:
         """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp."""
+        if self._trained != self._now_trained():  # (un)frozen since, alike on the ranks that hold them
+            self._lay_out()
         for reducer in self._shared:
             reducer.reduce(1.0)
         self._replicas.reduce(factor / self._mesh.shape.dp_size)

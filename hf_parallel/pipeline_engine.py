@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ from accelerate.state import GradientState
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from hf_parallel.batches import count_targets, split_rows
+from hf_parallel.batches import count_targets, num_rows, split_rows
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
+from hf_parallel.pipeline_parallel.selfcheck import LossKind
 
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
@@ -84,7 +85,7 @@ class PipelineEngine(Engine):
         runtime: Executor of this stage.
         actions_of: Number of microbatches -> this rank's actions, training schedule.
         num_microbatches: Parts a batch is cut into, at most its rows.
-        loss_kind: Whether the model's own loss is a sum divided by `num_items_in_batch`, or a mean over its batch.
+        loss_kind: How the model's own loss is normalised (see `selfcheck.loss_normalisation`).
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PipelineEngine(Engine):
         *,
         actions_of: Callable[[int], Sequence[Action]],
         num_microbatches: int,
-        loss_kind: Literal["sum_over_items", "mean"],
+        loss_kind: LossKind,
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
@@ -113,6 +114,7 @@ class PipelineEngine(Engine):
 
     def begin_window(self, batches: list[dict[str, Any]]) -> None:
         """The next training forwards are these batches: run them as the microbatches of one schedule."""
+        self._pending, self._factors = False, []  # a window that training broke off leaves nothing behind
         self._window = _Window([{k: v for k, v in batch.items() if v is not None} for batch in batches])
 
     @contextmanager
@@ -217,10 +219,13 @@ class PipelineEngine(Engine):
             weight = 1.0
             if self._loss_function is not None:
                 del microbatch["labels"]
-            elif self._loss_kind == "sum_over_items":
-                microbatch["num_items_in_batch"] = num_items
-            else:
+            elif self._loss_kind == "mean":
                 weight = float(count_targets(microbatch, self._shifted)) / max(float(total), 1.0)
+            else:
+                if self._loss_kind == "sum_and_extra":
+                    # c / (N w) + a, times w, is c / N + a w: the sum stays, the extra term is averaged over the rows.
+                    weight = num_rows(microbatch) / num_rows(whole)
+                microbatch["num_items_in_batch"] = num_items if weight == 1.0 else num_items * weight
             yield microbatch, _Share(index, labels, num_items, weight)
 
     def _loss_of(self, output: Any, share: _Share) -> torch.Tensor:
@@ -283,6 +288,7 @@ class PipelineEngine(Engine):
             else None
         )
         self.runtime.backward_phase(state, gradients)
+        self.attachment.watchdog.runs()
         if GradientState().sync_gradients:
             self._reduce(1.0)
 

@@ -7,19 +7,20 @@ before anything is changed.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.batches import BatchCheck
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
-from hf_parallel.errors import ConfigError, PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
@@ -29,9 +30,10 @@ from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.pipeline_parallel.selfcheck import check_split, loss_normalisation, tiny_samples
+from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage
 from hf_parallel.pipeline_parallel.transport import make_transport
+from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -40,25 +42,26 @@ from hf_parallel.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-# `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
-SELF_CHECK_MEMORY_SHARE = 0.25
-
 
 @dataclass(frozen=True)
 class Plans:
-    """The three pure results, equal on every rank.
+    """What the pure calls found out, equal on every rank.
 
     Args:
+        forward: The genuine forward of the model, as it is when it is parallelized.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         stages: Crossings and readers, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
+        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
     """
 
+    forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
     stages: PipelinePlan | None
     bounds: list[int]
     ledger: Ledger
+    loss_kind: LossKind
 
 
 def parallelize(
@@ -81,108 +84,92 @@ def parallelize(
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
     refuse_model(model, mesh.shape.mp_size)
-    sample = probe_batch(model, device)
-    plans = make_plans(model, config, mesh, sample)
+    watchdog.runs("plans the stages and shards")
+    plans = make_plans(model, config, mesh, device)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    check_stages(model, config, mesh, plans, watchdog)
-    kind = loss_normalisation(model, sample) if plans.stages is not None else "sum_over_items"
-    forward = model.forward
-    stage = transform(model, plans, mesh, forward)
-    return attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog, forward=forward, loss_kind=kind)
+    check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
+    stage = transform(model, plans, mesh)
+    engine = attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog)
+    watchdog.runs()
+    if mesh.rank == 0:
+        for line in summary(plans):
+            logger.warning("hf_parallel: %s", line)
+    return engine
 
 
-def refuse_model(model: nn.Module, mp_size: int) -> None:
-    """Refuse models that would train wrong or crash late.
-
-    Raises:
-        UnsupportedError: The model is dispatched, quantised, or wrapped in a way that cannot be cut or sharded.
-    """
-    name = type(model).__name__
-    device_map = getattr(model, "hf_device_map", None)
-    if device_map is not None and len(set(device_map.values())) > 1:
-        raise UnsupportedError(
-            f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
-            "spread it over devices. Load it without device_map; hf_parallel places the stages."
-        )
-    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
-        raise UnsupportedError(
-            f"{name} has quantised weights ({getattr(model, 'quantization_method', 'unknown method')}): they cannot be "
-            "sharded or trained here. Load it without quantization_config."
-        )
-    if mp_size > 1 and hasattr(model, "peft_config"):
-        raise UnsupportedError(
-            f"{name} is a PEFT model: adapters with pp_size or tp_size above 1 are not available yet. Use pp_size 1 "
-            "and tp_size 1 (data parallel), or train the full model."
-        )
-
-
-def probe_batch(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """A tiny batch, i[2 8], that every rank makes alike without touching the global random state.
+def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
+    """Calls 1 to 3: pure, on the whole model.
 
     Raises:
-        PlanError: The vocabulary is not known.
+        PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
     """
-    return tiny_samples(vocab_size(model), device=device, use_cache=False)[0]
-
-
-def vocab_size(model: Any) -> int:
-    """Size of the model's (text) vocabulary.
-
-    Raises:
-        PlanError: The config does not say.
-    """
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
-        raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")
-    return size
-
-
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, sample: Mapping[str, Any]) -> Plans:
-    """Calls 1 to 3: pure, on the whole model."""
     shape = mesh.shape
+    if shape.mp_size == 1:
+        ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
+        return Plans(model.forward, None, None, [0, 1], ledger, "sum_over_items")
+    sample = probe_batch(model, device)
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
     if tensor_parallel is not None:
-        report_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, speaks=mesh.rank == 0)
+        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     stages, bounds = None, [0, 1]
+    loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
         stages = discover_stages(model, sample)
         bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
+        loss_kind = loss_normalisation(model, sample)
 
     def holds(stage: int, name: str) -> bool:
         return stages is None or stages.holds(bounds[stage], bounds[stage + 1], name)
 
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     ledger = build_ledger(model, num_stages=shape.pp_size, holds=holds, specs=specs)
-    return Plans(tensor_parallel, stages, bounds, ledger)
+    return Plans(model.forward, tensor_parallel, stages, bounds, ledger, loss_kind)
 
 
-def report_fallbacks(plan: TPPlan, mode: str, *, speaks: bool) -> None:
-    """Act on layers of the repeated blocks that run whole, or gathered, on every tp rank.
+def vocabulary_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the input embedding and the head: replicated or gathered by design while the loss is on full logits."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
 
-    Embeddings and the head, which stand outside the blocks, never are in a column -> row pair.
 
-    Args:
-        plan: The plan of all ranks.
-        mode: `tensor_parallel.on_fallback`.
-        speaks: Whether this rank logs.
+def judge_fallbacks(
+    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
+) -> None:
+    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
 
     Raises:
-        PlanError: There are such layers and `mode` is "error"; on every rank.
+        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
     """
-    inside = {name: why for name, why in plan.fallbacks.items() if any(part.isdigit() for part in name.split("."))}
-    if not inside or mode == "ignore":
+    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
+    if not fallbacks or on_fallback == "ignore":
         return
-    name, why = next(iter(inside.items()))
-    text = f"tp_size={plan.tp_size}: {len(inside)} layers are not shared as column -> row pairs (first: {name}, {why})."
-    if mode == "error":
-        raise PlanError(f"{text} Set tensor_parallel.on_fallback to 'warn' to train so, or choose another tp_size.")
-    if speaks:
-        logger.warning("hf_parallel: %s They cost more memory or communication, not correctness.", text)
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
+    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
+    if on_fallback == "error":
+        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
+    if rank == 0:
+        logger.warning("hf_parallel: %s", text)
+
+
+def summary(plans: Plans) -> list[str]:
+    """Lines that say what each stage holds and what share of the model is sharded."""
+    lines = []
+    if plans.stages is not None:
+        for stage, (lo, hi) in enumerate(itertools.pairwise(plans.bounds)):
+            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(stage, "param"))
+            lines.append(
+                f"stage {stage}: blocks {lo} to {hi - 1} of {plans.stages.stack}, {held / 1e6:.1f}M parameters"
+            )
+    if plans.tensor_parallel is not None:
+        share = plans.tensor_parallel.coverage()
+        lines.append(
+            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
+            f"with gathered outputs, {share.replicated:.0%} replicated"
+        )
+    return lines
 
 
 def agree(plans: Plans, mesh: Mesh) -> None:
@@ -200,94 +187,11 @@ def agree(plans: Plans, mesh: Mesh) -> None:
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
 
 
-def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
-    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
-
-    Raises:
-        RankMismatchError: Names the ranks that differ from rank 0.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
-    if odd:
-        raise RankMismatchError(
-            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
-            "same YAML file, load the same model and run the same versions of torch and transformers."
-        )
-
-
-def check_stages(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans, watchdog: Watchdog) -> None:
-    """Compare loss and gradients of the cut model with the whole one, on rank 0; every rank hears the verdict.
-
-    Raises:
-        PlanError: They differ; nothing was changed.
-    """
-    if plans.stages is None or config.pipeline.self_check == "off":
-        return
-    verdict: list[str | None] = [None]
-    if mesh.rank == 0:
-        verdict[0] = _self_check(model, config, mesh, plans)
-    if dist.is_initialized():
-        with watchdog.waiting("waits for the self-check of the cut on rank 0"):
-            dist.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        raise PlanError(verdict[0])
-
-
-def _self_check(model: nn.Module, config: HFParallelConfig, mesh: Mesh, plans: Plans) -> str | None:
-    """Error text of the self-check, or None."""
-    if plans.stages is None:
-        return None
-    needed = sum(p.nbytes for p in model.parameters()) * (2 * mesh.shape.pp_size + 2)
-    free = _free_bytes(next(model.parameters()).device)
-    if config.pipeline.self_check == "auto" and needed > SELF_CHECK_MEMORY_SHARE * free:
-        logger.warning(
-            "pipeline.self_check=auto: skipped, its copies need %.1f GiB and %.1f GiB are free. The cut was not "
-            "compared with the whole model; set pipeline.self_check: on to insist.",
-            needed / 2**30,
-            free / 2**30,
-        )
-        return None
-    samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
-    error = _split_error(model, plans.stages, plans.bounds, samples, lambda copied: copied.forward)
-    if error is None or "forward" not in vars(model):
-        return error
-    # A function that was put over model.forward may call the forward of this very model, not that of a copy.
-    if _split_error(model, plans.stages, plans.bounds, samples, lambda copied: type(copied).forward.__get__(copied)):
-        return error
-    logger.warning("pipeline.self_check: model.forward is patched; the check compared the forward of its class.")
-    return None
-
-
-def _split_error(
-    model: nn.Module,
-    stages: PipelinePlan,
-    bounds: Sequence[int],
-    samples: Sequence[Mapping[str, Any]],
-    forward_of: Callable[[nn.Module], Callable[..., Any]],
-) -> str | None:
-    try:
-        check_split(model, stages, bounds, samples, forward_of=forward_of)
-    except PlanError as error:
-        return str(error)
-    return None
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def transform(model: nn.Module, plans: Plans, mesh: Mesh, forward: Callable[..., Any]) -> Stage | None:
+def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
     """Call 4: cut to this rank's stage, then shard what it holds. In place; Parameter identity survives."""
     stage = None
     if plans.stages is not None:
-        stage = Stage(model, plans.stages, plans.bounds, mesh.pp_rank, forward)
+        stage = Stage(model, plans.stages, plans.bounds, mesh.pp_rank, plans.forward)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -308,14 +212,12 @@ def attach(
     *,
     device: torch.device,
     watchdog: Watchdog,
-    forward: Callable[..., Any],
-    loss_kind: Any,
 ) -> Engine:
     """Call 5: groups, reduction, engine; the model trains from here on."""
     parameters, buffers = held_tensors(model, plans.ledger, mesh.pp_rank)
     attachment = Attachment(
         model=model,
-        forward=forward,
+        forward=plans.forward,
         device=device,
         mesh=mesh,
         ledger=plans.ledger,
@@ -325,34 +227,33 @@ def attach(
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),
         watchdog=watchdog,
     )
-    engine: Engine
-    if stage is None:
-        engine = DirectEngine(attachment)
-    else:
-        engine = _pipeline_engine(attachment, stage, config, loss_kind)
+    engine = (
+        DirectEngine(attachment)
+        if stage is None
+        else _pipeline_engine(attachment, stage, config.pipeline, plans.loss_kind)
+    )
     engine.install()
     return engine
 
 
-def _pipeline_engine(attachment: Attachment, stage: Stage, config: HFParallelConfig, loss_kind: Any) -> PipelineEngine:
+def _pipeline_engine(
+    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: LossKind
+) -> PipelineEngine:
     mesh, watchdog = attachment.mesh, attachment.watchdog
     num_stages = mesh.shape.pp_size
-    if mesh.pp_down_group is None or mesh.pp_up_group is None:
-        raise ConfigError(
-            f"pp_size={num_stages} but this rank has no pipeline group. Launch pp_size x tp_size processes."
-        )
-    transports = [
-        make_transport(config.pipeline.transport, attachment.device, group)
+    down, up = (
+        make_transport(settings.transport, attachment.device, group)
         for group in (mesh.pp_down_group, mesh.pp_up_group)
-    ]
-    runtime = PipelineRuntime(
-        stage, mesh.pp_rank, num_stages, *transports, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+        if group is not None
     )
-    count = config.pipeline.num_microbatches
+    runtime = PipelineRuntime(
+        stage, mesh.pp_rank, num_stages, down, up, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+    )
+    count = settings.num_microbatches
     engine = PipelineEngine(
         attachment,
         runtime,
-        actions_of=_Actions(config.pipeline.schedule, num_stages, mesh.pp_rank),
+        actions_of=_Actions(settings.schedule, num_stages, mesh.pp_rank),
         num_microbatches=2 * num_stages if count == "auto" else count,
         loss_kind=loss_kind,
     )

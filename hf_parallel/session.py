@@ -15,7 +15,8 @@ from hf_parallel.compat import private_store
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.launch import check_world
 from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.plugin import compare_over_ranks, parallelize
+from hf_parallel.plugin import parallelize
+from hf_parallel.preflight import compare_over_ranks
 from hf_parallel.watchdog import Watchdog
 
 

@@ -121,6 +121,12 @@ class HFParallelTrainerMixin(SavingMixin):
         with pipeline.without_logits():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; the model is parallelized before stock starts its clock."""
+        if self.hf_parallel_session is not None:
+            self.accelerator.attach_model(self.model)
+        return super().evaluation_loop(*args, **kwargs)
+
     def _has_stock_loss(self) -> bool:
         """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
         order = type(self).__mro__

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 
 VOCAB = 99  # odd: shards of the head are uneven
@@ -61,7 +70,26 @@ def qwen3() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-MODELS = {"llama": llama, "llama_tied": lambda: llama(tied=True), "gpt2": gpt2, "qwen3": qwen3}
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return MixtralForCausalLM(config)
+
+
+MODELS = {"llama": llama, "llama_tied": lambda: llama(tied=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
 
 
 def rows(count: int, variable_length: bool = False) -> list[dict[str, list[int]]]:

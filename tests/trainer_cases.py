@@ -10,7 +10,6 @@ from typing import Any
 
 import tiny
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -36,6 +35,7 @@ class Case:
     resume_at: int = 0
     eval_count: int = 37
     parallel: dict[str, Any] | None = dataclasses.field(default_factory=dict)  # None: stock data parallelism
+    device: str = "cpu"
     reference: int = 1  # processes of the stock run it must equal
 
 
@@ -115,11 +115,11 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
         learning_rate=1e-3,
         max_grad_norm=case.clip,
         weight_decay=0.1,
-        use_cpu=True,
+        use_cpu=case.device == "cpu",
         report_to=[],
         disable_tqdm=True,
         lr_scheduler_type="linear",
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=case.device != "cpu",
         save_strategy="steps" if case.save else "no",
         save_steps=2,
         eval_strategy="steps" if case.evaluate else "no",
@@ -142,8 +142,8 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
     return kind(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_list(data),
-        eval_dataset=Dataset.from_list(tiny.rows(case.eval_count, case.variable_length)),
+        train_dataset=data,
+        eval_dataset=tiny.rows(case.eval_count, case.variable_length),
         data_collator=tiny.collate,
         callbacks=callbacks,
         **options,

@@ -23,6 +23,7 @@ from hf_parallel.pipeline_parallel.stage import Stage
 
 ForwardOf = Callable[[nn.Module], Callable[..., Any]]
 Gradients = dict[str, Tensor | None]
+LossKind = Literal["sum_over_items", "sum_and_extra", "mean"]
 
 # Largest difference allowed, relative to the largest element of the gradient. Stages run the same kernels on the same
 # values, so only a parameter read on several stages differs: its gradient is summed in another order, one or two
@@ -222,7 +223,7 @@ def tiny_samples(
 
 def loss_normalisation(
     model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
-) -> Literal["sum_over_items", "mean"]:
+) -> LossKind:
     """How the model's own loss is normalised, found by calling it.
 
     With `num_items_in_batch=N` a loss that honours it is c / N + a, where a holds terms (a router's auxiliary loss)
@@ -235,6 +236,7 @@ def loss_normalisation(
 
     Returns:
         "sum_over_items": microbatch losses computed with the global item count add up to the batch's loss.
+        "sum_and_extra": so they do, but for terms that do not depend on the count: those must be averaged.
         "mean": the model averages over the batch it sees; the caller must weight microbatches.
     """
     accepted = inspect.signature(model.forward if forward is None else forward).parameters
@@ -251,4 +253,7 @@ def loss_normalisation(
     scale = max(abs(loss) for loss in losses)
     if abs(first) <= 1e-3 * scale:
         return "mean"
-    return "sum_over_items" if abs(first - 2 * second) <= 0.02 * abs(first) else "mean"
+    if abs(first - 2 * second) > 0.02 * abs(first):
+        return "mean"
+    extra = 2 * losses[1] - losses[0]
+    return "sum_and_extra" if abs(extra) > 1e-5 * scale else "sum_over_items"

@@ -207,7 +207,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tmp_path: Path) -> None
 
 def live_tensors() -> int:
     gc.collect()
-    return sum(isinstance(item, Tensor) for item in gc.get_objects())
+    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
 
 
 def copies_and_memory(rank: int, world_size: int) -> None:
@@ -227,7 +227,7 @@ def copies_and_memory(rank: int, world_size: int) -> None:
         counts.append(live_tensors())
         shared = model.get_submodule("lm_head").tp_linear.copy
         assert shared._copy is None, "the backward pass must let go of the activation"
-    assert counts[1] == counts[2], "tensors leak from step to step"
+    assert counts[2] <= counts[1], f"tensors leak from step to step: {counts}"
 
 
 def test_a_deepcopy_trains_itself_and_no_tensor_outlives_its_step(tmp_path: Path) -> None:

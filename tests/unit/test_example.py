@@ -51,7 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bytewise = Tokenizer(models.BPE(vocab=letters, merges=[]))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>")  # type: ignore[no-untyped-call]
 
 
 def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
@@ -174,6 +174,7 @@ def test_a_named_model_needs_data_and_gets_no_demo_defaults(example: ModuleType)
     words = ["--model_name_or_path", "some/model"]
     with pytest.raises(SystemExit, match="--train_file FILE, --dataset_name NAME, or --demo"):
         example.parse_arguments(words)
+    Path("data.txt").write_text("text")
     _, data, training = example.parse_arguments([*words, "--train_file", "data.txt"])
     assert not training.demo
     assert (data.block_size, training.max_steps) == (1024, -1)
@@ -185,6 +186,7 @@ def test_without_a_model_only_a_machine_without_cuda_runs_the_demo(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(example, "find_demo_model", lambda: tmp_path / "small.gguf")
+    Path("data.txt").write_text("text")
     model, _, training = example.parse_arguments(["--train_file", "data.txt", "--use_cpu", "true"])
     assert training.demo is not has_cuda
     assert model.model_name_or_path == (example.LLAMA if has_cuda else str(tmp_path))
@@ -202,8 +204,21 @@ def test_a_missing_demo_model_names_the_command_that_installs_it(
 def test_a_missing_model_directory_is_named(example: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"--model_name_or_path \./none: no such directory"):
         example.load_model(example.ModelArguments(model_name_or_path="./none"))
-    with pytest.raises(SystemExit, match="config.json"):
+    with pytest.raises(SystemExit, match=r"config\.json"):
         example.load_model(example.ModelArguments(model_name_or_path=str(tmp_path)))
+
+
+def test_missing_paths_end_the_script_before_the_processes_connect(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("TrainingArguments were made")
+
+    monkeypatch.setattr(example.FinetuneArguments, "__post_init__", connect)
+    with pytest.raises(SystemExit, match=r"--train_file none\.txt: there is no such file"):
+        example.parse_arguments(["--model_name_or_path", "name", "--train_file", "none.txt"])
+    with pytest.raises(SystemExit, match=r"--model_name_or_path /none: no such directory"):
+        example.parse_arguments(["--model_name_or_path", "/none"])
 
 
 def test_a_run_continues_from_its_last_checkpoint_unless_told_otherwise(example: ModuleType, tmp_path: Path) -> None:
@@ -242,6 +257,14 @@ def test_parity_counts_missing_and_nan_losses_as_different(parity: ModuleType) -
     parity.build_table([reference, parity.Outcome("failed")])
 
 
+def test_parity_reads_every_step_and_both_evaluations(parity: ModuleType, tmp_path: Path) -> None:
+    history = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5}, {"step": 2, "train_loss": 2.75}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "all_results.json").write_text(json.dumps({"eval_before_loss": 4.0, "eval_loss": 2.0}))
+    losses = parity.read_losses(tmp_path)
+    assert list(losses.items()) == [("eval first", 4.0), ("step 1", 3.0), ("step 2", 2.5), ("eval last", 2.0)]
+
+
 @pytest.mark.parametrize("dp_size", [1, 2])
 def test_parity_gives_every_layout_the_same_rows_in_a_step(parity: ModuleType, dp_size: int) -> None:
     order = [5, 2, 7, 0, 3, 6, 1, 4]
@@ -249,7 +272,7 @@ def test_parity_gives_every_layout_the_same_rows_in_a_step(parity: ModuleType, d
     command = parity.build_command(layout, steps=2, output_dir=Path("out"))
     rows = int(command[command.index("--per_device_train_batch_size") + 1])
     shards = [list(BatchSamplerShard(BatchSampler(order, rows, False), dp_size, rank)) for rank in range(dp_size)]
-    steps = [sum(step, []) for step in zip(*shards, strict=True)]
+    steps = [[row for shard in step for row in shard] for step in zip(*shards, strict=True)]
     assert steps == [order[:4], order[4:]]
 
 

@@ -17,7 +17,7 @@ FLOORS = [
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel"},
-    {"ledger", "batches"},
+    {"ledger", "batches", "preflight"},
     {"gradients", "checkpoint"},
     {"engine"},
     {"pipeline_engine"},

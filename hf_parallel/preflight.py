@@ -1,0 +1,180 @@
+"""What is checked before a model is changed: that it can be parallelized, that all ranks mean the same, that plans are right.
+
+Everything here leaves the model as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.selfcheck import check_split, tiny_samples
+from hf_parallel.tensor_parallel.check import verify_model
+from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.watchdog import Watchdog
+
+
+logger = logging.getLogger(__name__)
+
+Wish: TypeAlias = Literal["auto", "on", "off"]
+
+# `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
+SELF_CHECK_MEMORY_SHARE = 0.25
+
+
+def refuse_model(model: nn.Module, mp_size: int) -> None:
+    """Refuse models that would train wrong or crash late.
+
+    Raises:
+        UnsupportedError: The model is dispatched, quantised, or wrapped in a way that cannot be cut or sharded.
+    """
+    name = type(model).__name__
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map is not None and len(set(device_map.values())) > 1:
+        raise UnsupportedError(
+            f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
+            "spread it over devices. Load it without device_map; hf_parallel places the stages."
+        )
+    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            f"{name} has quantised weights ({getattr(model, 'quantization_method', 'unknown method')}): they cannot be "
+            "sharded or trained here. Load it without quantization_config."
+        )
+    if mp_size > 1 and hasattr(model, "peft_config"):
+        raise UnsupportedError(
+            f"{name} is a PEFT model: adapters with pp_size or tp_size above 1 are not available yet. Use pp_size 1 "
+            "and tp_size 1 (data parallel), or train the full model."
+        )
+
+
+def probe_batch(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """A tiny batch, i[2 8], that every rank makes alike without touching the global random state.
+
+    Raises:
+        PlanError: The vocabulary is not known.
+    """
+    return tiny_samples(vocab_size(model), device=device, use_cache=False)[0]
+
+
+def vocab_size(model: Any) -> int:
+    """Size of the model's (text) vocabulary.
+
+    Raises:
+        PlanError: The config does not say.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")
+    return size
+
+
+def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
+    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+
+    Raises:
+        RankMismatchError: Names the ranks that differ from rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
+    if odd:
+        raise RankMismatchError(
+            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
+            "same YAML file, load the same model and run the same versions of torch and transformers."
+        )
+
+
+def check_plans(
+    model: nn.Module,
+    config: HFParallelConfig,
+    stages: PipelinePlan | None,
+    bounds: list[int],
+    shards: TPPlan | None,
+    watchdog: Watchdog,
+) -> None:
+    """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
+
+    Args:
+        model: The whole model; unchanged.
+        config: For the `self_check` settings.
+        stages: How it will be cut, or None.
+        bounds: Block boundaries of the stages.
+        shards: How it will be sharded, or None.
+        watchdog: For the wait.
+
+    Raises:
+        PlanError: They differ; nothing was changed.
+    """
+    verdict: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        watchdog.runs("compares the planned parts with the whole model")
+        try:
+            _check_stages(model, config.pipeline.self_check, stages, bounds)
+            _check_shards(model, config.tensor_parallel.self_check, shards)
+        except PlanError as error:
+            verdict[0] = str(error)
+    if dist.is_initialized():
+        with watchdog.waiting("waits for the self-check on rank 0"):
+            dist.broadcast_object_list(verdict, src=0)
+    if verdict[0] is not None:
+        raise PlanError(verdict[0])
+
+
+def _check_stages(model: nn.Module, wish: Wish, stages: PipelinePlan | None, bounds: list[int]) -> None:
+    copies = 2 * len(bounds) + 1  # a reference and one model a stage, each with gradients
+    if stages is None or not _affordable(model, copies, wish, "pipeline"):
+        return
+    samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
+    try:
+        check_split(model, stages, bounds, samples, forward_of=lambda copied: copied.forward)
+    except PlanError:
+        if "forward" not in vars(model):
+            raise
+        # A function that was put over model.forward may call the forward of this very model, not that of a copy.
+        check_split(model, stages, bounds, samples, forward_of=lambda copied: type(copied).forward.__get__(copied))
+        logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
+
+
+def _check_shards(model: nn.Module, wish: Wish, shards: TPPlan | None) -> None:
+    if shards is None or not _affordable(model, 2 * (shards.tp_size + 1), wish, "tensor_parallel"):
+        return
+    verify_model(model, shards, probe_batch(model, torch.device("cpu")))
+
+
+def _affordable(model: nn.Module, copies: int, wish: Wish, section: str) -> bool:
+    """Whether to run a self-check that needs `copies` times the parameters' memory."""
+    if wish != "auto":
+        return wish == "on"
+    needed = copies * sum(p.nbytes for p in model.parameters())
+    free = _free_bytes(next(model.parameters()).device)
+    if needed <= SELF_CHECK_MEMORY_SHARE * free:
+        return True
+    logger.warning(
+        "hf_parallel: %s.self_check=auto: skipped, it needs %.1f GiB for copies and %.1f GiB are free. The plan was not "
+        "compared with the whole model; set %s.self_check: on to insist.",
+        section,
+        needed / 2**30,
+        free / 2**30,
+        section,
+    )
+    return False
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
