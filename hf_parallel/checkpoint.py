@@ -111,7 +111,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error!r}. It is truncated or damaged.") from error
         missing = sorted({str(path) for path in files.values() if not path.is_file()})
         if missing:
             raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}.")
@@ -185,9 +188,7 @@ def load_optimizer(
             f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size, or without optimizer "
             "state. Resume with the layout it was saved with, or start a new run from its weights."
         )
-    with safe_open(path, framework="pt") as file:
-        description = json.loads((file.metadata() or {})["hf_parallel"])
-        tensors = {label: file.get_tensor(label) for label in file.keys()}  # noqa: SIM118  not a dict
+    description, tensors = _read_optimizer(path)
     _check_optimizer(path, description, optimizer, parameters, mesh)
     index = {name: position for position, name in enumerate(n for g in description["groups"] for n in g["params"])}
     state: dict[int, dict[str, Any]] = {}
@@ -196,6 +197,18 @@ def load_optimizer(
         state.setdefault(index[name], {})[key] = value
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in description["groups"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _read_optimizer(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {label: file.get_tensor(label) for label in file.keys()}  # noqa: SIM118  not a dict
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. It is truncated or damaged.") from error
+    if "hf_parallel" not in metadata:
+        raise CheckpointError(f"{path} has no description: it was not written by hf_parallel. Resume without it.")
+    return json.loads(metadata["hf_parallel"]), tensors
 
 
 def _check_optimizer(

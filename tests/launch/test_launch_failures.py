@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,6 @@ if what == "kill" and rank == 0:
     publish = saving.publish
     def kill_at_the_second(staged, final):
         if final.name == "checkpoint-4":  # everything is written, nothing is renamed
-            open("pids.txt", "w").write(f"{os.getppid()}")
             open("ready", "w").close()
             time.sleep(120)
         publish(staged, final)
@@ -71,11 +71,19 @@ print("steps", trainer.state.global_step, "loss", trainer.state.log_history[-2][
 class Job:
     """A launched job in a process group of its own."""
 
-    def __init__(self, folder: Path, what: str, section: str = SECTION, kind: str = "MULTI_GPU") -> None:
-        (folder / "train.py").write_text(SCRIPT)
+    def __init__(
+        self,
+        folder: Path,
+        what: str,
+        section: str = SECTION,
+        kind: str = "MULTI_GPU",
+        script: str = SCRIPT,
+        command: Sequence[str] = ("-m", "accelerate.commands.launch", "--config_file", "mine.yaml"),
+    ) -> None:
+        (folder / "train.py").write_text(script)
         (folder / "mine.yaml").write_text(RECIPE.format(kind=kind, section=section))
         self.folder = folder
-        self.start(["-m", "accelerate.commands.launch", "--config_file", "mine.yaml", "train.py", what])
+        self.start([*command, "train.py", what])
 
     def start(self, command: list[str]) -> None:
         path = os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))
@@ -147,3 +155,45 @@ def children_of(pid: int) -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "message"),
+    [
+        ("{pp_szie: 2}", "MULTI_GPU", r"pp_szie: unknown key\. Did you mean pp_size\?"),
+        (
+            "{pp_size: 2}",
+            "MULTI_CPU",
+            r"distributed_type='MULTI_CPU': .*ONE process.*Set distributed_type to MULTI_GPU",
+        ),
+    ],
+    ids=["misspelled_key", "multi_cpu"],
+)
+def test_a_bad_file_ends_the_job_before_any_process_group(
+    section: str, kind: str, message: str, tmp_path: Path
+) -> None:
+    script = """
+import atexit, os
+def note():
+    import torch.distributed as dist
+    open(f"rank{os.environ.get('RANK', 0)}.txt", "w").write(str(dist.is_initialized()))
+atexit.register(note)
+import hf_parallel
+hf_parallel.HFParallelCallback()
+open("got_past_it", "w").close()
+"""
+    job = Job(tmp_path, "none", section, kind, script)
+    stderr = job.end()
+    assert job.process.returncode != 0
+    assert re.search(rf"ConfigError: .*mine\.yaml(.|\n)*{message}", stderr), stderr[-3000:]
+    assert not (tmp_path / "got_past_it").exists()
+    noted = [path.read_text() for path in tmp_path.glob("rank*.txt")]
+    assert noted
+    assert set(noted) == {"False"}
+
+
+def test_torchrun_without_settings_says_where_to_give_them(tmp_path: Path) -> None:
+    job = Job(tmp_path, "none", command=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+    stderr = job.end()
+    assert job.process.returncode != 0
+    assert re.search(r"ConfigError: WORLD_SIZE=2 and no settings: .*accelerate launch --config_file FILE", stderr)

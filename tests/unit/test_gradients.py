@@ -1,0 +1,113 @@
+"""Which elements of a gradient a rank counts: over all ranks of a model copy, each element exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.gradients import GradientSync
+from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.tensor_parallel.layout import ShardSpec
+
+
+ALONE = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
+
+
+class Model(nn.Module):
+    """A first and a second stage that share `shared`; the matrix is sharded, the bias is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in (("shared", (5, 4)), ("matrix", (7, 4)), ("bias", (4,)), ("late", (3, 3))):
+            parameter = nn.Parameter(torch.zeros(shape))
+            parameter.grad = torch.randn(shape, generator=generator)
+            self.register_parameter(name, parameter)
+
+
+SPECS = {"matrix": ShardSpec.contiguous(0, 7), "shared": ShardSpec.contiguous(1, 4)}
+STAGES = {"shared": (0, 1), "matrix": (0,), "bias": (0,), "late": (1,)}
+
+
+def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync]]:
+    """What every rank of one model copy has, without process groups: sharded parameters with sharded gradients."""
+    specs = SPECS if shape.tp_size > 1 else {}
+    holders = STAGES if shape.pp_size > 1 else dict.fromkeys(STAGES, (0,))
+    ledger = build_ledger(model, num_stages=shape.pp_size, holds=lambda s, name: s in holders[name], specs=specs)
+    for rank in range(shape.mp_size):
+        mesh = dataclasses.replace(ALONE, shape=shape, rank=rank)
+        held = {}
+        for entry in ledger.held_by(mesh.pp_rank):
+            gradient: Any = model.get_parameter(entry.name).grad
+            if entry.spec is not None:
+                gradient = entry.spec.shard(gradient, shape.tp_size, mesh.tp_rank)
+            held[entry.name] = nn.Parameter(torch.zeros_like(gradient))
+            held[entry.name].grad = gradient.clone()
+        sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
+        sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
+        yield ledger, sync
+
+
+@pytest.mark.parametrize("shape", [MeshShape(1, 1, 1), MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(1, 2, 3)])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_the_ranks_of_a_model_copy_count_every_element_once(shape: MeshShape, norm_type: float) -> None:
+    model = Model()
+    parts = torch.stack([sync.norm(norm_type) for _, sync in syncs(model, shape)]).double()
+    together = parts.max() if norm_type == float("inf") else parts.pow(norm_type).sum().pow(1 / norm_type)
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type)
+    assert float(together) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    model, (_, sync) = Model(), next(syncs(Model(), MeshShape(1, 1, 1)))
+    norm = sync.clip(max_norm)
+    assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(sync._parameters[name].grad, parameter.grad)
+
+
+def test_half_precision_gradients_are_measured_in_fp32() -> None:
+    _, sync = next(syncs(Model(), MeshShape(1, 1, 1)))
+    sync._parameters["late"] = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))
+    sync._parameters["late"].grad = torch.full((3, 3), 300.0, dtype=torch.float16)  # its square overflows fp16
+    assert float(sync.norm()) == pytest.approx(900.0, rel=1e-3)
+
+
+def test_an_optimizer_keeps_live_parameters_only_and_steps_on_reduced_gradients_only() -> None:
+    model = Model()
+    ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
+    live = {name: p for name, p in model.named_parameters() if name != "late"}
+    sync = GradientSync(ledger, live, ALONE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sync.guard(optimizer)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in live.values()]
+    with pytest.raises(UnsupportedError, match=r"gradients that were never reduced.*accelerator\.backward\(loss\)"):
+        optimizer.step()
+    sync.reduce(0.5)
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="never reduced"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to apply: allowed
+
+
+def test_a_whole_tensor_optimizer_is_refused_on_shards_only() -> None:
+    from transformers.optimization import Adafactor
+
+    for shape, fails in ((MeshShape(1, 1, 2), True), (MeshShape(1, 2, 1), False)):
+        _, sync = next(syncs(Model(), shape))
+        optimizer = Adafactor(list(sync._parameters.values()), lr=1e-3, relative_step=False, scale_parameter=False)
+        if fails:
+            with pytest.raises(UnsupportedError, match=r"Adafactor.*AdamW.*or tp_size 1"):
+                sync.guard(optimizer)
+        else:
+            sync.guard(optimizer)

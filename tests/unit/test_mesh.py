@@ -1,0 +1,58 @@
+"""Coordinates and groups of the mesh: every rank stands at exactly one place, and groups partition the world."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.mesh import Mesh, MeshShape
+
+
+SHAPES = st.builds(MeshShape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
+
+
+@given(SHAPES)
+def test_coordinates_and_ranks_are_inverse(shape: MeshShape) -> None:
+    places = [shape.coordinates(rank) for rank in range(shape.world_size)]
+    assert len(set(places)) == shape.world_size == shape.dp_size * shape.pp_size * shape.tp_size
+    assert [shape.rank_at(*place) for place in places] == list(range(shape.world_size))
+    assert all(d < shape.dp_size and p < shape.pp_size and t < shape.tp_size for d, p, t in places)
+
+
+@given(SHAPES)
+def test_the_ranks_of_a_model_copy_are_neighbours_and_tp_is_innermost(shape: MeshShape) -> None:
+    for ranks in shape.groups(lambda d, p, t: (d,)):
+        assert ranks == list(range(ranks[0], ranks[0] + shape.mp_size))
+    for ranks in shape.groups(lambda d, p, t: (d, p)):
+        assert ranks == list(range(ranks[0], ranks[0] + shape.tp_size))
+
+
+@given(SHAPES)
+def test_groups_partition_the_world(shape: MeshShape) -> None:
+    for axis in range(3):
+        groups = shape.groups(lambda *place, axis=axis: (*place[:axis], *place[axis + 1 :]))
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(shape.world_size))
+        assert {len(ranks) for ranks in groups} == {(shape.dp_size, shape.pp_size, shape.tp_size)[axis]}
+        assert all(ranks == sorted(ranks) for ranks in groups)
+
+
+def test_a_rank_is_described_by_the_axes_that_exist() -> None:
+    assert MeshShape(2, 2, 2).describe(5) == "rank 5 (stage 0 of 2, tp 1 of 2, dp 1 of 2)"
+    assert MeshShape(1, 4, 1).describe(3) == "rank 3 (stage 3 of 4)"
+    assert MeshShape(1, 1, 1).describe(0) == "rank 0"
+
+
+def test_a_shape_that_does_not_cover_the_world_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"dp 1 x pp 2 x tp 2 needs 4 processes, but 1 run\. Launch 4 processes"):
+        Mesh.build(MeshShape(1, 2, 2), timeout=timedelta(seconds=5))
+
+
+def test_one_process_has_no_groups() -> None:
+    mesh = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
+    assert {mesh.tp_group, mesh.pp_group, mesh.pp_down_group, mesh.pp_up_group, mesh.dp_group, mesh.mp_group} == {None}
+    assert (mesh.is_first_stage, mesh.is_last_stage, mesh.last_stage_rank) == (True, True, 0)
+    assert mesh.describe() == "rank 0"
