@@ -58,6 +58,18 @@ def find_recipe(name_or_path: str | Path) -> Path:
     )
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses a key written twice: the first value would silently have no effect."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for (key_node, _), key in zip(node.value, keys, strict=True):
+            if keys.count(key) > 1:
+                mark = key_node.start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is written twice", mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
     """Return our section of an accelerate config file (None if it has none) and the whole file.
 
@@ -65,7 +77,7 @@ def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any
         ConfigError: If the file is not a YAML mapping, or holds our key in another place than `parallelism_config`.
     """
     try:
-        accelerate = yaml.safe_load(path.read_text(encoding="utf-8"))
+        accelerate = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # a safe loader
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}). Give the path of an accelerate config."

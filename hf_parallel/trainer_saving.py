@@ -17,6 +17,7 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
+from hf_parallel.errors import CheckpointError
 
 
 if TYPE_CHECKING:
@@ -197,7 +198,10 @@ class SavingMixin(Base):
             return
         load_optimizer(checkpoint, self._bare_optimizer(), engine.attachment.parameters, session.mesh)
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+            path = Path(checkpoint, SCHEDULER)
+            if not path.is_file():
+                raise CheckpointError(f"{path} does not exist: the checkpoint is incomplete. Resume from another one.")
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer

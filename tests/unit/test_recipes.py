@@ -118,3 +118,10 @@ def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
     path.write_text("a: [1")
     with pytest.raises(ConfigError, match=r"not valid YAML"):
         load_recipe(path)
+
+
+def test_a_key_written_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("num_processes: 2\nparallelism_config:\n  hf_parallel:\n    pp_size: 2\n    pp_size: 4\n")
+    with pytest.raises(ConfigError, match=r"(?s)twice\.yaml: not valid YAML: .*'pp_size' is written twice.*line 4"):
+        read_section(path)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tp_models import plan_sample, tiny_model
 
 from hf_parallel.errors import PlanError
+from hf_parallel.plugin import judge_fallbacks, vocabulary_modules
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.layout import Section
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -169,3 +170,16 @@ def tiny_like_meta() -> nn.Module:
 def test_a_tp_size_below_one_is_refused() -> None:
     with pytest.raises(PlanError, match="tp_size=0"):
         plan_tensor_parallel(tiny_model("llama"), 0, plan_sample())
+
+
+@pytest.mark.parametrize(("wish", "refused"), [("error", True), ("warn", False), ("ignore", False)])
+def test_on_fallback_decides_what_layers_without_a_pair_mean(wish: Any, refused: bool) -> None:
+    model = tiny_model("smollm2")
+    plan = plan_tensor_parallel(model, 2, plan_sample())
+    if refused:
+        with pytest.raises(PlanError, match=r"q_proj.*on_fallback to warn"):
+            judge_fallbacks(plan, wish, 0, vocabulary_modules(model))
+    else:
+        judge_fallbacks(plan, wish, 0, vocabulary_modules(model))
+    even = tiny_model("llama")
+    judge_fallbacks(plan_tensor_parallel(even, 2, plan_sample()), "error", 0, vocabulary_modules(even))
