@@ -221,13 +221,14 @@ def copies_and_memory(rank: int, world_size: int) -> None:
     assert grads(model) == {}
     assert_equal_to_one_process(gathered(plan, grads(twin)), first, 1e-6)
     counts = []
-    for _ in range(3):
+    for _ in range(8):
         model.zero_grad(set_to_none=True)
         backward(model)
         counts.append(live_tensors())
         shared = model.get_submodule("lm_head").tp_linear.copy
         assert shared._copy is None, "the backward pass must let go of the activation"
-    assert counts[2] <= counts[1], f"tensors leak from step to step: {counts}"
+    # gloo's thread may let go of the last collective's tensor a moment later; one tensor a step would make six.
+    assert counts[-1] - counts[1] <= 1, f"tensors leak from step to step: {counts}"
 
 
 def test_a_deepcopy_trains_itself_and_no_tensor_outlives_its_step(tmp_path: Path) -> None:
