@@ -59,6 +59,12 @@ NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(_number)]
 Offload = Annotated[Literal["none", "cpu", "nvme"], _available("none", reason="nothing is offloaded")]
 
+SelfCheck = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(_on_off),
+    Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
+]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -91,11 +97,7 @@ class PipelineConfig(_Section):
         BeforeValidator(_tuple),
         Field(description="'balanced' (by cost), 'even' (by count), or a list of pp_size integers: blocks per stage"),
     ] = "balanced"
-    self_check: Annotated[
-        Literal["auto", "on", "off"],
-        BeforeValidator(_on_off),
-        Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
-    ] = "auto"
+    self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],
         Field(description="'direct' (device to device), 'host' (staged through host memory) or 'auto'"),
@@ -116,11 +118,7 @@ class TensorParallelConfig(_Section):
         _available("auto", False, reason="the loss is computed on full logits, 'auto' means off"),
         Field(description="'auto', true or false"),
     ] = "auto"
-    self_check: Annotated[
-        Literal["auto", "on", "off"],
-        BeforeValidator(_on_off),
-        Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
-    ] = "auto"
+    self_check: SelfCheck = "auto"
     on_fallback: Annotated[
         Literal["warn", "error", "ignore"],
         Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),

@@ -124,9 +124,6 @@ class Engine:
 
         return run
 
-    def begin_window(self, batches: list[dict[str, Any]]) -> None:
-        """Announce the batches of one accumulation window, in order, before its first forward."""
-
     def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The call's arguments by name, without those that are None."""
         if args:
@@ -168,11 +165,9 @@ class DirectEngine(Engine):
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
         context = self.autocast()
-        if isinstance(context, contextlib.nullcontext):
+        with context:
             output = self.attachment.forward(*args, **kwargs)
-        else:
-            with context:
-                output = self.attachment.forward(*args, **kwargs)
+        if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):

@@ -212,14 +212,15 @@ class PipelineEngine(Engine):
         """Microbatches of one batch with their part in its loss."""
         given = batch.get("num_items_in_batch")
         whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
-        total = count_targets(whole, self._shifted)
+        averages = self._loss_function is None and self._loss_kind == "mean"
+        total = count_targets(whole, self._shifted) if given is None or averages else given
         num_items = total if given is None else given
         for microbatch in split_rows(whole, self._num_microbatches):
             labels = microbatch.get("labels")
             weight = 1.0
             if self._loss_function is not None:
                 del microbatch["labels"]
-            elif self._loss_kind == "mean":
+            elif averages:
                 weight = float(count_targets(microbatch, self._shifted)) / max(float(total), 1.0)
             else:
                 if self._loss_kind == "sum_and_extra":

@@ -35,14 +35,12 @@ class Session:
         config: Validated settings, equal on every rank.
         mesh: This rank's mesh.
         watchdog: Started.
-        explanation: Where the settings came from and which layout follows, for the start-up line.
     """
 
-    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog, explanation: str) -> None:
+    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
         self.config = config
         self.mesh = mesh
         self.watchdog = watchdog
-        self.explanation = explanation
         self.engine: Engine | None = None
 
     @classmethod
@@ -53,7 +51,7 @@ class Session:
 
         Args:
             config: Validated settings.
-            explanation: For the start-up line.
+            explanation: Where the settings came from and which layout follows, for the start-up line.
             device: Where this rank computes.
             num_processes: Processes that accelerate counts, to be compared with those that run.
 
@@ -77,7 +75,7 @@ class Session:
         watchdog.start()
         if mesh.rank == 0:
             logger.warning("hf_parallel: %s", explanation)
-        return cls(config, mesh, watchdog, explanation)
+        return cls(config, mesh, watchdog)
 
     def attach(self, model: nn.Module, device: torch.device) -> Engine:
         """Parallelize `model`, once; collective.

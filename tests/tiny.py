@@ -18,23 +18,20 @@ from transformers import (
 
 
 VOCAB = 99  # odd: shards of the head are uneven
+SMALL: dict[str, Any] = {  # what the Llama-shaped configs have in common
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
 
 
 def llama(tied: bool = False, layers: int = 4, **overrides: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-        tie_word_embeddings=tied,
-        **overrides,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **sizes, **overrides))
 
 
 def gpt2(tied: bool = True) -> GPT2LMHeadModel:
@@ -55,38 +52,15 @@ def gpt2(tied: bool = True) -> GPT2LMHeadModel:
 
 def qwen3() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 8, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, **sizes))
 
 
 def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    return MixtralForCausalLM(config)
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 4, "num_local_experts": 4}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **router))
 
 
 MODELS = {"llama": llama, "llama_tied": lambda: llama(tied=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
