@@ -70,38 +70,57 @@ class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+ScheduleName = Literal[
+    "1f1b", "gpipe", "naive", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "csv"
+]
+# Stages on each rank: the default, and whether that is the only number that the schedule is made for.
+STAGES_PER_RANK: Mapping[str, tuple[int, bool]] = {
+    "naive": (1, True),
+    "gpipe": (1, True),
+    "1f1b": (1, True),
+    "interleaved_1f1b": (2, False),
+    "interleaved_zero_bubble": (2, False),
+    "zbv_zero_bubble": (2, True),
+    "dualpipev": (2, True),
+}
+
+
 class PipelineConfig(_Section):
     """How the stack of blocks is cut into stages, and in which order the stages work."""
 
     schedule: Annotated[
-        Literal[
-            "1f1b",
-            "gpipe",
-            "interleaved_1f1b",
-            "interleaved_zero_bubble",
-            "zbv_zero_bubble",
-            "dualpipev",
-            "naive",
-            "csv",
-        ],
-        _available("1f1b", "gpipe", reason="the schedules that exist are '1f1b' and 'gpipe'"),
-        Field(description="the order of forward and backward passes, '1f1b' or 'gpipe'"),
+        ScheduleName,
+        Field(description=f"the order of forward and backward passes, one of {', '.join(get_args(ScheduleName))}"),
     ] = "1f1b"
+    schedule_file: Annotated[
+        str | None, Field(description="the file of a 'csv' schedule, one line of actions a rank, or null")
+    ] = None
+    stages_per_rank: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(_number),
+        Field(description="virtual stages of each rank, an integer of 1 or more, or 'auto' (what the schedule needs)"),
+    ] = "auto"
     num_microbatches: Annotated[
         Literal["auto"] | Count,
         BeforeValidator(_number),
         Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
     ] = "auto"
     split: Annotated[
-        Literal["balanced", "even"] | tuple[Count, ...],
+        Literal["balanced", "even"] | tuple[NonNegative, ...],
         BeforeValidator(_tuple),
-        Field(description="'balanced' (by cost), 'even' (by count), or a list of pp_size integers: blocks per stage"),
+        Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
     ] = "balanced"
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],
         Field(description="'direct' (device to device), 'host' (staged through host memory) or 'auto'"),
     ] = "auto"
+
+    def stages_on_a_rank(self) -> int | None:
+        """Stages on each rank; None for a schedule file, which says it itself."""
+        if self.schedule == "csv":
+            return None
+        return STAGES_PER_RANK[self.schedule][0] if self.stages_per_rank == "auto" else self.stages_per_rank
 
 
 class TensorParallelConfig(_Section):
@@ -258,13 +277,7 @@ class HFParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = []
-        split = self.pipeline.split
-        if not isinstance(split, str) and len(split) != self.pp_size:
-            problems.append(
-                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}: it holds the number "
-                f"of blocks of each stage. Give {self.pp_size} integers, or set pp_size to {len(split)}."
-            )
+        problems = [*self._schedule_problems(), *self._split_problems()]
         if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
             problems.append(
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
@@ -280,6 +293,52 @@ class HFParallelConfig(_Section):
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
 
+    def _schedule_problems(self) -> list[str]:
+        """Settings of the schedule that contradict each other."""
+        settings = self.pipeline
+        name, count, file = settings.schedule, settings.stages_per_rank, settings.schedule_file
+        if name == "csv":
+            problems = [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            if count != "auto":
+                problems.append(
+                    f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "
+                    "each stage runs. Set pipeline.stages_per_rank to 'auto'."
+                )
+            return problems
+        problems = []
+        if file is not None:
+            problems.append(
+                f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
+                "csv, or pipeline.schedule_file to null."
+            )
+        needed, only = STAGES_PER_RANK[name]
+        if count != "auto" and (count != needed if only else count < needed):
+            problems.append(
+                f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "
+                f"{'exactly' if only else 'at least'} {needed} stages on a rank. Set pipeline.stages_per_rank to {needed} "
+                "or 'auto'."
+            )
+        return problems
+
+    def _split_problems(self) -> list[str]:
+        """A list of block counts that does not fit the number of stages."""
+        split, per_rank = self.pipeline.split, self.pipeline.stages_on_a_rank()
+        if isinstance(split, str):
+            return []
+        problems = []
+        if 0 in split[:-1]:
+            problems.append(
+                f"pipeline.split={list(split)}: only the last stage may have no block (the head alone). Give every other "
+                "stage at least 1."
+            )
+        if per_rank is not None and len(split) != self.pp_size * per_rank:
+            times = f" * {per_rank} stages per rank = {self.pp_size * per_rank}" if per_rank > 1 else ""
+            problems.append(
+                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}{times}: it holds the "
+                f"number of blocks of each stage. Give {self.pp_size * per_rank} integers, or change pp_size."
+            )
+        return problems
+
     def _without_stages(self) -> list[str]:
         """Settings of the pipeline that nothing reads because there is one stage."""
         if self.pp_size > 1:
@@ -288,7 +347,7 @@ class HFParallelConfig(_Section):
         return [
             f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
             f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in ("schedule", "num_microbatches", "split", "transport")
+            for name in ("schedule", "schedule_file", "stages_per_rank", "num_microbatches", "split", "transport")
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 

@@ -191,10 +191,10 @@ def half_of_the_parameters_clipped(rank: int, folder: str) -> None:
 
 
 REFUSALS: dict[Callable[[int, str], None], str] = {
-    unlike_batches: r"RankMismatchError: rank 1 \(stage 1 of 2\) read a different batch than rank 0 .*seeded alike",
+    unlike_batches: r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike",
     unlike_configs: r"RankMismatchError: rank 1.* made another config than rank 0.*num_microbatches\": 4.*num_microbatches\": 5.*same YAML",
     unlike_layouts: r"RankMismatchError: rank 1 made another config than rank 0",
-    unlike_models: r"RankMismatchError: rank 1 \(stage 1 of 2\) made another plan than rank 0.*load the same model",
+    unlike_models: r"RankMismatchError: rank 1 \(pp 1 of 2\) made another plan than rank 0.*load the same model",
     no_label: r"ConfigError: every label of this optimizer step is -100.*Check the collator",
     no_label_tp: r"ConfigError: every label of a batch is -100",
     two_forwards: r"UnsupportedError: two training forwards without a backward.*torch\.no_grad",
