@@ -29,7 +29,7 @@ from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES
+from hf_parallel.pipeline_parallel.schedules import build_schedule
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage
 from hf_parallel.pipeline_parallel.transport import make_transport
@@ -265,12 +265,13 @@ class _Actions:
     """This rank's actions by number of microbatches, made once each."""
 
     def __init__(self, schedule: str, num_stages: int, stage: int) -> None:
-        self._schedule, self._num_stages, self._stage = SCHEDULES[schedule], num_stages, stage
+        self._schedule, self._num_stages, self._stage = schedule, num_stages, stage
         self._made: dict[int, Sequence[Any]] = {}
 
     def __call__(self, num_microbatches: int) -> Sequence[Any]:
         if num_microbatches not in self._made:
-            self._made[num_microbatches] = self._schedule(self._num_stages, num_microbatches)[self._stage]
+            schedule = build_schedule(self._schedule, self._num_stages, num_microbatches)
+            self._made[num_microbatches] = schedule[self._stage]
         return self._made[num_microbatches]
 
 
