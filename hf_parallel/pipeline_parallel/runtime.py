@@ -15,7 +15,7 @@ issued, and `check_schedule` proves a schedule under exactly these rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -103,6 +103,7 @@ class PipelineRuntime:
         cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
             for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
+        weights: What puts off the weight gradients of this rank's stages; needed by programs that split backwards.
         before: Called with (stage, microbatch) before every forward.
 
     Attributes:
@@ -124,6 +125,7 @@ class PipelineRuntime:
         *,
         cache_headers: bool = True,
         probe: Probe | None = None,
+        weights: WeightGradients | None = None,
         before: Callable[[int, int], None] | None = None,
     ) -> None:
         self.stages, self.placement, self.rank = dict(stages), tuple(placement), rank
@@ -133,8 +135,7 @@ class PipelineRuntime:
         self.counters = Counters()
         self.peak_live = 0
         self._links = Links(placement, rank, transport_down, transport_up, self.probe, self.counters)
-        self._weights = WeightGradients()
-        self._mode: AbstractContextManager[Any] = nullcontext()
+        self.weights = weights
 
     @property
     def last_stage(self) -> int:
@@ -255,7 +256,6 @@ class PipelineRuntime:
         for (stage, i), live in run.live.items():
             if stage != self.last_stage:
                 self._links.expect_gradients(stage, i, live.specs)
-        self._mode = self._weights if program.splits_backward else nullcontext()
         works = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
         for action in program.actions:
             with self._named(action.stage, f"action {action}"):
@@ -304,9 +304,8 @@ class PipelineRuntime:
             self.before(stage, i)
 
         def compute() -> tuple[Tensor, ...]:
-            with self._mode:
-                output = self.stages[stage](payload, **run.microbatches[i])
-                return run.finish(output, i) if stage == self.last_stage else self._check_payload(output, stage)
+            output = self.stages[stage](payload, **run.microbatches[i])
+            return run.finish(output, i) if stage == self.last_stage else self._check_payload(output, stage)
 
         made: tuple[Tensor, ...] = self._compute(action, compute)
         if run.keeps:
@@ -323,7 +322,12 @@ class PipelineRuntime:
 
     def _backward_input(self, action: Action, run: _Run) -> None:
         live = run.live[action.stage, action.microbatch]
-        with self._weights.deferring() as live.pending:
+        if self.weights is None:
+            raise ScheduleError(
+                f"action {action} puts off weight gradients, but the runtime has no `weights`: its stages would compute "
+                "them at once. Pass weights=WeightGradients(model)."
+            )
+        with self.weights.deferring() as live.pending:
             self._walk(action, live, run)
 
     def _backward_weight(self, action: Action, run: _Run) -> None:
@@ -338,8 +342,7 @@ class PipelineRuntime:
 
         def compute() -> None:
             if pairs:
-                with self._mode:
-                    torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
+                torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
         self._compute(action, compute)
         leaves, live.leaves, live.roots = live.leaves, (), ()

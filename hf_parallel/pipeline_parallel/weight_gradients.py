@@ -9,31 +9,39 @@ without being put off. The graph is walked once, so several payload tensors may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 
 Pending = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weight p[out in] or p[in out], and the two factors f[rows a], f[rows b] of its gradient: left.T @ right."""
 
 
-class WeightGradients(TorchFunctionMode):
-    """While entered, linear layers of parameters can put off their weight gradients.
+class WeightGradients:
+    """Lets the linear layers of a model put off their weight gradients.
 
-    Enter it around forwards and backwards (a checkpointed block runs its forward again in the backward), and start those
-    with `torch.autograd.backward`: the mode is off inside the method of a tensor. Only a parameter without hooks takes
-    part: a hook would have to see the gradient during the backward.
+    Args:
+        model: Its `nn.Linear` and `Conv1D` layers are changed in place: their forward computes the same. A layer whose
+            weight has hooks, or is frozen, is left alone at each call: a hook has to see the gradient in the backward.
+
+    Attributes:
+        layers: Layers that take part.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module) -> None:
         self._pending: Pending | None = None
+        self.layers = 0
+        for layer in model.modules():
+            transposed = type(layer).forward is Conv1D.forward
+            if transposed or type(layer).forward is nn.Linear.forward:
+                layer.forward = _Deferring(self, layer, layer.forward, transposed)
+                self.layers += 1
 
     @contextmanager
     def deferring(self) -> Iterator[Pending]:
@@ -49,24 +57,6 @@ class WeightGradients(TorchFunctionMode):
         """Where a backward puts the factors; None when it computes weight gradients at once."""
         return self._pending
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS and torch.is_grad_enabled():
-            call = _PRODUCTS[func](*args, **(kwargs or {}))
-            if call is not None:
-                with torch._C.DisableTorchFunction():
-                    return self._product(*call)
-        return func(*args, **(kwargs or {}))
-
-    def _product(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool) -> Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        elif x.dtype is not weight.dtype:
-            raise TypeError(f"a product of {x.dtype} and {weight.dtype} outside autocast: give both one dtype.")
-        out: Tensor = _Product.apply(x, weight, bias, transposed, self)  # type: ignore[no-untyped-call]
-        return out
-
 
 def accumulate(pending: Pending) -> None:
     """Compute the weight gradients that a backward put off and add them to `.grad`; empties the list."""
@@ -80,15 +70,38 @@ def accumulate(pending: Pending) -> None:
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
+class _Deferring:
+    """Forward of a linear layer that can put off its weight gradient."""
+
+    def __init__(
+        self, owner: WeightGradients, layer: nn.Module, forward: Callable[..., Tensor], transposed: bool
+    ) -> None:
+        self.owner, self.layer, self.forward, self.transposed = owner, layer, forward, transposed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.layer.weight, self.layer.bias
+        if not torch.is_grad_enabled() or not _is_plain(weight):
+            return self.forward(x)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        elif x.dtype is not weight.dtype:
+            return self.forward(x)  # which says what is wrong
+        out: Tensor = _Product.apply(x, weight, bias, self.transposed, self.owner)  # type: ignore[no-untyped-call]
+        return out
+
+
 class _Product(torch.autograd.Function):
     """x f[... in] times a weight, p[out in] or (transposed) p[in out], plus a bias f[out]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, mode: WeightGradients
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool, owner: WeightGradients
     ) -> Tensor:
+        # The weight itself is saved, not its copy in autocast's dtype: that would be one more copy a live microbatch.
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.has_bias, ctx.transposed, ctx.mode = weight, bias is not None, transposed, mode
+        ctx.weight, ctx.has_bias, ctx.transposed, ctx.owner = weight, bias is not None, transposed, owner
         matrix = weight.to(x.dtype)
         return functional.linear(x, matrix.t() if transposed else matrix, bias)
 
@@ -102,7 +115,7 @@ class _Product(torch.autograd.Function):
         to_bias = flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         rows = x.reshape(-1, x.shape[-1])
         left, right = (rows, flat) if ctx.transposed else (flat, rows)
-        pending = ctx.mode.pending
+        pending = ctx.owner.pending
         to_weight = None
         if pending is not None:
             pending.append((ctx.weight, left, right))
@@ -111,35 +124,11 @@ class _Product(torch.autograd.Function):
         return to_input, to_weight, to_bias, None, None
 
 
-def _defers(x: Any, weight: Any) -> bool:
-    """Whether a product is one of a plain tensor and a trained parameter that nobody watches."""
+def _is_plain(weight: Any) -> bool:
+    """Whether a weight is a trained parameter that nobody watches."""
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
-        and weight.ndim == 2
-        and type(x) is Tensor
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks
     )
-
-
-def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...] | None:
-    return (input, weight, bias, False) if _defers(input, weight) else None
-
-
-def _of_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> tuple[Any, ...] | None:
-    return (mat1, mat2, input, True) if _defers(mat1, mat2) and not scales and input.ndim == 1 else None
-
-
-def _of_matmul(input: Tensor, other: Tensor, **options: Any) -> tuple[Any, ...] | None:
-    return (input, other, None, True) if _defers(input, other) and not options and input.ndim > 1 else None
-
-
-_PRODUCTS: Final = {
-    functional.linear: _of_linear,
-    torch.addmm: _of_addmm,
-    torch.matmul: _of_matmul,
-    torch.mm: _of_matmul,
-    Tensor.matmul: _of_matmul,
-    Tensor.__matmul__: _of_matmul,
-}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES, forward_only
+from hf_parallel.pipeline_parallel.schedules import build_schedule, forward_only, stages_of_ranks
 from hf_parallel.pipeline_parallel.transport import DirectTransport, HostTransport, connect, make_transport
 
 
@@ -115,14 +115,14 @@ def parity_rank(rank: int, world_size: int) -> None:
         mine = copy.deepcopy(stages[rank])
         runtime = runtime_for(mine, rank, world_size)
         hosted = runtime_for(mine, rank, world_size, host=True)
-        for name, count in [(n, m) for n in sorted(SCHEDULES) for m in (1, 2, 3, 7)]:
+        for name, count in [(n, m) for n in ("1f1b", "gpipe") for m in (1, 2, 3, 7)]:
             for engine, rows, length, seed in [(runtime, [2] * count, 5, 1.0), (runtime, [1, 3, 2, 4, 1, 2, 5][:count], 4, 8.0),
                                                (hosted, [2, 1, 1, 3, 1, 1, 1][:count], 3, 1.0)]:  # fmt: skip
                 microbatches = batch(rows, length)
                 for module in (*stages, mine):
                     module.zero_grad()
                 expected = reference(stages, microbatches, seed)
-                actions = SCHEDULES[name](world_size, count)[rank]
+                actions = build_schedule(name, world_size, count)[rank]
                 losses = engine.run(microbatches, actions, backward=True, loss_of=loss_of, seed=seed)
                 assert losses == (expected if rank == world_size - 1 else []), (name, count, rows)
                 assert all(not loss.requires_grad for loss in losses)
@@ -145,13 +145,20 @@ def evaluation_and_split_rank(rank: int, world_size: int) -> None:
     last = rank == world_size - 1
     for rows in ([2, 2], [1, 3, 2], [4]):
         microbatches = batch(rows)
-        outputs = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
+        outputs = runtime.run(
+            microbatches, forward_only(stages_of_ranks("1f1b", world_size), len(rows))[rank], backward=False
+        )
         assert len(outputs) == (len(rows) if last else 0)
         assert runtime.peak_live == 0
         for output, inputs in zip(outputs, microbatches, strict=False):
             assert torch.equal(output["logits"], through(stages, inputs)["logits"])
             assert not output["logits"].requires_grad
-        losses = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False, loss_of=loss_of)
+        losses = runtime.run(
+            microbatches,
+            forward_only(stages_of_ranks("1f1b", world_size), len(rows))[rank],
+            backward=False,
+            loss_of=loss_of,
+        )
         for index, loss in enumerate(losses):
             assert torch.equal(loss, loss_of(outputs[index], index))
         assert all(p.grad is None for p in mine.parameters())
@@ -163,7 +170,7 @@ def evaluation_and_split_rank(rank: int, world_size: int) -> None:
             grads.append([2.0 * logits + 1.0, None])
             assert extra.shape == logits.shape[:-1]
         # an evaluation between the phases must not disturb the state
-        runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
+        runtime.run(microbatches, forward_only(stages_of_ranks("1f1b", world_size), len(rows))[rank], backward=False)
         runtime.backward_phase(state, grads if last else None)
         assert not state.live
         for inputs in microbatches:
@@ -188,7 +195,8 @@ def header_rank(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     seen = []
 
     def step(rows: list[int], length: int, backward: bool = True) -> None:
-        schedule = (SCHEDULES["1f1b"] if backward else forward_only)(world_size, len(rows))
+        stages, count = stages_of_ranks("1f1b", world_size), len(rows)
+        schedule = build_schedule("1f1b", world_size, count) if backward else forward_only(stages, count)
         runtime.run(batch(rows, length), schedule[rank], backward=backward, loss_of=loss_of)
         counters = runtime.counters
         seen.append((counters.headers_sent, counters.messages_sent, counters.messages_received))
@@ -229,7 +237,7 @@ def always_header_rank(rank: int, world_size: int) -> int:
             return (x[: int(keep)] * self.weight,) if rank == 0 else payload[0] * self.weight
 
     stage = Growing()
-    schedule = SCHEDULES["gpipe"](2, 3)
+    schedule = build_schedule("gpipe", 2, 3)
     microbatches = [{"x": torch.ones(4), "keep": torch.tensor(n)} for n in (1, 4, 2)]
     runtime = runtime_for(stage, rank, 2, cache_headers=False)
     for _ in range(2):
@@ -264,7 +272,7 @@ def failing_rank(rank: int, world_size: int) -> None:
             return super().forward(payload, x)
 
     runtime = runtime_for(Failing(rank, world_size), rank, world_size)
-    runtime.run(batch([2, 2, 2]), SCHEDULES["1f1b"](world_size, 3)[rank], backward=True, loss_of=loss_of)
+    runtime.run(batch([2, 2, 2]), build_schedule("1f1b", world_size, 3)[rank], backward=True, loss_of=loss_of)
 
 
 def test_a_failing_action_is_named_with_its_stage_and_the_rank_does_not_wait(tmp_path: Path) -> None:
@@ -281,7 +289,7 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
     connect(runtime._down_in.transport if rank else runtime._down_out.transport, rank, world_size, downwards=True)
     connect(runtime._up_out.transport if rank else runtime._up_in.transport, rank, world_size, downwards=False)
-    runtime.run(batch([2, 2]), SCHEDULES["1f1b"](world_size, 2)[rank], backward=True, loss_of=loss_of)
+    runtime.run(batch([2, 2]), build_schedule("1f1b", world_size, 2)[rank], backward=True, loss_of=loss_of)
     return said, timed
 
 
