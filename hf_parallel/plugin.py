@@ -25,13 +25,13 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
+from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages, spans_of
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
@@ -122,7 +122,7 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
         loss_kind = loss_normalisation(model, sample)
 
     def holds(stage: int, name: str) -> bool:
-        return stages is None or stages.holds(bounds[stage], bounds[stage + 1], name)
+        return stages is None or stages.holds(spans_of(bounds)[stage], name)
 
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     ledger = build_ledger(model, num_stages=shape.pp_size, holds=holds, specs=specs)
@@ -191,7 +191,7 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
     """Call 4: cut to this rank's stage, then shard what it holds. In place; Parameter identity survives."""
     stage = None
     if plans.stages is not None:
-        stage = Stage(model, plans.stages, plans.bounds, mesh.pp_rank, plans.forward)
+        stage = cut_stages(model, plans.stages, plans.bounds, (mesh.pp_rank,), plans.forward)[mesh.pp_rank]
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
