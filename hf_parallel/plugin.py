@@ -32,6 +32,7 @@ from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
+from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
@@ -90,8 +91,8 @@ def parallelize(
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
     check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
-    stages = transform(model, plans, mesh)
-    engine = attach(model, stages, plans, config, mesh, device=device, watchdog=watchdog)
+    pieces = transform(model, plans, mesh)
+    engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
     if mesh.rank == 0:
         for line in summary(plans):
@@ -197,16 +198,31 @@ def agree(plans: Plans, mesh: Mesh) -> None:
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
 
 
-def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> dict[int, Stage]:
+@dataclass(frozen=True)
+class Pieces:
+    """What `transform` leaves of a model on a rank of several.
+
+    Args:
+        stages: Stage index -> stage.
+        weights: What puts off weight gradients, for a schedule that splits backwards.
+    """
+
+    stages: Mapping[int, Stage]
+    weights: WeightGradients | None
+
+
+def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
     """Call 4: cut to this rank's stages, then shard what they hold. In place; Parameter identity survives.
 
     Returns:
-        Stage index -> stage of this rank; empty with pp_size 1.
+        The stages of this rank; None with pp_size 1.
     """
-    stages: dict[int, Stage] = {}
+    pieces = None
     if plans.stages is not None and plans.schedule is not None:
         mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
+        # Before sharding: a sharded layer calls the forward that it finds.
+        pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -215,12 +231,12 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> dict[int, Stage]:
             mesh.tp_rank,
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         )
-    return stages
+    return pieces
 
 
 def attach(
     model: nn.Module,
-    stages: Mapping[int, Stage],
+    pieces: Pieces | None,
     plans: Plans,
     config: HFParallelConfig,
     mesh: Mesh,
@@ -244,15 +260,15 @@ def attach(
     )
     engine = (
         DirectEngine(attachment)
-        if plans.schedule is None
-        else _pipeline_engine(attachment, stages, plans.schedule, plans.loss_kind)
+        if pieces is None or plans.schedule is None
+        else _pipeline_engine(attachment, pieces, plans.schedule, plans.loss_kind)
     )
     engine.install()
     return engine
 
 
 def _pipeline_engine(
-    attachment: Attachment, stages: Mapping[int, Stage], schedule: ScheduleChoice, loss_kind: LossKind
+    attachment: Attachment, pieces: Pieces, schedule: ScheduleChoice, loss_kind: LossKind
 ) -> PipelineEngine:
     mesh, watchdog, settings = attachment.mesh, attachment.watchdog, schedule.settings
     down, up = (
@@ -261,7 +277,13 @@ def _pipeline_engine(
         if group is not None
     )
     runtime = PipelineRuntime(
-        stages, schedule.placement, mesh.pp_rank, down, up, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+        pieces.stages,
+        schedule.placement,
+        mesh.pp_rank,
+        down,
+        up,
+        probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
+        weights=pieces.weights,
     )
     count = settings.num_microbatches
     return PipelineEngine(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
 from hf_parallel.pipeline_parallel.selfcheck import loss_of
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
 
 VOCAB = 97
@@ -104,14 +104,19 @@ def batch(rows: int = 2, length: int = 8, seed: int = 0, *, left: bool = False) 
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
 
 
-def cut(model: nn.Module, bounds: Sequence[int], plan: PipelinePlan | None = None) -> list[Stage]:
-    """One stage for each range, each made from a copy of the model."""
+def cut(
+    model: nn.Module,
+    bounds: Sequence[int],
+    plan: PipelinePlan | None = None,
+    placement: Sequence[Sequence[int]] | None = None,
+) -> list[Stage]:
+    """All stages in order, those of each rank (default: one each) made from one copy of the model."""
     plan = discover_stages(model, batch()) if plan is None else plan
-    stages = []
-    for index in range(len(bounds) - 1):
+    stages: dict[int, Stage] = {}
+    for indices in placement or [(index,) for index in range(len(bounds) - 1)]:
         copied = copy.deepcopy(model)
-        stages.append(Stage(copied, plan, bounds, index, copied.forward))
-    return stages
+        stages |= cut_stages(copied, plan, bounds, indices, copied.forward)
+    return [stages[index] for index in sorted(stages)]
 
 
 def unsplit(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -122,16 +127,21 @@ def unsplit(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str,
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def models_of(stages: Sequence[Stage]) -> list[nn.Module]:
+    """The models behind stages, each once."""
+    return list({id(stage.model): stage.model for stage in stages}.values())
+
+
 def zero_grad(stages: Sequence[Stage]) -> None:
-    for stage in stages:
-        stage.model.zero_grad(set_to_none=True)
+    for model in models_of(stages):
+        model.zero_grad(set_to_none=True)
 
 
 def summed(stages: Sequence[Stage], names: Sequence[str]) -> dict[str, Tensor | None]:
-    """Gradients by name, added over the stages that hold a parameter."""
+    """Gradients by name, added over the models that hold a parameter."""
     total: dict[str, Tensor | None] = dict.fromkeys(names)
-    for stage in stages:
-        for name, parameter in stage.model.named_parameters():
+    for model in models_of(stages):
+        for name, parameter in model.named_parameters():
             grad = parameter.grad
             if grad is not None:
                 before = total[name]

@@ -202,13 +202,18 @@ def check_schedule(
     _Replay(schedule, num_stages, send_window).run()
 
 
-def required_send_window(schedule: Schedule, num_stages: int, num_microbatches: int) -> int:
-    """Return the smallest of 2, 4, 8, ... with which `check_schedule` passes.
+def required_send_window(
+    schedule: Schedule, num_stages: int, num_microbatches: int, *, forward: bool = True, backward: bool = True
+) -> int:
+    """Return the smallest of 2, 4, 8, ... with which `check_schedule` passes; the arguments are the same.
 
     Raises:
         ScheduleError: If the schedule breaks an invariant or deadlocks with any window.
     """
-    check_schedule(schedule, num_stages, num_microbatches, send_window=sum(map(len, schedule)))
+    unbounded = sum(map(len, schedule))
+    check_schedule(
+        schedule, num_stages, num_microbatches, forward=forward, backward=backward, send_window=unbounded
+    )
     window = 2
     while True:
         try:

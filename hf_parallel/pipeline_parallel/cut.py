@@ -8,13 +8,14 @@ zeros of the same shape; where that is not possible it stays, frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.discover import PipelinePlan, Span
 
 
 class Uncopyable:
@@ -54,18 +55,18 @@ def drop(module: nn.Module, key: str) -> None:
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 
-def cut_parameters(model: nn.Module, plan: PipelinePlan, lo: int, hi: int) -> frozenset[str]:
-    """Keep in `model` what the stage of blocks [lo, hi) needs; returns the names of the parameters it holds.
+def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span]) -> frozenset[str]:
+    """Keep in `model` what any of the stages `spans` needs; returns the names of the parameters it holds.
 
     Parameters that stay are the same objects under the same names.
     """
     held: set[str] = set()
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         dot = f"{prefix}." if prefix else ""
-        kept = {key for key in module._parameters if _is_kept(plan, lo, hi, dot + key)}
+        kept = {key for key in module._parameters if _is_kept(plan, spans, dot + key)}
         held |= {dot + key for key in kept if module._parameters[key] is not None}
         loose = [key for key, p in module._parameters.items() if p is not None and key not in kept]
-        touched = [key for key in loose if plan.touches(lo, hi, dot + key)]
+        touched = [key for key in loose if _is_touched(plan, spans, dot + key)]
         if touched and not kept and prefix in plan.zero_outputs:
             weight = module._parameters["weight"]
             if weight is not None:
@@ -76,21 +77,27 @@ def cut_parameters(model: nn.Module, plan: PipelinePlan, lo: int, hi: int) -> fr
                 module._parameters[key].requires_grad_(False)
             else:
                 drop(module, key)
-        _cut_buffers(module, dot, plan, lo, hi)
+        _cut_buffers(module, dot, plan, spans)
     return frozenset(held)
 
 
-def _is_kept(plan: PipelinePlan, lo: int, hi: int, name: str) -> bool:
+def _is_kept(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
     """Held here, or read by nobody at all and outside the blocks: those stay on the first stage."""
-    if plan.holds(lo, hi, name):
+    if any(plan.holds(span, name) for span in spans):
         return True
-    return lo == 0 and plan.block_of(name) is None and not plan.is_read(name)
+    first = any(span.lo == 0 for span in spans)
+    return first and plan.block_of(name) is None and not plan.is_read(name)
 
 
-def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, lo: int, hi: int) -> None:
+def _is_touched(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
+    return any(plan.touches(span, name) for span in spans)
+
+
+def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, spans: Sequence[Span]) -> None:
     """Drop the buffers of blocks that live elsewhere; buffers outside the stack are small and stay."""
     for key, buffer in list(module._buffers.items()):
         name = dot + key
         inside = plan.block_of(name) is not None
-        if buffer is not None and inside and not plan.holds(lo, hi, name) and not plan.touches(lo, hi, name):
+        needed = any(plan.holds(span, name) for span in spans) or _is_touched(plan, spans, name)
+        if buffer is not None and inside and not needed:
             drop(module, key)

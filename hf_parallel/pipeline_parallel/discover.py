@@ -10,15 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.record import BlockTrace, Op, Record, record_forward, unchanged
-from hf_parallel.pipeline_parallel.stack import candidate_stacks, choose_stack
+from hf_parallel.pipeline_parallel.stack import blocks_of, candidate_stacks, choose_stack
 from hf_parallel.pipeline_parallel.structure import Path, in_mutable
+
+
+class Span(NamedTuple):
+    """Blocks [lo, hi) of one stage; `is_last`: the tail and the loss too. lo == hi only on the last stage."""
+
+    lo: int
+    hi: int
+    is_last: bool
+
+
+def spans_of(bounds: Sequence[int]) -> list[Span]:
+    """The stages of bounds [0, ..., num_blocks]; [..., L, L] ends with a stage that has the tail only."""
+    ranges = list(itertools.pairwise(bounds))
+    return [Span(lo, hi, index == len(ranges) - 1) for index, (lo, hi) in enumerate(ranges)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +68,7 @@ class PipelinePlan:
         stack: name of the module list that is cut.
         num_blocks: its length L.
         input_names: keyword arguments the plan was made with; other inputs may need another plan.
-        blocks: per block, the template of its return value and of its hooked calls.
+        blocks: per block that ran, the template of its return value and of its hooked calls.
         zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
         flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
         num_tokens: tokens in the sample those FLOPs belong to.
@@ -61,7 +76,7 @@ class PipelinePlan:
 
     def __init__(self, model: nn.Module, record: Record, sample: Mapping[str, Any]) -> None:
         self.stack = record.stack
-        self.num_blocks = len(record.blocks)
+        self.num_blocks = len(blocks_of(model, record.stack))
         self.model_name = type(model).__name__
         self.input_names = frozenset(sample)
         self.blocks: dict[int, BlockTrace] = record.blocks
@@ -76,45 +91,59 @@ class PipelinePlan:
             self._names_of.setdefault(number, []).append(name)
         self._aliases = _alias_groups(model)
         self._read = frozenset(n for op in record.ops for n in op.reads if n in self._names_of)
-        self._slices: dict[tuple[int, int], _Slice] = {}
+        self._slices: dict[tuple[int, int | None], _Slice] = {}
         self._keys: dict[int, tuple[CrossingKey, ...] | str] = {}
+
+    @property
+    def ran(self) -> tuple[int, ...]:
+        """The blocks that ran, rising: all of them, but for models that skip some on some inputs."""
+        return tuple(sorted(self.blocks))
 
     def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
         """What must be sent at the cut before block `boundary`, in a fixed order.
 
         Args:
-            boundary: 1 .. num_blocks - 1.
+            boundary: 1 .. num_blocks; num_blocks is the cut between the last block and the tail.
 
         Raises:
             PlanError: A tensor that crosses has no address; lists the cuts that are possible.
         """
-        if not 1 <= boundary < self.num_blocks:
+        if not 1 <= boundary <= self.num_blocks:
             raise PlanError(
                 f"boundary={boundary} is not a cut of '{self.stack}': with {self.num_blocks} blocks a cut lies before "
-                f"block 1 .. {self.num_blocks - 1}."
+                f"block 1 .. {self.num_blocks - 1}, or at {self.num_blocks}, before the tail."
             )
         keys = self._keys_at(boundary)
         if isinstance(keys, str):
-            allowed = [b for b in range(1, self.num_blocks) if not isinstance(self._keys_at(b), str)]
-            raise PlanError(f"cannot cut {self.model_name} before block {boundary}: {keys}; allowed cuts: {allowed}.")
+            raise PlanError(
+                f"cannot cut {self.model_name} before block {boundary}: {keys}; allowed cuts: {self.allowed_cuts()}."
+            )
         return keys
 
-    def readers(self, lo: int, hi: int) -> frozenset[str]:
-        """Names (all aliases) of parameters and buffers outside the stack that the stage of blocks [lo, hi) uses."""
-        return frozenset(n for n in self._names(self._slice(lo, hi).needed) if not self._in_stack(n))
+    def allowed_cuts(self) -> list[int]:
+        """The boundaries 1 .. num_blocks at which everything that crosses has an address."""
+        return [b for b in range(1, self.num_blocks + 1) if not isinstance(self._keys_at(b), str)]
 
-    def holds(self, lo: int, hi: int, name: str) -> bool:
-        """Whether the stage of blocks [lo, hi) needs this parameter or buffer, under any of its names."""
-        needed = self._slice(lo, hi).needed
+    def last_block(self, span: Span) -> int | None:
+        """The last block of a stage that ran, None if none did."""
+        return max((j for j in self.blocks if span.lo <= j < span.hi), default=None)
+
+    def readers(self, span: Span) -> frozenset[str]:
+        """Names (all aliases) of parameters and buffers outside the stack that a stage uses."""
+        return frozenset(n for n in self._names(self._slice(span).needed) if not self._in_stack(n))
+
+    def holds(self, span: Span, name: str) -> bool:
+        """Whether a stage needs this parameter or buffer, under any of its names."""
+        needed = self._slice(span).needed
         for alias in self._aliases.get(name, (name,)):
             block = self.block_of(alias)
-            if (block is not None and lo <= block < hi) or self._storage.get(alias) in needed:
+            if (block is not None and span.lo <= block < span.hi) or self._storage.get(alias) in needed:
                 return True
         return False
 
-    def touches(self, lo: int, hi: int, name: str) -> bool:
+    def touches(self, span: Span, name: str) -> bool:
         """Whether code that the stage executes reads the parameter, even if nothing it sends or returns depends on it."""
-        touched = self._slice(lo, hi).touched
+        touched = self._slice(span).touched
         return any(self._storage.get(alias) in touched for alias in self._aliases.get(name, (name,)))
 
     def is_read(self, name: str) -> bool:
@@ -129,9 +158,12 @@ class PipelinePlan:
 
     def fingerprint(self) -> str:
         """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
-        parts: list[Any] = [self.stack, self.num_blocks, sorted(self.input_names)]
-        parts += [repr(self._keys_at(b)) for b in range(1, self.num_blocks)]
-        parts += [sorted(self.readers(j, j + 1)) for j in range(self.num_blocks)]
+        parts: list[Any] = [self.stack, self.num_blocks, self.ran, sorted(self.input_names)]
+        parts += [repr(self._keys_at(b)) for b in range(1, self.num_blocks + 1)]
+        spans = [Span(j, j + 1, False) for j in range(self.num_blocks)] + [
+            Span(self.num_blocks, self.num_blocks, True)
+        ]
+        parts += [sorted(self.readers(span)) for span in spans]
         parts += sorted(group for group in set(self._aliases.values()) if len(group) > 1)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -142,15 +174,20 @@ class PipelinePlan:
         for storage in storages:
             yield from self._names_of[storage]
 
-    def _slice(self, lo: int, hi: int) -> _Slice:
+    def _start(self, boundary: int) -> int:
+        """The boundary with skipped blocks before it left out: one after the last block before it that ran."""
+        return max((j + 1 for j in self.blocks if j < boundary), default=0)
+
+    def _slice(self, span: Span) -> _Slice:
+        lo, hi = self._start(span.lo), None if span.is_last else self._start(span.hi)
         if (lo, hi) not in self._slices:
-            last = 2 * self.num_blocks + 1 if hi == self.num_blocks else 2 * hi
-            self._slices[lo, hi] = self._walk(lo, last)
+            self._slices[lo, hi] = self._walk(lo, hi)
         return self._slices[lo, hi]
 
-    def _walk(self, lo: int, end: int) -> _Slice:
-        """Backwards from everything that runs in epochs [2 lo, end)."""
-        needed: set[int] = set(self._outputs) if end > 2 * self.num_blocks else set()
+    def _walk(self, lo: int, hi: int | None) -> _Slice:
+        """Backwards from everything that runs in blocks [lo, hi), or to the end of the forward when hi is None."""
+        end = 2 * self.num_blocks + 1 if hi is None else 2 * hi
+        needed: set[int] = set(self._outputs) if hi is None else set()
         used: set[int] = set()
         touched: set[int] = set()
         crossings: dict[int, tuple[int, str]] = {}
@@ -178,7 +215,7 @@ class PipelinePlan:
 
     def _find_keys(self, boundary: int) -> tuple[CrossingKey, ...] | str:
         keys: list[CrossingKey] = []
-        everything = self._walk(boundary, 2 * self.num_blocks + 1)
+        everything = self._walk(self._start(boundary), None)
         for storage, (block, op) in everything.crossings.items():
             found = _addresses(self.blocks[block], block, storage)
             if not found:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from hf_parallel.config import PipelineConfig
 from hf_parallel.errors import ScheduleError
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.program import Program, program_of
 from hf_parallel.pipeline_parallel.schedules import all_backwards, all_forwards, build_schedule, stages_of_ranks
+
+
+Kind: TypeAlias = Literal["training", "forwards", "backwards"]
 
 
 class ScheduleChoice:
@@ -30,6 +33,12 @@ class ScheduleChoice:
             if self._file is not None
             else stages_of_ranks(settings.schedule, pp_size, settings.stages_on_a_rank())
         )
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a training step puts off weight gradients."""
+        schedule = self._file if self._file is not None else self.training(1)
+        return any(action.kind == "W" for actions in schedule for action in actions)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -70,27 +79,42 @@ class Programs:
 
     def __init__(self, choice: ScheduleChoice, rank: int) -> None:
         self._choice, self._rank = choice, rank
-        self._made: dict[tuple[str, int], Program] = {}
+        self._made: dict[tuple[Kind, int], Program] = {}
 
     def training(self, num_microbatches: int) -> Program:
         """Forwards and backwards of a step."""
-        return self._get("training", num_microbatches, self._choice.training)
+        return self._get("training", num_microbatches)
 
     def forwards(self, num_microbatches: int) -> Program:
         """All forwards: an evaluation, or the first half of a step whose loss the caller computes."""
-        return self._get("forwards", num_microbatches, lambda m: all_forwards(self._choice.stages_of_ranks, m))
+        return self._get("forwards", num_microbatches)
 
     def backwards(self, num_microbatches: int) -> Program:
         """All backwards, in an order that fits `forwards`."""
-        return self._get("backwards", num_microbatches, lambda m: all_backwards(self._choice.stages_of_ranks, m))
+        return self._get("backwards", num_microbatches)
 
-    def _get(self, kind: str, num_microbatches: int, make: Callable[[int], Schedule]) -> Program:
+    def _get(self, kind: Kind, num_microbatches: int) -> Program:
         key = (kind, num_microbatches)
         if key not in self._made:
-            schedule = make(num_microbatches)
-            window = required_send_window(schedule, len(self._choice.placement), num_microbatches)
-            self._made[key] = program_of(schedule, self._rank, window)
+            self._made[key] = self._make(kind, num_microbatches)
         return self._made[key]
+
+    def _make(self, kind: Kind, num_microbatches: int) -> Program:
+        stages = self._choice.stages_of_ranks
+        if kind == "training":
+            schedule = self._choice.training(num_microbatches)
+        elif kind == "forwards":
+            schedule = all_forwards(stages, num_microbatches)
+        else:
+            schedule = all_backwards(stages, num_microbatches)
+        window = required_send_window(
+            schedule,
+            len(self._choice.placement),
+            num_microbatches,
+            forward=kind != "backwards",
+            backward=kind != "forwards",
+        )
+        return program_of(schedule, self._rank, window)
 
 
 def _read(file: str | None, pp_size: int) -> Schedule:

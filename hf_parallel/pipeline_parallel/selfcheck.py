@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.discover import PipelinePlan
 from hf_parallel.pipeline_parallel.record import unchanged
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
 
 ForwardOf = Callable[[nn.Module], Callable[..., Any]]
@@ -115,10 +115,10 @@ def check_split(
         reference = _pristine(model)
         expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
         del reference
-        stages = []
+        stages: list[Stage] = []
         for index in range(len(bounds) - 1):
             copied = _pristine(model)
-            stages.append(Stage(copied, plan, bounds, index, forward_of(copied)))
+            stages += cut_stages(copied, plan, bounds, (index,), forward_of(copied)).values()
         for index, (sample, (loss, gradients)) in enumerate(zip(samples, expected, strict=True)):
             if not loss.isfinite():
                 raise PlanError(

@@ -1,4 +1,4 @@
-"""One pipeline stage: the model's own forward, intercepted at block boundaries.
+"""Pipeline stages: the model's own forward, intercepted at block boundaries.
 
     received tensors          own blocks               tensors to send
          |                   +-----------+                   |
@@ -11,181 +11,57 @@ exception. Everything else, masks, position tables, tail and loss, is the model'
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable, cut_parameters
-from hf_parallel.pipeline_parallel.discover import CrossingKey, PipelinePlan
-from hf_parallel.pipeline_parallel.stack import blocks_of
-from hf_parallel.pipeline_parallel.structure import Leaf, Path, get_at, leaves, rebuild, set_at
-
-
-class _StageExit(BaseException):
-    """Ends the model's forward after the last own block. Not an Exception, so that model code cannot swallow it."""
-
-
-class _Run:
-    """State of one call: tensors by address, and how often hooked modules ran in the current block."""
-
-    def __init__(self, received: dict[CrossingKey, Tensor]) -> None:
-        self.tensors = received
-        self.hooked: dict[str, int] = {}
-        self.passed = 0
-
-
-class _PassThrough(Uncopyable):
-    """Forward of a block that lives on an earlier stage."""
-
-    def __init__(self, stage: Stage, block: nn.Module, index: int, keys: Sequence[CrossingKey]) -> None:
-        self.stage = stage
-        self.trace = stage.plan.blocks[index]
-        self.block = block
-        self.returned = {k.path: k for k in keys if k.kind == "return"}
-        self.written = [k for k in keys if k.kind == "argument"]
-        self.hooked: dict[tuple[str, int], dict[Path, CrossingKey]] = {}
-        for k in keys:
-            if k.kind == "hook":
-                self.hooked.setdefault((k.module, k.occurrence), {})[k.path] = k
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.stage.current_run()
-        run.passed += 1
-        arguments = [list(args), kwargs]
-        hidden = next((t for _, t in leaves(arguments) if t.is_floating_point()), None)
-        for key in self.written:
-            set_at(arguments, key.path, run.tensors[key])
-        for call in self.trace.hooked:
-            if (call.module, call.occurrence) in self.hooked:
-                here = self.hooked[call.module, call.occurrence]
-                value = rebuild(call.output, functools.partial(_fill, run, here, hidden, arguments), arguments)
-                _show(self.block.get_submodule(call.module), value)
-        return rebuild(self.trace.returned, functools.partial(_fill, run, self.returned, hidden, arguments), arguments)
-
-
-def _fill(
-    run: _Run, keys: dict[Path, CrossingKey], hidden: Tensor | None, arguments: Any, path: Path, leaf: Leaf
-) -> Tensor | None:
-    """The tensor at one place of a rebuilt value: received, else handed through, else something of the right kind."""
-    if path in keys:
-        return run.tensors[keys[path]]
-    if leaf.source is not None:
-        return get_at(arguments, leaf.source)  # type: ignore[no-any-return]
-    if hidden is None or leaf.dtype.is_floating_point:
-        return hidden
-    return torch.zeros_like(hidden, dtype=leaf.dtype)
-
-
-def _show(module: nn.Module, value: Any) -> None:
-    """Let the forward hooks of a module see `value` as its output."""
-    previous = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: value
-    try:
-        module(value)
-    finally:
-        del module.forward
-        if previous is not None:
-            module.forward = previous
-
-
-class _InnerHook(Uncopyable):
-    """Keeps the outputs of one hooked module of an own block that later stages need."""
-
-    def __init__(self, stage: Stage, name: str, keys: Sequence[CrossingKey]) -> None:
-        self.stage, self.name, self.keys = stage, name, keys
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
-        run = self.stage.run
-        if run is None or self.stage.block != self.keys[0].block:
-            return  # recomputation in a backward, or the same module inside another block
-        occurrence = run.hooked.get(self.name, 0)
-        run.hooked[self.name] = occurrence + 1
-        for key in self.keys:
-            if key.occurrence == occurrence:
-                run.tensors[key] = get_at(out, key.path)
-
-
-class _Enter(Uncopyable):
-    """Marks which own block runs."""
-
-    def __init__(self, stage: Stage, index: int) -> None:
-        self.stage, self.index = stage, index
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.stage.run is not None:
-            self.stage.block = self.index
-            self.stage.run.hooked.clear()
-
-
-class _Leave(Uncopyable):
-    """Keeps what an own block hands to later stages; after the last one, ends the forward."""
-
-    def __init__(self, stage: Stage, keys: Sequence[CrossingKey], is_exit: bool) -> None:
-        self.stage, self.is_exit = stage, is_exit
-        self.keys = [k for k in keys if k.kind != "hook"]
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        run = self.stage.run
-        if run is None:
-            return
-        for key in self.keys:
-            run.tensors[key] = get_at(out if key.kind == "return" else (args, kwargs), key.path)
-        if self.is_exit:
-            raise _StageExit
+from hf_parallel.pipeline_parallel.discover import PipelinePlan, Span, spans_of
+from hf_parallel.pipeline_parallel.intercept import Calls, Part, Run, StageExit, intercept
 
 
 class Stage(Uncopyable):
-    """The part of a model that runs blocks [bounds[i], bounds[i+1]), made by cutting the model in place.
+    """The part of a cut model that runs blocks [lo, hi); made by `cut_stages`.
 
     Nothing is kept between calls, so any number of microbatches may be alive at once. Batch size and sequence length
-    are free. The model must already be on its device: placeholders of dropped weights remember it.
+    are free.
 
-    Args:
-        model: the whole model; afterwards it holds only what this stage needs, under unchanged names.
-        plan: from `discover_stages`, made on this model or on an equal one.
-        bounds: block ranges of all stages, [0, ..., num_blocks].
-        stage_index: which of them this is, 0 .. len(bounds) - 2.
-        forward: the model's genuine forward. Never the model itself when its forward is replaced by one that runs
-            this stage.
-
-    Raises:
-        PlanError: Bounds that do not fit the plan, or a cut that cannot be made. Nothing is changed then.
+    Attributes:
+        model: the cut model, shared by all stages that were cut from it together.
+        stage_index: which of the stages of the bounds this is, from 0.
+        is_first: whether it takes no payload.
+        is_last: whether it runs the tail and returns the model's own output.
+        held: names of the parameters that `model` still holds, those of the other stages on it included.
     """
 
     def __init__(
         self,
         model: nn.Module,
         plan: PipelinePlan,
-        bounds: Sequence[int],
-        stage_index: int,
+        part: Part,
         forward: Callable[..., Any],
+        calls: Calls,
+        held: frozenset[str],
     ) -> None:
-        _check_bounds(plan, bounds, stage_index)
-        self.model, self.plan, self.stage_index, self.forward = model, plan, stage_index, forward
-        self.lo, self.hi = bounds[stage_index], bounds[stage_index + 1]
-        self.is_first, self.is_last = stage_index == 0, stage_index == len(bounds) - 2
-        self.keys_in = () if self.is_first else plan.crossings(self.lo)
-        self.keys_out = () if self.is_last else plan.crossings(self.hi)
-        self.run: _Run | None = None
-        self.block = -1
-        self.held = cut_parameters(model, plan, self.lo, self.hi)
-        for index, block in enumerate(blocks_of(model, plan.stack)):
-            self._intercept(index, block)
+        self.model, self.plan, self.part, self.forward, self.held = model, plan, part, forward, held
+        self.stage_index = part.index
+        self.lo, self.hi, self.is_last = part.span
+        self.is_first = part.index == 0
+        self.num_blocks_before = sum(j < self.lo for j in plan.blocks)
+        self._calls = calls
 
     @property
     def num_payload_in(self) -> int:
         """How many tensors a call takes; 0 on the first stage."""
-        return len(self.keys_in)
+        return len(self.part.keys_in)
 
     @property
     def num_payload_out(self) -> int:
         """How many tensors a call returns; 0 on the last stage, which returns the model's output."""
-        return len(self.keys_out)
+        return len(self.part.keys_out)
 
     def __call__(self, payload: tuple[Tensor, ...] = (), **inputs: Any) -> Any:
         """Run this stage on one microbatch.
@@ -205,37 +81,38 @@ class Stage(Uncopyable):
                 f"stage {self.stage_index} of {self.plan.model_name} takes {self.num_payload_in} tensors, got "
                 f"{len(payload)}: pass what the previous stage returned."
             )
-        if self.run is not None:
-            raise PlanError(f"stage {self.stage_index} called itself: give it the model's genuine forward.")
-        run = self.run = _Run(dict(zip(self.keys_in, payload, strict=True)))
+        run = self._begin(payload)
         try:
             out = self.forward(**inputs)
-        except _StageExit as stop:
+        except StageExit as stop:
             # The traceback holds every frame of the forward, and the frames hold the activations.
             stop.__traceback__ = stop.__context__ = None
             return self._collect(run)
         finally:
-            self.run, self.block = None, -1
-        if not self.is_last or run.passed != self.lo:
+            self._calls.run = None
+        if not self.is_last or run.passed != self.num_blocks_before:
             raise PlanError(
-                self._strayed(f"{run.passed} of {self.lo} earlier blocks and not all of [{self.lo}, {self.hi})")
+                self._strayed(
+                    f"{run.passed} of {self.num_blocks_before} earlier blocks and not all of [{self.lo}, {self.hi})"
+                )
             )
         return out
 
-    def current_run(self) -> _Run:
-        """State of the call in progress; a block of another stage cannot run outside one."""
-        if self.run is None:
+    def _begin(self, payload: tuple[Tensor, ...]) -> Run:
+        running = self._calls.run
+        if running is not None:
             raise PlanError(
-                f"a block of another stage was called outside stage {self.stage_index}: its weights are not here. Run "
-                "the pipeline, not the cut model."
+                f"stage {self.stage_index} was called while stage {running.part.index} of the same model runs: give it "
+                "the model's genuine forward, and run the stages of one model one after the other."
             )
-        return self.run
+        self._calls.run = Run(self.part, dict(zip(self.part.keys_in, payload, strict=True)))
+        return self._calls.run
 
-    def _collect(self, run: _Run) -> tuple[Tensor, ...]:
-        missing = [k for k in self.keys_out if k not in run.tensors]
+    def _collect(self, run: Run) -> tuple[Tensor, ...]:
+        missing = [k for k in self.part.keys_out if k not in run.tensors]
         if missing:
             raise PlanError(self._strayed(f"no tensor at {missing[0]}"))
-        return tuple(run.tensors[key] for key in self.keys_out)
+        return tuple(run.tensors[key] for key in self.part.keys_out)
 
     def _strayed(self, what: str) -> str:
         return (
@@ -243,27 +120,83 @@ class Stage(Uncopyable):
             f"with the inputs you train on (discovered with {sorted(self.plan.input_names)})."
         )
 
-    def _intercept(self, index: int, block: nn.Module) -> None:
-        if index < self.lo:
-            keys = [k for k in self.keys_in if k.block == index]
-            block.forward = _PassThrough(self, block, index, keys)
-        elif index < self.hi and not self.is_last:
-            keys = [k for k in self.keys_out if k.block == index]
-            for name in dict.fromkeys(k.module for k in keys if k.kind == "hook"):
-                inner = [k for k in keys if k.module == name and k.kind == "hook"]
-                block.get_submodule(name).register_forward_hook(_InnerHook(self, name, inner))
-            block.register_forward_pre_hook(_Enter(self, index))
-            block.register_forward_hook(_Leave(self, keys, index == self.hi - 1), with_kwargs=True)
+
+def cut_stages(
+    model: nn.Module,
+    plan: PipelinePlan,
+    bounds: Sequence[int],
+    indices: Collection[int],
+    forward: Callable[..., Any],
+) -> dict[int, Stage]:
+    """Cut a model in place to one or several of its stages.
+
+    The stages share the model, so two of them never run at the same time; payload between two of them is handed over by
+    the caller like any other. The model must already be on its device: placeholders of dropped weights remember it.
+
+    Args:
+        model: the whole model; afterwards it holds only what these stages need, under unchanged names.
+        plan: from `discover_stages`, made on this model or on an equal one.
+        bounds: block ranges of all stages, [0, ..., num_blocks]. The last stage may have no block, only the tail.
+        indices: which stages to keep, each 0 .. len(bounds) - 2, e.g. (0, 3).
+        forward: the model's genuine forward. Never the model itself when its forward is replaced by one that runs
+            these stages.
+
+    Returns:
+        The stages by index.
+
+    Raises:
+        PlanError: Bounds that do not fit the plan, or a cut that cannot be made. Nothing is changed then.
+    """
+    check_bounds(plan, bounds)
+    _check_indices(bounds, indices)
+    parts = [_part(plan, bounds, index) for index in sorted(indices)]
+    held = cut_parameters(model, plan, [part.span for part in parts])
+    calls = intercept(model, plan, parts)
+    return {part.index: Stage(model, plan, part, forward, calls, held) for part in parts}
 
 
-def _check_bounds(plan: PipelinePlan, bounds: Sequence[int], stage_index: int) -> None:
-    """Every stage needs at least one block and every block one stage."""
+def _part(plan: PipelinePlan, bounds: Sequence[int], index: int) -> Part:
+    span = spans_of(bounds)[index]
+    return Part(
+        index=index,
+        span=span,
+        keys_in=plan.crossings(span.lo) if index else (),
+        keys_out=() if span.is_last else plan.crossings(span.hi),
+        exit_block=None if span.is_last else plan.last_block(span),
+    )
+
+
+def check_bounds(plan: PipelinePlan, bounds: Sequence[int]) -> None:
+    """Every block belongs to one stage, and every stage but the last has one.
+
+    Raises:
+        PlanError: Bounds that do not fit the plan.
+    """
     num_stages = len(bounds) - 1
-    rising = all(lo < hi for lo, hi in itertools.pairwise(bounds))
+    rising = all(lo < hi for lo, hi in itertools.pairwise(bounds[:-1])) and all(b < bounds[-1] for b in bounds[:-2])
     if num_stages < 1 or bounds[0] != 0 or bounds[-1] != plan.num_blocks or not rising:
         raise PlanError(
             f"bounds={list(bounds)} do not partition the {plan.num_blocks} blocks of '{plan.stack}': they must rise from "
-            f"0 to {plan.num_blocks}, at least one block a stage."
+            f"0 to {plan.num_blocks}, at least one block a stage (the last of several may have none)."
         )
-    if not 0 <= stage_index < num_stages:
-        raise PlanError(f"stage_index={stage_index} is outside 0 .. {num_stages - 1} (bounds={list(bounds)}).")
+    for index, span in enumerate(spans_of(bounds)):
+        if not span.is_last and plan.last_block(span) is None:
+            raise PlanError(_runs_nothing(plan, index, span))
+
+
+def _check_indices(bounds: Sequence[int], indices: Collection[int]) -> None:
+    num_stages = len(bounds) - 1
+    inside = all(0 <= index < num_stages for index in indices)
+    if not indices or not inside or len(set(indices)) != len(indices):
+        raise PlanError(
+            f"stage indices {list(indices)} must be distinct, at least one, and lie in 0 .. {num_stages - 1} "
+            f"(bounds={list(bounds)})."
+        )
+
+
+def _runs_nothing(plan: PipelinePlan, index: int, span: Span) -> str:
+    allowed = [b for b in plan.allowed_cuts() if b - 1 in plan.blocks]
+    return (
+        f"stage {index} would run nothing: none of the blocks {span.lo} to {span.hi - 1} of '{plan.stack}' runs on this "
+        f"input (blocks that run: {sorted(plan.blocks)}); allowed cuts: {allowed}, each after a block that runs."
+    )

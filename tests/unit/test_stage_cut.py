@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.discover import Span, discover_stages
+from hf_parallel.pipeline_parallel.intercept import StageExit
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage, _StageExit
+from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
 
 def cut_in_place(name: str, bounds: list[int], index: int) -> tuple[nn.Module, Stage]:
     model = build(name)
-    return model, Stage(model, discover_stages(model, batch()), bounds, index, model.forward)
+    plan = discover_stages(model, batch())
+    return model, cut_stages(model, plan, bounds, (index,), model.forward)[index]
 
 
 def test_a_stage_lists_exactly_the_parameters_it_holds_under_their_own_names() -> None:
@@ -33,7 +35,7 @@ def test_a_stage_lists_exactly_the_parameters_it_holds_under_their_own_names() -
         names = [n for n, _ in whole.named_parameters(remove_duplicate=False)]
         union: set[str] = set()
         for stage in cut(whole, [0, 2, plan.num_blocks], plan):
-            held = {n for n in names if plan.holds(stage.lo, stage.hi, n)}
+            held = {n for n in names if plan.holds(stage.part.span, n)}
             assert held <= stage.held
             real = dict(stage.model.named_parameters(remove_duplicate=False))
             assert held <= real.keys() <= set(names)
@@ -47,15 +49,15 @@ def test_a_stage_lists_exactly_the_parameters_it_holds_under_their_own_names() -
 def test_llama_stages_share_only_what_both_read() -> None:
     plan = discover_stages(build("llama"), batch())
     positions = {"model.rotary_emb.inv_freq"}  # a buffer; every stage computes the position tables itself
-    assert plan.readers(0, 2) == {"model.embed_tokens.weight"} | positions
-    assert plan.readers(2, 4) == positions
-    assert plan.readers(2, 5) == {"model.norm.weight", "lm_head.weight"} | positions
+    assert plan.readers(Span(0, 2, False)) == {"model.embed_tokens.weight"} | positions
+    assert plan.readers(Span(2, 4, False)) == positions
+    assert plan.readers(Span(2, 5, True)) == {"model.norm.weight", "lm_head.weight"} | positions
     tied = discover_stages(build("llama_tied"), batch())
-    assert tied.readers(0, 2) == {"model.embed_tokens.weight", "lm_head.weight"} | positions
-    assert tied.holds(0, 2, "lm_head.weight")
-    assert tied.holds(2, 5, "model.embed_tokens.weight")
-    assert not tied.holds(2, 4, "model.embed_tokens.weight")
-    assert not tied.holds(2, 4, "model.norm.weight")
+    assert tied.readers(Span(0, 2, False)) == {"model.embed_tokens.weight", "lm_head.weight"} | positions
+    assert tied.holds(Span(0, 2, False), "lm_head.weight")
+    assert tied.holds(Span(2, 5, True), "model.embed_tokens.weight")
+    assert not tied.holds(Span(2, 4, False), "model.embed_tokens.weight")
+    assert not tied.holds(Span(2, 4, False), "model.norm.weight")
     assert tied.block_of("model.layers.3.mlp.up_proj.weight") == 3
     assert tied.block_of("lm_head.weight") is None
 
@@ -73,10 +75,59 @@ def test_dropped_parameters_are_freed_and_kept_ones_are_the_same_objects() -> No
     model = build("llama")
     dropped = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
     kept = {n: p for n, p in model.named_parameters() if n.startswith(("model.layers.3", "lm_head"))}
-    stage = Stage(model, discover_stages(model, batch()), [0, 2, 5], 1, model.forward)
+    stage = cut_stages(model, discover_stages(model, batch()), [0, 2, 5], (1,), model.forward)[1]
     assert dropped() is None
     assert all(model.get_parameter(n) is p for n, p in kept.items())
     assert stage.held >= kept.keys()
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gemma3n"])
+def test_several_stages_of_one_rank_hold_the_union_of_what_each_needs(name: str) -> None:
+    whole = build(name)
+    plan = discover_stages(whole, batch())
+    bounds = [0, 1, 2, 4, plan.num_blocks]
+    apart = cut(whole, bounds, plan)
+    for indices in ((0, 3), (1, 2), (0, 2), (0, 1, 2, 3)):
+        model = copy.deepcopy(whole)
+        stages = cut_stages(model, plan, bounds, indices, model.forward)
+        assert tuple(stages) == indices
+        assert all(stage.model is model and stage.stage_index == index for index, stage in stages.items())
+        held = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        assert held == frozenset().union(*(apart[index].held for index in indices)) == stages[indices[0]].held
+
+
+def test_a_block_that_is_here_runs_its_own_code_outside_a_call_and_others_refuse() -> None:
+    model, hidden = build("llama"), torch.randn(2, 8, 32)
+    positions = model.model.rotary_emb(hidden, torch.arange(8)[None])
+    expected = model.model.layers[3](hidden, position_embeddings=positions)
+    cut_stages(model, discover_stages(model, batch()), [0, 1, 3, 4, 5], (0, 2), model.forward)
+    got = model.model.layers[3](hidden, position_embeddings=positions)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    with pytest.raises(PlanError, match="a block of another stage was called outside"):
+        model.model.layers[1](hidden, position_embeddings=positions)
+
+
+def test_two_stages_of_one_model_do_not_run_at_the_same_time() -> None:
+    model = build("llama")
+    stages: dict[int, Stage] = {}
+    inside = model.model.layers[0].register_forward_pre_hook(lambda *_: stages[2]((torch.ones(2, 8, 32),), **batch()))
+    plan = discover_stages(build("llama"), batch())
+    stages |= cut_stages(model, plan, [0, 1, 3, 5], (0, 2), model.forward)
+    with pytest.raises(PlanError, match="stage 2 was called while stage 0 of the same model runs"):
+        stages[0]((), **batch())
+    inside.remove()
+    assert stages[0]((), **batch())[0].shape == (2, 8, 32)
+
+
+def test_a_last_stage_may_have_the_tail_only() -> None:
+    model = build("llama")
+    plan = discover_stages(model, batch())
+    *_, before, last = cut(model, [0, 2, 5, 5], plan)
+    assert plan.crossings(5) == before.part.keys_out == last.part.keys_in
+    assert last.held == {"model.norm.weight", "lm_head.weight"}
+    assert before.held == {
+        n for n, _ in model.named_parameters() if n.startswith(("model.layers.2", "model.layers.3", "model.layers.4"))
+    }
 
 
 def test_the_state_dict_keys_of_a_stage_are_keys_of_the_whole() -> None:
@@ -136,7 +187,7 @@ def test_the_exit_never_leaves_a_stage_and_payloads_match_their_counts() -> None
     assert first.num_payload_in == last.num_payload_out == 0
     sent = first((), **batch())
     assert len(sent) == first.num_payload_out == middle.num_payload_in == 3
-    assert not issubclass(_StageExit, Exception)
+    assert not issubclass(StageExit, Exception)
     with pytest.raises(PlanError, match="stage 1 of MixtralForCausalLM takes 3 tensors, got 1"):
         middle(sent[:1], **batch())
 
@@ -153,15 +204,16 @@ def test_a_cut_model_cannot_be_copied_or_pickled() -> None:
 
 
 def test_one_stage_is_the_whole_model_uncut() -> None:
-    model, stage = cut_in_place("llama", [0, 5], 0)
+    _, stage = cut_in_place("llama", [0, 5], 0)
     assert stage.is_first
     assert stage.is_last
-    torch.testing.assert_close(stage((), **batch()).loss, copy.deepcopy(model)(**batch()).loss, rtol=0, atol=0)
+    torch.testing.assert_close(stage((), **batch()).loss, build("llama")(**batch()).loss, rtol=0, atol=0)
 
 
 def test_a_stage_that_is_given_the_replaced_forward_says_so() -> None:
     model = build("llama")
-    stage = Stage(model, discover_stages(model, batch()), [0, 2, 5], 0, lambda **kwargs: stage((), **kwargs))
+    plan = discover_stages(model, batch())
+    stage = cut_stages(model, plan, [0, 2, 5], (0,), lambda **kwargs: stage((), **kwargs))[0]
     with pytest.raises(PlanError, match="genuine forward"):
         stage((), **batch())
 
@@ -276,7 +328,7 @@ def test_a_tensor_without_an_address_is_refused_with_the_cuts_that_are_possible(
     with pytest.raises(
         PlanError,
         match=r"cannot cut Leaky before block 2: a tensor made in block 1 by aten\.exp.*"
-        r"allowed cuts: \[1\]",
+        r"allowed cuts: \[1, 4\]",
     ):
         plan.crossings(2)
     assert len(plan.crossings(1)) == 1
@@ -332,11 +384,14 @@ def test_bounds_that_do_not_fit_are_refused_before_anything_changes() -> None:
     model = build("llama")
     plan = discover_stages(model, batch())
     count = len(list(model.parameters()))
-    for bounds in ([0, 5, 5], [0, 2, 4], [1, 5], [0, 3, 2, 5]):
+    for bounds in ([0, 5, 5, 5], [0, 2, 2, 5], [0, 2, 4], [1, 5], [0, 3, 2, 5], [0]):
         with pytest.raises(PlanError, match="do not partition the 5 blocks"):
-            Stage(model, plan, bounds, 0, model.forward)
-    with pytest.raises(PlanError, match="boundary=5 is not a cut"):
-        plan.crossings(BLOCKS)
+            cut_stages(model, plan, bounds, (0,), model.forward)
+    for indices in ((), (2,), (0, 0), (-1,)):
+        with pytest.raises(PlanError, match=r"must be distinct, at least one, and lie in 0 \.\. 1"):
+            cut_stages(model, plan, [0, 2, 5], indices, model.forward)
+    with pytest.raises(PlanError, match="boundary=6 is not a cut"):
+        plan.crossings(BLOCKS + 1)
     assert len(list(model.parameters())) == count
 
 
@@ -344,7 +399,7 @@ def test_another_path_through_the_model_is_reported() -> None:
     model = Toy([0, 1, 2, 3])
     plan = discover_stages(model, toy_batch())
     model.order = [0]
-    stage = Stage(model, plan, [0, 2, 4], 0, model.forward)
+    stage = cut_stages(model, plan, [0, 2, 4], (0,), model.forward)[0]
     with pytest.raises(PlanError, match=r"took another path on stage 0.*discovered with \['input_ids', 'labels'\]"):
         stage((), **toy_batch())
 

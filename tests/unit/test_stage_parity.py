@@ -14,7 +14,7 @@ from stage_models import CONFIGS, assert_same_gradients, batch, build, cut, summ
 
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,49 @@ def test_stages_give_the_unsplit_loss_and_gradients(name: str) -> None:
             got = run_stages(stages, inputs)
             torch.testing.assert_close(got, loss, rtol=1e-6, atol=1e-6)
             assert_same_gradients(expected, summed(stages, list(expected)))
+
+
+PLACEMENTS: list[tuple[list[int], list[tuple[int, ...]]]] = [
+    ([0, 1, 2, 4], [(0, 2), (1, 3)]),  # interleaved
+    ([0, 1, 3, 4], [(0, 3), (1, 2)]),  # there and back
+    ([0, 2, 4, -1], [(0, 1, 2, 3)]),  # all on one rank, the last with the tail only
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_several_stages_on_one_rank_give_the_unsplit_loss_and_gradients(name: str) -> None:
+    model = build(name)
+    plan = discover_stages(model, batch())
+    for inner, placement in PLACEMENTS:
+        bounds = [plan.num_blocks if b < 0 else b for b in inner] + [plan.num_blocks]
+        stages = cut(model, bounds, plan, placement)
+        for inputs in (batch(), batch(3, 11, seed=1, left=True)):
+            loss, expected = unsplit(model, inputs)
+            zero_grad(stages)
+            got = run_stages(stages, inputs)
+            torch.testing.assert_close(got, loss, rtol=1e-6, atol=1e-6)
+            assert_same_gradients(expected, summed(stages, list(expected)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_stage_with_the_tail_only_gives_the_unsplit_loss_and_gradients(name: str) -> None:
+    model = build(name)
+    plan = discover_stages(model, batch())
+    stages = cut(model, [0, 2, plan.num_blocks, plan.num_blocks], plan)
+    loss, expected = unsplit(model, batch())
+    torch.testing.assert_close(run_stages(stages, batch()), loss, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(expected, summed(stages, list(expected)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_of_virtual_stages_recompute_their_own_code(reentrant: bool) -> None:
+    model = build("llama_tied")
+    plan = discover_stages(model, batch())
+    loss, expected = unsplit(model, batch())
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    stages = cut(model, [0, 1, 3, 4, 5], plan, [(0, 2), (1, 3)])
+    torch.testing.assert_close(run_stages(stages, batch()), loss, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(expected, summed(stages, list(expected)))
 
 
 @pytest.mark.parametrize(("name", "minimum"), [("llama", 1), ("mixtral", 3), ("gemma3n", 3)])
@@ -86,10 +129,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, reentrant: b
 
 def test_a_plan_serves_equal_models_that_never_ran_a_forward() -> None:
     plan = discover_stages(build("mixtral"), batch())
-    stages = []
+    stages: list[Stage] = []
     for index in range(3):
         fresh = build("mixtral")  # transformers installs its output hooks in the first forward
-        stages.append(Stage(fresh, plan, [0, 1, 3, 5], index, fresh.forward))
+        stages += cut_stages(fresh, plan, [0, 1, 3, 5], (index,), fresh.forward).values()
     loss, expected = unsplit(build("mixtral"), batch())
     torch.testing.assert_close(run_stages(stages, batch()), loss, rtol=1e-6, atol=1e-6)
     assert_same_gradients(expected, summed(stages, list(expected)))
