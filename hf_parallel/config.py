@@ -298,7 +298,9 @@ class HFParallelConfig(_Section):
         settings = self.pipeline
         name, count, file = settings.schedule, settings.stages_per_rank, settings.schedule_file
         if name == "csv":
-            problems = [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            problems = (
+                [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            )
             if count != "auto":
                 problems.append(
                     f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
+from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages, spans_of
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
@@ -125,10 +125,12 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
         loss_kind = loss_normalisation(model, sample)
 
+    spans = spans_of(bounds)
+
     def holds(pp_rank: int, name: str) -> bool:
         if stages is None or schedule is None:
             return True
-        return any(stages.holds(bounds[s], bounds[s + 1], name) for s in schedule.stages_of_ranks[pp_rank])
+        return any(stages.holds(spans[s], name) for s in schedule.stages_of_ranks[pp_rank])
 
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     home = schedule.placement[0] if schedule is not None else 0
@@ -271,17 +273,13 @@ def _pipeline_engine(
     attachment: Attachment, pieces: Pieces, schedule: ScheduleChoice, loss_kind: LossKind
 ) -> PipelineEngine:
     mesh, watchdog, settings = attachment.mesh, attachment.watchdog, schedule.settings
-    down, up = (
-        make_transport(settings.transport, attachment.device, group)
-        for group in (mesh.pp_down_group, mesh.pp_up_group)
-        if group is not None
-    )
+    groups = [group for group in (mesh.pp_down_group, mesh.pp_up_group) if group is not None]
+    down, up = (make_transport(settings.transport, attachment.device, group) for group in groups)
     runtime = PipelineRuntime(
         pieces.stages,
         schedule.placement,
         mesh.pp_rank,
-        down,
-        up,
+        (down, up),
         probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
         weights=pieces.weights,
     )

@@ -211,9 +211,7 @@ def required_send_window(
         ScheduleError: If the schedule breaks an invariant or deadlocks with any window.
     """
     unbounded = sum(map(len, schedule))
-    check_schedule(
-        schedule, num_stages, num_microbatches, forward=forward, backward=backward, send_window=unbounded
-    )
+    check_schedule(schedule, num_stages, num_microbatches, forward=forward, backward=backward, send_window=unbounded)
     window = 2
     while True:
         try:

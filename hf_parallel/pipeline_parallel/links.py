@@ -26,8 +26,8 @@ class Links:
     Args:
         placement: Rank of each stage.
         rank: This rank.
-        down: Carries messages to higher ranks; None if there is one rank.
-        up: Carries messages to lower ranks. May be the same object on gloo, not on NCCL.
+        transports: What carries messages to higher ranks, and what carries those to lower ranks; None if there is one
+            rank.
         probe: Observers of waits.
         counters: Where messages are counted.
 
@@ -39,8 +39,7 @@ class Links:
         self,
         placement: Sequence[int],
         rank: int,
-        down: Transport | None,
-        up: Transport | None,
+        transports: tuple[Transport, Transport] | None,
         probe: Probe,
         counters: Counters,
     ) -> None:
@@ -52,10 +51,11 @@ class Links:
         pairs = neighbour_pairs(self.placement)
         if not pairs:
             return
-        if down is None or up is None:
+        if transports is None:
             raise UnsupportedError(
                 f"pipeline of {len(self.placement)} stages on {max(placement) + 1} ranks has no transport: pass both."
             )
+        down, up = transports
         _refuse_one_serial_group(down, up)
         _connect_all(pairs, rank, down, up)
         for source, target in pairs:
@@ -137,8 +137,10 @@ class Links:
 
     def forget(self) -> None:
         """Send headers anew."""
-        for link in (*self.senders.values(), *self.receivers.values()):
-            link.specs.clear()
+        for sender in self.senders.values():
+            sender.specs.clear()
+        for receiver in self.receivers.values():
+            receiver.specs.clear()
 
     def _key(self, message: Action) -> Hashable:
         return message if message.kind == "B" else (message.stage, self._signatures[message.microbatch])

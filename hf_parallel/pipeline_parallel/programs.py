@@ -9,7 +9,13 @@ from hf_parallel.config import PipelineConfig
 from hf_parallel.errors import ScheduleError
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.program import Program, program_of
-from hf_parallel.pipeline_parallel.schedules import all_backwards, all_forwards, build_schedule, stages_of_ranks
+from hf_parallel.pipeline_parallel.schedules import (
+    SCHEDULES,
+    all_backwards,
+    all_forwards,
+    build_schedule,
+    stages_of_ranks,
+)
 
 
 Kind: TypeAlias = Literal["training", "forwards", "backwards"]
@@ -37,8 +43,9 @@ class ScheduleChoice:
     @property
     def splits_backward(self) -> bool:
         """Whether a training step puts off weight gradients."""
-        schedule = self._file if self._file is not None else self.training(1)
-        return any(action.kind == "W" for actions in schedule for action in actions)
+        if self._file is None:
+            return SCHEDULES[self.settings.schedule].splits_backward
+        return any(action.kind == "W" for actions in self._file for action in actions)
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -98,8 +98,8 @@ class PipelineRuntime:
         stages: Stage index -> ``stage(payload, **inputs)``, an `nn.Module` or any callable; the stages of this rank.
         placement: Rank in the pipeline group of every stage.
         rank: This rank in the pipeline group.
-        transport_down: Carries messages to higher ranks; None if there is one rank.
-        transport_up: Carries messages to lower ranks. May be the same object on gloo, not on NCCL.
+        transports: What carries messages to higher ranks, and what carries those to lower ranks. May be the same object on
+            gloo, not on NCCL. None if there is one rank.
         cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
             for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
@@ -120,8 +120,7 @@ class PipelineRuntime:
         stages: Mapping[int, Callable[..., Any]],
         placement: Sequence[int],
         rank: int = 0,
-        transport_down: Transport | None = None,
-        transport_up: Transport | None = None,
+        transports: tuple[Transport, Transport] | None = None,
         *,
         cache_headers: bool = True,
         probe: Probe | None = None,
@@ -134,7 +133,7 @@ class PipelineRuntime:
         self.before = before
         self.counters = Counters()
         self.peak_live = 0
-        self._links = Links(placement, rank, transport_down, transport_up, self.probe, self.counters)
+        self._links = Links(placement, rank, transports, self.probe, self.counters)
         self.weights = weights
 
     @property
