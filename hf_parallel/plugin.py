@@ -29,11 +29,12 @@ from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.samples import probe_samples
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
-from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
+from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -115,7 +116,7 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     stages, bounds = None, [0, 1]
     loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
-        stages = discover_stages(model, sample)
+        stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
         bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
