@@ -29,11 +29,12 @@ from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.samples import probe_samples
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model
+from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -117,7 +118,7 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     stages, schedule, bounds = None, None, [0, 1]
     loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
-        stages = discover_stages(model, sample)
+        stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
         schedule = ScheduleChoice(config.pipeline, shape.pp_size)
         num_stages = len(schedule.placement)
         bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))

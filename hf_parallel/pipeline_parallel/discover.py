@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.record import BlockTrace, Op, Record, record_forward, unchanged
+from hf_parallel.pipeline_parallel.samples import output_flags, path_inputs
 from hf_parallel.pipeline_parallel.stack import blocks_of, candidate_stacks, choose_stack
-from hf_parallel.pipeline_parallel.structure import Path, in_mutable
+from hf_parallel.pipeline_parallel.structure import Path, in_mutable, outline
 
 
 class Span(NamedTuple):
@@ -67,7 +68,10 @@ class PipelinePlan:
     Attributes:
         stack: name of the module list that is cut.
         num_blocks: its length L.
-        input_names: keyword arguments the plan was made with; other inputs may need another plan.
+        input_names: keyword arguments the plan was made with.
+        covered: sets of tensor inputs (those of the loss left out) with which the model takes the plan's path.
+        uncovered: sets that were tried too, with the reason why they are not covered.
+        flags: output flags in effect when the plan was made.
         blocks: per block that ran, the template of its return value and of its hooked calls.
         zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
         flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
@@ -79,6 +83,10 @@ class PipelinePlan:
         self.num_blocks = len(blocks_of(model, record.stack))
         self.model_name = type(model).__name__
         self.input_names = frozenset(sample)
+        self.covered = frozenset({path_inputs(sample)})
+        self.uncovered: dict[frozenset[str], str] = {}
+        self.flags = output_flags(model, sample)
+        self._accepted: set[object] = set()
         self.blocks: dict[int, BlockTrace] = record.blocks
         self.zero_outputs = record.zero_outputs
         self.flops = record.flops
@@ -156,15 +164,67 @@ class PipelinePlan:
             return None
         return int(name[len(self.stack) + 1 :].split(".", 1)[0])
 
-    def fingerprint(self) -> str:
-        """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
-        parts: list[Any] = [self.stack, self.num_blocks, self.ran, sorted(self.input_names)]
-        parts += [repr(self._keys_at(b)) for b in range(1, self.num_blocks + 1)]
+    def check_inputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Refuse a call whose inputs or output flags may take another path than the plan's.
+
+        Covered are the sets of tensor inputs that were tried in discovery and every set between their intersection and
+        their union. Inputs of the loss and inputs without tensors do not matter.
+
+        Raises:
+            PlanError: Names the inputs or the flag, and what to do.
+        """
+        names, flags = path_inputs(inputs), output_flags(model, inputs)
+        if (names, flags) in self._accepted:
+            return
+        for (flag, planned), (_, now) in zip(self.flags, flags, strict=True):
+            if planned != now:
+                raise PlanError(
+                    f"{flag} is {now!r} in this call and was {planned!r} when the stages of {self.model_name} were "
+                    "planned: what crosses a cut depends on it. Set it in the config before the model is parallelized "
+                    "and leave it."
+                )
+        always, possible = frozenset.intersection(*self.covered), frozenset.union(*self.covered)
+        if not always <= names <= possible:
+            raise PlanError(self._not_covered(names, always, possible))
+        self._accepted.add((names, flags))
+
+    def _not_covered(self, names: frozenset[str], always: frozenset[str], possible: frozenset[str]) -> str:
+        extra, missing = sorted(names - possible), sorted(always - names)
+        reasons = [f"{sorted(tried)}: {why}" for tried, why in self.uncovered.items() if tried & frozenset(extra)]
+        return (
+            f"{self.model_name} was planned for the inputs {sorted(always)}, with or without {sorted(possible - always)}"
+            + (f"; {extra} in this batch may take another path through the model" if extra else "")
+            + (f"; {missing} is missing in this batch" if missing else "")
+            + (f" (tried: {'; '.join(reasons)})" if reasons else "")
+            + ". Let the collator make the inputs that the model was planned for, or plan with a sample of this kind."
+        )
+
+    def also_covers(self, other: PipelinePlan) -> str | None:
+        """Add the inputs of a plan made from another sample; returns why not if that plan is another one."""
+        if other.signature() != self.signature():
+            return "other tensors cross, or other weights are read"
+        self.covered |= other.covered
+        # A module whose output has another shape rule with other inputs keeps its weights, frozen.
+        self.zero_outputs = dict(self.zero_outputs.items() & other.zero_outputs.items())
+        return None
+
+    def signature(self) -> tuple[object, ...]:
+        """All addresses, readers and templates, whatever the sample was."""
         spans = [Span(j, j + 1, False) for j in range(self.num_blocks)] + [
             Span(self.num_blocks, self.num_blocks, True)
         ]
-        parts += [sorted(self.readers(span)) for span in spans]
-        parts += sorted(group for group in set(self._aliases.values()) if len(group) > 1)
+        return (
+            *(self.stack, self.num_blocks, self.ran),
+            *(repr(self._keys_at(b)) for b in range(1, self.num_blocks + 1)),
+            *(tuple(sorted(self.readers(span))) for span in spans),
+            *sorted(group for group in set(self._aliases.values()) if len(group) > 1),
+            *(_outline(trace) for _, trace in sorted(self.blocks.items())),
+        )
+
+    def fingerprint(self) -> str:
+        """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
+        covered = sorted(sorted(names) for names in self.covered)
+        parts = (*self.signature(), sorted(self.zero_outputs.items()), sorted(self.input_names), covered, self.flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _in_stack(self, name: str) -> bool:
@@ -244,6 +304,12 @@ def _addresses(trace: BlockTrace, block: int, storage: int) -> list[CrossingKey]
     return found
 
 
+def _outline(trace: BlockTrace) -> tuple[object, ...]:
+    """The templates of a block, without the numbers of one recording."""
+    calls = tuple((call.module, call.occurrence, outline(call.output)) for call in trace.hooked)
+    return (outline(trace.returned), calls)
+
+
 def _alias_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name -> all names of the same parameter or buffer object."""
     names: dict[int, list[str]] = {}
@@ -265,30 +331,52 @@ def _count_tokens(sample: Mapping[str, Any]) -> int:
 
 
 def discover_stages(
-    model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
+    model: nn.Module,
+    samples: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    forward: Callable[..., Any] | None = None,
 ) -> PipelinePlan:
     """Find the block stack of a model and what a pipeline cut at each boundary must send.
 
-    Pure: one tiny forward (two when the likeliest stack is not the one that runs) with the random state forked,
-    buffers and module state restored, gradients and the training flag untouched. Call it before the model is cut or
-    sharded. The keyword arguments, the output flags and `config` must be those of training: another set of inputs may
-    take another path through the model.
+    Pure: one tiny forward a sample (one more when the likeliest stack is not the one that runs) with the random state
+    forked, buffers and module state restored, gradients and the training flag untouched. Call it before the model is
+    cut or sharded. The output flags and `config` must be those of training.
 
     Args:
         model: the whole model, on the device it will run on.
-        sample: keyword arguments of a tiny batch, e.g. (2, 8) `input_ids`, `attention_mask`, `labels`, and
-            `use_cache=False`.
+        samples: keyword arguments of a tiny batch, e.g. (2, 8) `input_ids`, `attention_mask`, `labels`, and
+            `use_cache=False`; or several with different sets of inputs (see `probe_samples`). The plan is made from the
+            first; the others are covered by it if they lead to the same plan.
         forward: called with the sample instead of `model`.
 
     Raises:
-        PlanError: No stack of blocks runs exactly once each in order.
+        PlanError: No stack of blocks runs at most once each in order.
     """
     run = model if forward is None else forward
+    base, *others = [samples] if isinstance(samples, Mapping) else samples
     candidates = candidate_stacks(model)
     with unchanged(model):
-        record = record_forward(model, candidates[0], candidates, run, sample)
+        record = record_forward(model, candidates[0], candidates, run, base)
         stack = choose_stack(model, candidates, record.calls)
     if stack != record.stack:
         with unchanged(model):
-            record = record_forward(model, stack, candidates, run, sample)
-    return PipelinePlan(model, record, sample)
+            record = record_forward(model, stack, candidates, run, base)
+    plan = PipelinePlan(model, record, base)
+    for sample in others:
+        reason = _try_to_cover(plan, model, sample, run)
+        if reason is not None:
+            plan.uncovered[path_inputs(sample)] = reason
+    return plan
+
+
+def _try_to_cover(
+    plan: PipelinePlan, model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any]
+) -> str | None:
+    """Record one more sample; returns why the plan does not cover it."""
+    try:
+        with unchanged(model):
+            record = record_forward(model, plan.stack, [plan.stack], run, sample)
+    except Exception as error:  # noqa: BLE001 - model code may raise anything on inputs it does not take
+        return f"{type(error).__name__}: {error}"
+    if record.calls[plan.stack] != list(plan.ran):
+        return f"blocks run in the order {record.calls[plan.stack]}"
+    return plan.also_covers(PipelinePlan(model, record, sample))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
 from hf_parallel.pipeline_parallel.discover import CrossingKey, PipelinePlan, Span
+from hf_parallel.pipeline_parallel.seeds import Streams
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.structure import Leaf, Path, get_at, leaves, rebuild, set_at
 
@@ -39,12 +40,19 @@ class Part:
 class Run:
     """State of one call: tensors by address, the own block that runs, and how often its hooked modules ran."""
 
-    def __init__(self, part: Part, received: dict[CrossingKey, Tensor]) -> None:
+    def __init__(self, part: Part, received: dict[CrossingKey, Tensor], streams: Streams | None) -> None:
         self.part = part
+        self.streams = streams
         self.tensors = received
         self.hooked: dict[str, int] = {}
         self.block = -1
         self.passed = 0
+
+    def leave(self, block: int) -> None:
+        """Block `block` was run or handed through: the next segment begins."""
+        self.block = -1
+        if self.streams is not None:
+            self.streams.enter(block + 1)
 
 
 class Calls:
@@ -58,7 +66,7 @@ class _Pass(Uncopyable):
     """Stands for one block on a later stage: puts what was received where the block would have left it."""
 
     def __init__(self, plan: PipelinePlan, block: nn.Module, index: int, keys: Sequence[CrossingKey]) -> None:
-        self.trace = plan.blocks[index]
+        self.trace, self.index = plan.blocks[index], index
         self.block = block
         self.returned = {k.path: k for k in keys if k.kind == "return"}
         self.written = [k for k in keys if k.kind == "argument"]
@@ -78,7 +86,11 @@ class _Pass(Uncopyable):
                 here = self.hooked[call.module, call.occurrence]
                 value = rebuild(call.output, functools.partial(_fill, run, here, hidden, arguments), arguments)
                 _show(self.block.get_submodule(call.module), value)
-        return rebuild(self.trace.returned, functools.partial(_fill, run, self.returned, hidden, arguments), arguments)
+        value = rebuild(
+            self.trace.returned, functools.partial(_fill, run, self.returned, hidden, arguments), arguments
+        )
+        run.leave(self.index)
+        return value
 
 
 def _fill(
@@ -159,7 +171,7 @@ class _Leave(Uncopyable):
     """Keeps what an own block hands to later stages; after the last one, ends the forward."""
 
     def __init__(self, calls: Calls, index: int, owner: Part) -> None:
-        self.calls, self.owner = calls, owner
+        self.calls, self.index, self.owner = calls, index, owner
         self.is_exit = index == owner.exit_block
         self.keys = [k for k in owner.keys_out if k.block == index and k.kind != "hook"]
 
@@ -167,9 +179,9 @@ class _Leave(Uncopyable):
         run = self.calls.run
         if run is None or run.part is not self.owner:
             return
-        run.block = -1
         for key in self.keys:
             run.tensors[key] = get_at(out if key.kind == "return" else (args, kwargs), key.path)
+        run.leave(self.index)
         if self.is_exit:
             raise StageExit
 

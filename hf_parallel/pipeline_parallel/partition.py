@@ -51,7 +51,9 @@ def block_costs(model: nn.Module, plan: PipelinePlan, num_tokens: int = 1) -> St
     flops = {epoch: value * scale for epoch, value in plan.flops.items()}
     count = plan.num_blocks
     weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in blocks_of(model, plan.stack)]
-    inside = [flops.get(2 * j + 1, 0.0) or 2.0 * num_tokens * weights[j] for j in range(count)]
+    inside = [
+        (flops.get(2 * j + 1, 0.0) or 2.0 * num_tokens * weights[j]) if j in plan.blocks else 0.0 for j in range(count)
+    ]
     between = [flops.get(2 * j, 0.0) if j else 0.0 for j in range(count)]
     return StageCosts(
         tuple(a + b for a, b in zip(inside, between, strict=True)), flops.get(0, 0.0), flops.get(2 * count, 0.0)

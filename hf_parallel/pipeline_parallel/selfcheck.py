@@ -198,29 +198,6 @@ def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> 
         )
 
 
-def tiny_samples(
-    vocab_size: int, *, device: torch.device | str = "cpu", **fixed: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two batches of different (B, S) for the self-check: padded left and right, with -100 labels.
-
-    Args:
-        vocab_size: token ids are 0 .. vocab_size - 1.
-        device: where the model is.
-        fixed: further keyword arguments, the same in both, e.g. `use_cache=False`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    made: list[dict[str, Any]] = []
-    for (rows, length), left in (((2, 8), False), ((3, 11), True)):
-        ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[-1, (slice(0, 3) if left else slice(-3, None))] = 0
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[0, :2] = -100
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        made.append({name: t.to(device) for name, t in batch.items()} | fixed)
-    return made[0], made[1]
-
-
 def loss_normalisation(
     model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
 ) -> LossKind:

@@ -6,6 +6,7 @@ that each run once per forward, in order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -48,7 +49,7 @@ def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:
 
 
 def choose_stack(model: nn.Module, candidates: Sequence[str], calls: Mapping[str, Sequence[int]]) -> str:
-    """The first candidate whose blocks ran exactly once each, in index order.
+    """The first candidate whose blocks ran exactly once each, in index order; else the first that left some out.
 
     Args:
         model: the model.
@@ -56,14 +57,23 @@ def choose_stack(model: nn.Module, candidates: Sequence[str], calls: Mapping[str
         calls: candidate -> indices of its blocks in the order they ran in one forward.
 
     Raises:
-        PlanError: No candidate qualifies; names the likeliest one that ran and its order.
+        PlanError: No candidate ran at least two blocks, once each in order; names the likeliest one and its order.
     """
-    for name in candidates:
-        if list(calls.get(name, ())) == list(range(len(blocks_of(model, name)))):
+    rising = [name for name in candidates if _is_rising(calls.get(name, ()))]
+    for name in rising:
+        if len(calls[name]) == len(blocks_of(model, name)):
             return name
+    # Leaving blocks out is normal for blocks that need an input (images) that is not there; a list of which only part
+    # is a repeated stack is not, so the likeliest candidate that ran at all must be the one.
     ran = [name for name in candidates if calls.get(name)]
+    if ran and ran[0] in rising:
+        return ran[0]
     name = ran[0] if ran else candidates[0]
     raise PlanError(order_problem(model, name, list(calls.get(name, ()))))
+
+
+def _is_rising(order: Sequence[int]) -> bool:
+    return len(order) > 1 and all(before < after for before, after in itertools.pairwise(order))
 
 
 def order_problem(model: nn.Module, name: str, order: list[int]) -> str:

@@ -21,6 +21,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable, cut_parameters
 from hf_parallel.pipeline_parallel.discover import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.intercept import Calls, Part, Run, StageExit, intercept
+from hf_parallel.pipeline_parallel.seeds import Streams
 
 
 class Stage(Uncopyable):
@@ -34,6 +35,9 @@ class Stage(Uncopyable):
         stage_index: which of the stages of the bounds this is, from 0.
         is_first: whether it takes no payload.
         is_last: whether it runs the tail and returns the model's own output.
+        seed: set before each call by the caller; None leaves the random state alone. Otherwise, in training mode, what
+            the call draws depends on the seed and the place in the model only, not on the cut (see `seeds`), and the
+            random state afterwards is the one from before.
         held: names of the parameters that `model` still holds, those of the other stages on it included.
     """
 
@@ -51,6 +55,7 @@ class Stage(Uncopyable):
         self.lo, self.hi, self.is_last = part.span
         self.is_first = part.index == 0
         self.num_blocks_before = sum(j < self.lo for j in plan.blocks)
+        self.seed: int | None = None
         self._calls = calls
 
     @property
@@ -74,13 +79,15 @@ class Stage(Uncopyable):
             The tensors to send, in the order of `plan.crossings(hi)`; on the last stage the model's own output.
 
         Raises:
-            PlanError: The payload does not fit, or the model took another path than the plan's.
+            PlanError: The payload does not fit, the plan does not cover these inputs, or the model took another path
+                than the plan's.
         """
         if len(payload) != self.num_payload_in:
             raise PlanError(
                 f"stage {self.stage_index} of {self.plan.model_name} takes {self.num_payload_in} tensors, got "
                 f"{len(payload)}: pass what the previous stage returned."
             )
+        self.plan.check_inputs(self.model, inputs)
         run = self._begin(payload)
         try:
             out = self.forward(**inputs)
@@ -90,6 +97,8 @@ class Stage(Uncopyable):
             return self._collect(run)
         finally:
             self._calls.run = None
+            if run.streams is not None:
+                run.streams.close()
         if not self.is_last or run.passed != self.num_blocks_before:
             raise PlanError(
                 self._strayed(
@@ -105,7 +114,11 @@ class Stage(Uncopyable):
                 f"stage {self.stage_index} was called while stage {running.part.index} of the same model runs: give it "
                 "the model's genuine forward, and run the stages of one model one after the other."
             )
-        self._calls.run = Run(self.part, dict(zip(self.part.keys_in, payload, strict=True)))
+        streams = None
+        if self.seed is not None and self.model.training:
+            streams = Streams(self.model, self.seed)
+            streams.enter(0)
+        self._calls.run = Run(self.part, dict(zip(self.part.keys_in, payload, strict=True)), streams)
         return self._calls.run
 
     def _collect(self, run: Run) -> tuple[Tensor, ...]:

@@ -162,6 +162,16 @@ def leaf_paths(template: Template, path: Path = ()) -> Iterator[Path]:
             yield from leaf_paths(child, (*path, step))
 
 
+def outline(template: Template) -> str:
+    """What of a template decides what `rebuild` makes: kinds, keys, dtypes, hand-throughs, plain values."""
+    if isinstance(template, Node):
+        inner = ", ".join(f"{step}: {outline(child)}" for step, child in template.children)
+        return f"{template.kind.__qualname__}({inner})"
+    if isinstance(template, Const) and not isinstance(template.value, (str, bytes, int, float, type(None))):
+        return f"const {type(template.value).__qualname__}"
+    return repr(template)
+
+
 def rebuild(template: Template, fill: Callable[[Path, Leaf], Any], arguments: Any, path: Path = ()) -> Any:
     """A value shaped like the template; `fill` gives the tensor of each leaf, `arguments` = (args, kwargs) of now."""
     if isinstance(template, Leaf):

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.discover import Span, discover_stages
+from hf_parallel.pipeline_parallel.discover import Span, discover_stages, spans_of
 from hf_parallel.pipeline_parallel.intercept import StageExit
+from hf_parallel.pipeline_parallel.partition import block_costs
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
@@ -280,8 +281,8 @@ def toy_batch() -> dict[str, Tensor]:
             r"cannot pipeline Toy: its blocks 'blocks' run more than once per forward \(order 0,1,2,3,0,1",
         ),
         (
-            [0, 1, 2],
-            r"block 3 of 'blocks' did not run on this input \(blocks that ran: 0,1,2 of 4\); discover with the",
+            [3],
+            r"block 0 of 'blocks' did not run on this input \(blocks that ran: 3 of 4\); discover with the",
         ),
         ([1, 0, 2, 3], r"run in the order 1,0,2,3"),
     ],
@@ -417,3 +418,59 @@ def test_peers_of_transformers_blocks_without_checkpoint_support_are_found_by_wh
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.tower = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))  # larger, never called
     assert discover_stages(model, batch()).stack == "model.layers"
+
+
+class Skipping(Toy):
+    """Runs only `order` of its four blocks, with an op between them."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.embed(input_ids)
+        for index in self.order:
+            hidden = self.blocks[index](hidden) * 1.5
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [0, 2, 3], [1, 3], [0, 3], [1, 2]])
+def test_blocks_that_are_skipped_are_handed_through_empty(order: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Skipping(order)
+    loss, expected = unsplit(model, toy_batch())
+    plan = discover_stages(model, toy_batch())
+    assert plan.ran == tuple(order)
+    tried = 0
+    for bounds in ([0, 1, 4], [0, 2, 4], [0, 3, 4], [0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 3, 4, 4], [0, 4, 4]):
+        spans = spans_of(bounds)
+        if any(not span.is_last and plan.last_block(span) is None for span in spans):
+            with pytest.raises(PlanError, match=r"would run nothing: none of the blocks .* allowed cuts: \["):
+                cut(model, bounds, plan)
+            continue
+        tried += 1
+        for placement in (None, [tuple(range(len(bounds) - 1))]):
+            stages = cut(model, bounds, plan, placement)
+            torch.testing.assert_close(run_stages(stages, toy_batch()), loss, rtol=1e-6, atol=1e-6)
+            got = summed(stages, list(expected))
+            assert_same_gradients(expected, got)
+        assert frozenset().union(*(stage.held for stage in stages)) == set(expected)
+    assert tried
+
+
+def test_a_stage_that_would_run_nothing_names_the_cuts_that_are_possible() -> None:
+    model = Skipping([0, 3])
+    plan = discover_stages(model, toy_batch())
+    with pytest.raises(
+        PlanError,
+        match=r"stage 1 would run nothing: none of the blocks 1 to 2 of 'blocks' runs on this input \(blocks that run: "
+        r"\[0, 3\]\); allowed cuts: \[1, 4\]",
+    ):
+        cut(model, [0, 1, 3, 4], plan)
+
+
+def test_cuts_inside_skipped_blocks_are_the_same_cut_and_cost_nothing() -> None:
+    model = Skipping([0, 3])
+    plan = discover_stages(model, toy_batch())
+    assert plan.crossings(1) == plan.crossings(2) == plan.crossings(3)
+    assert [cost > 0 for cost in block_costs(model, plan).blocks] == [True, False, False, True]
+    for boundary in (1, 2, 3):
+        assert plan.readers(Span(0, boundary, False)) == {"embed.weight"}
+        assert plan.readers(Span(boundary, 4, True)) == {"head.weight", "head.bias"}

@@ -1,0 +1,60 @@
+"""Random streams of the segments of a model, so that dropout does not depend on how the model is cut.
+
+Segment 0 is the code before block 0 and block 0, segment j the code before block j and block j, segment L the tail.
+Each has its own stream; whichever stage runs a segment draws the same numbers. The generator is set when the block
+before is left or handed through, not in a hook before the block: activation checkpointing may save the random state
+before such hooks run, and would then replay other masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+MASK = (1 << 64) - 1
+
+
+def mix64(value: int) -> int:
+    """A bijection of 64-bit integers whose output bits all depend on all input bits.
+
+    Source: splitmix64, Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014.
+    """
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def stream_seed(seed: int, segment: int) -> int:
+    """Seed of one segment's stream, 0 .. 2**64 - 1: mix64(mix64(seed) + segment). The CPU generator uses its low half."""
+    return mix64((mix64(seed & MASK) + segment) & MASK)
+
+
+class Streams:
+    """The random generators of a model's device and the CPU, taken over for one call.
+
+    Args:
+        model: tells the device.
+        seed: any integer; the same on all stages of a microbatch.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self.seed = seed
+        self._generators = [torch.default_generator]
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._before: list[Tensor] = [generator.get_state() for generator in self._generators]
+
+    def enter(self, segment: int) -> None:
+        """Start the stream of a segment from its beginning."""
+        seed = stream_seed(self.seed, segment)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def close(self) -> None:
+        """Put back the random state from before the call."""
+        for generator, state in zip(self._generators, self._before, strict=True):
+            generator.set_state(state)
