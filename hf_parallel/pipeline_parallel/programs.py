@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hf_parallel.config import PipelineConfig
+from hf_parallel.sections import PipelineConfig
 from hf_parallel.errors import ScheduleError
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.program import Program, program_of

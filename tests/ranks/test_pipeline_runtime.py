@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 
-from hf_parallel.config import PipelineConfig
+from hf_parallel.sections import PipelineConfig
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.links import neighbour_pairs
