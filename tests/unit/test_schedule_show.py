@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from hf_parallel.cli import app
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.actions import parse_schedule, read_schedule
+from hf_parallel.pipeline_parallel.actions import parse_schedule, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
 from hf_parallel.pipeline_parallel.show import columns_per_unit, timeline_text, write_png, write_svg, write_trace
 from hf_parallel.pipeline_parallel.simulate import Simulation, peak_activations, simulate
@@ -175,3 +175,25 @@ def test_command_refuses_sizes_that_the_file_does_not_have(tmp_path: Path) -> No
     assert "--pp=4: " in (result := invoke("--file", str(path), "--pp", "4")).output
     assert result.exit_code == 1
     assert "has 1. Set it to 1 or leave it out." in invoke("--file", str(path), "--microbatches", "2").output
+
+
+def test_the_page_says_what_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "schedules.md").read_text()
+    command = re.search(r"```bash\nhf-parallel schedule (.*?)```", page, re.S)
+    assert command
+    rows = json.loads(invoke(*command[1].replace("\\", "").split(), "--json").output)
+    lines = [
+        f"| `{row['schedule']}` | {row['step_time']:.1f} | {row['bubble_fraction']:.1%} | "
+        + " ".join(f"{peak:g}" for peak in row["peak_activations"])
+        for row in rows
+    ]
+    assert [row["schedule"] for row in rows] == list(SCHEDULES)
+    assert [line for line in lines if f"{line} |" not in page] == []
+    picture, example = re.findall(r"```text\n(.*?)```", page, re.S)
+    names = [line for line in picture.splitlines() if line in SCHEDULES]
+    options = [option for name in names for option in ("--schedule", name)]
+    printed = CliRunner().invoke(
+        app, ["schedule", "--pp", "3", "--microbatches", "6", *options], env={"COLUMNS": "100"}
+    )
+    assert printed.output.startswith(picture)
+    assert required_send_window(parse_schedule(example), 2, 2) == 2
