@@ -50,8 +50,8 @@ def build_schedule(
     Raises:
         ScheduleError: If the name is unknown or the schedule does not support the sizes.
     """
-    family, stages = _family_of(name, pp_size, stages_per_rank)
     _check_sizes(pp_size, num_microbatches)
+    family, stages = _family_of(name, pp_size, stages_per_rank)
     return family.make(pp_size, num_microbatches, stages)
 
 

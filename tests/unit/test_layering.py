@@ -28,6 +28,7 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
+    {"schedule_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel"}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -380,3 +381,44 @@ def test_a_schedule_without_stages_or_microbatches_is_refused() -> None:
         gpipe(0, 1)
     with pytest.raises(ScheduleError, match="num_microbatches=0"):
         one_f_one_b(1, 0)
+
+
+def in_order(actions: list[Action]) -> bool:
+    """Whether every F comes before its backward and every I before its W."""
+    place = {action: index for index, action in enumerate(actions)}
+    before = {"B": "F", "I": "F", "W": "I"}
+    return all(
+        place[Action(action.stage, before[action.kind], action.microbatch)] < index
+        for action, index in place.items()
+        if action.kind in before
+    )
+
+
+def runs_to_its_end(schedule: list[list[Action]], check: Callable[[list[list[Action]]], object]) -> bool:
+    try:
+        check(schedule)
+    except ScheduleError as error:
+        return "deadlocks: rank" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_checker_and_simulator_agree_on_which_shuffled_schedules_deadlock(name: str) -> None:
+    random = Random(0)
+    seen = set()
+    for _ in range(300):
+        schedule = [list(actions) for actions in built(name, 3, 4)]
+        count = len(placement_of(schedule))
+        for actions in random.choices(schedule, k=2):
+            index = random.randrange(len(actions))
+            actions.insert(random.randrange(max(0, index - 6), len(actions)), actions.pop(index))
+        costs = [1.0] * count, [1.0] * count
+        if not all(in_order(actions) for actions in schedule):
+            continue
+        verdicts = [
+            runs_to_its_end(schedule, lambda s: check_schedule(s, count, 4, send_window=1000)),
+            runs_to_its_end(schedule, lambda s: simulate(s, *costs)),
+        ]
+        assert verdicts[0] == verdicts[1], format_schedule(schedule)
+        seen.add(verdicts[0])
+    assert seen == {True, False}
