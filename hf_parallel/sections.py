@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -61,6 +61,8 @@ SelfCheck = Annotated[
 
 
 class Section(BaseModel):
+    """Settings that belong together: strict types, no unknown keys, no change after validation."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -209,5 +211,3 @@ class MonitorConfig(Section):
         NonNegative,
         Field(description="an integer of 0 or more: first steps on which the ranks of a model copy compare batches"),
     ] = 3
-
-

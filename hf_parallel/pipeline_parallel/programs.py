@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hf_parallel.sections import PipelineConfig
 from hf_parallel.errors import ScheduleError
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.program import Program, program_of
@@ -16,6 +15,7 @@ from hf_parallel.pipeline_parallel.schedules import (
     build_schedule,
     stages_of_ranks,
 )
+from hf_parallel.sections import PipelineConfig
 
 
 Kind: TypeAlias = Literal["training", "forwards", "backwards"]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 
-from hf_parallel.sections import PipelineConfig
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.links import neighbour_pairs
@@ -28,6 +27,7 @@ from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.pipeline_parallel.simulate import peak_live
 from hf_parallel.pipeline_parallel.transport import DirectTransport, HostTransport, connect, make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
+from hf_parallel.sections import PipelineConfig
 
 
 WIDTH = 6
