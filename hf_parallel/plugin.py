@@ -24,9 +24,10 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages, spans_of
+from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.samples import probe_samples
@@ -91,7 +92,8 @@ def parallelize(
     plans = make_plans(model, config, mesh, device)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
+    placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
+    check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
     pieces = transform(model, plans, mesh)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()

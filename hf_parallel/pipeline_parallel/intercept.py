@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.discover import CrossingKey, PipelinePlan, Span
+from hf_parallel.pipeline_parallel.plan import CrossingKey, PipelinePlan, Span
 from hf_parallel.pipeline_parallel.seeds import Streams
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.structure import Leaf, Path, get_at, leaves, rebuild, set_at
