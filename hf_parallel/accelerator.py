@@ -26,6 +26,7 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import resolve_config
+from hf_parallel.preflight import check_schedule
 from hf_parallel.session import Session
 
 
@@ -46,6 +47,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
+        check_schedule(self.config)
         self._session: Session | None = None
         self._of_trainer = False
         self._present(dp_size=1)

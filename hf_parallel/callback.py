@@ -22,7 +22,7 @@ from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
-from hf_parallel.preflight import refuse_model
+from hf_parallel.preflight import check_schedule, refuse_model
 from hf_parallel.session import Session
 from hf_parallel.trainer_mixin import HFParallelTrainerMixin
 
@@ -49,6 +49,7 @@ class HFParallelCallback(TrainerCallback):
         self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
+        check_schedule(self.config)
         self.session: Session | None = None
         self._armed = False
 

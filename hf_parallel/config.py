@@ -34,6 +34,18 @@ from hf_parallel.sections import (
 )
 
 
+# Settings that nothing reads without stages.
+PIPELINE_ONLY = (
+    "schedule",
+    "schedule_file",
+    "stages_per_rank",
+    "num_microbatches",
+    "split",
+    "compile_blocks",
+    "transport",
+)
+
+
 def _section(model: type[Section]) -> Any:
     return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
 
@@ -95,6 +107,11 @@ class HFParallelConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         problems = [*self._schedule_problems(), *self._split_problems()]
+        if self.pipeline.compile_blocks != "none" and self.tp_size > 1:
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
+                "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
+            )
         if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
             problems.append(
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
@@ -167,7 +184,7 @@ class HFParallelConfig(Section):
         return [
             f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
             f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in ("schedule", "schedule_file", "stages_per_rank", "num_microbatches", "split", "transport")
+            for name in PIPELINE_ONLY
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +27,12 @@ from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
-from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.samples import probe_samples
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
+from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
@@ -94,7 +95,7 @@ def parallelize(
         agree(plans, mesh)
     placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
     check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
-    pieces = transform(model, plans, mesh)
+    pieces = transform(model, plans, mesh, config.pipeline.compile_blocks)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
     if mesh.rank == 0:
@@ -216,8 +217,16 @@ class Pieces:
     weights: WeightGradients | None
 
 
-def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
+def transform(
+    model: nn.Module, plans: Plans, mesh: Mesh, compile_blocks: Literal["none", "inductor", "aot_eager"] = "none"
+) -> Pieces | None:
     """Call 4: cut to this rank's stages, then shard what they hold. In place; Parameter identity survives.
+
+    Args:
+        model: The whole model.
+        plans: What was found out about it.
+        mesh: This rank's mesh.
+        compile_blocks: Backend of torch.compile for the blocks of this rank.
 
     Returns:
         The stages of this rank; None with pp_size 1.
@@ -225,6 +234,8 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
     pieces = None
     if plans.stages is not None and plans.schedule is not None:
         mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
+        if compile_blocks != "none":
+            _compile(model, plans.stages, [spans_of(plans.bounds)[stage] for stage in mine], compile_blocks)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
         # Before sharding: a sharded layer calls the forward that it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
@@ -237,6 +248,13 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         )
     return pieces
+
+
+def _compile(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], backend: str) -> None:
+    """Compile each block by itself: a stage ends by an exception, which breaks a graph of the whole stage."""
+    for index, block in enumerate(blocks_of(model, plan.stack)):
+        if any(span.lo <= index < span.hi for span in spans):
+            block.forward = torch.compile(block.forward, backend=backend)
 
 
 def attach(

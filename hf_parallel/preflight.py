@@ -16,6 +16,7 @@ from torch import nn
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
+from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.samples import tiny_samples
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 from hf_parallel.tensor_parallel.check import verify_model
@@ -29,6 +30,16 @@ Wish: TypeAlias = Literal["auto", "on", "off"]
 
 # `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
 SELF_CHECK_MEMORY_SHARE = 0.25
+
+
+def check_schedule(config: HFParallelConfig) -> None:
+    """Read a schedule file, if there is one, and prove the schedule of the first steps.
+
+    Raises:
+        ScheduleError: It cannot be read, breaks a rule, or contradicts another setting; names the action.
+    """
+    if config.pp_size > 1:
+        ScheduleChoice(config.pipeline, config.pp_size)
 
 
 def refuse_model(model: nn.Module, mp_size: int) -> None:

@@ -106,6 +106,10 @@ class PipelineConfig(Section):
         BeforeValidator(as_tuple),
         Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
     ] = "balanced"
+    compile_blocks: Annotated[
+        Literal["none", "inductor", "aot_eager"],
+        Field(description="backend of torch.compile for each block: 'none', 'inductor' or 'aot_eager'"),
+    ] = "none"
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],

@@ -28,7 +28,8 @@ class ScheduleChoice:
         stages_of_ranks: Stages of each rank, ascending.
 
     Raises:
-        ScheduleError: The schedule file cannot be read, is no schedule, or is for another number of ranks.
+        ScheduleError: The schedule file cannot be read, is no schedule, or is for another number of ranks, or the
+            schedule contradicts another setting.
     """
 
     def __init__(self, settings: PipelineConfig, pp_size: int) -> None:
@@ -39,6 +40,22 @@ class ScheduleChoice:
             if self._file is not None
             else stages_of_ranks(settings.schedule, pp_size, settings.stages_on_a_rank())
         )
+
+        self._check()
+
+    def _check(self) -> None:
+        split, count = self.settings.split, len(self.placement)
+        if not isinstance(split, str) and len(split) != count:
+            raise ScheduleError(
+                f"pipeline.split={list(split)} has {len(split)} entries, but pipeline.schedule={self.settings.schedule} "
+                f"has {count} stages. Give {count} integers."
+            )
+        if self.settings.compile_blocks != "none" and self.splits_backward:
+            raise ScheduleError(
+                f"pipeline.compile_blocks={self.settings.compile_blocks} with pipeline.schedule="
+                f"{self.settings.schedule}: a compiled block computes its weight gradients in its backward, so they "
+                "cannot be put off. Set pipeline.compile_blocks to none, or pipeline.schedule to interleaved_1f1b."
+            )
 
     @property
     def splits_backward(self) -> bool:

@@ -70,6 +70,7 @@ MESHES = [
 EXTRA = [
     Case("v_split_mode", parallel={"pp_size": 2, "schedule": "dualpipev"}, loss="subclass", steps=3),
     Case("v_eval", parallel={"pp_size": 2, "schedule": "zbv_zero_bubble"}, evaluate=True, metrics=True, steps=4),
+    Case("compiled", parallel={"pp_size": 2, "compile_blocks": "aot_eager"}, variable_length=True, steps=3),
     Case("head_alone", parallel={"pp_size": 2, "split": [4, 0]}, variable_length=True, steps=3),
     Case(
         "v_checkpointing",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.config import HFParallelConfig, PipelineConfig
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
 
@@ -150,6 +152,30 @@ def test_on_and_off_survive_yaml(given: object, meant: str) -> None:
 def test_schedule_settings_that_contradict_each_other_are_refused(pipeline: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(pp_size=2, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("0F0,0B0\n1F0\n", {}, r"own\.csv.*1B0 is missing"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", {}, r"own\.csv.*deadlocks: rank 0 stops at 0B0, waiting for 1B0"),
+        ("0F0,0B0,0F1,0B1\n", {}, r"schedule_file='.*own\.csv' has 1 lines for pp_size=2.*Set pp_size to 1"),
+        ("0F0,0X0\n1F0,1B0\n", {}, r"own\.csv.*line 1.*0X0"),
+        (None, {}, r"own\.csv: cannot be read"),
+        ("0F0,0B0\n1F0,1B0\n", {"split": [1, 1, 2]}, r"split=\[1, 1, 2\] has 3 entries.*has 2 stages. Give 2"),
+        ("0F0,0I0,0W0\n1F0,1B0\n", {"compile_blocks": "inductor"}, r"compile_blocks=inductor .*cannot be put off"),
+    ],
+)
+def test_a_schedule_file_is_proven_before_anything_starts(
+    text: str | None, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.csv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        HFParallelCallback({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": str(file), **settings}})
+    with pytest.raises(ScheduleError, match=message):
+        HFParallelPlugin({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": str(file), **settings}})
 
 
 def test_every_schedule_of_the_config_exists_and_needs_the_stages_that_the_config_says() -> None:
