@@ -14,17 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_parallel.accelerator import HFParallelPlugin
     from hf_parallel.callback import HFParallelCallback
-    from hf_parallel.config import (
-        ActivationCheckpointingConfig,
-        CheckpointConfig,
-        GradientCompressionConfig,
-        HFParallelConfig,
-        LocalSgdConfig,
-        MonitorConfig,
-        PipelineConfig,
-        TensorParallelConfig,
-        ZeroConfig,
-    )
+    from hf_parallel.config import HFParallelConfig
     from hf_parallel.errors import (
         CheckpointError,
         ConfigError,
@@ -36,6 +26,16 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_parallel.recipes import list_recipes, load_recipe
+    from hf_parallel.sections import (
+        ActivationCheckpointingConfig,
+        CheckpointConfig,
+        GradientCompressionConfig,
+        LocalSgdConfig,
+        MonitorConfig,
+        PipelineConfig,
+        TensorParallelConfig,
+        ZeroConfig,
+    )
     from hf_parallel.trainer import HFParallelTrainer
 
 __version__ = "0.1.0"
@@ -67,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "HFParallelCallback": "callback",
+    "HFParallelConfig": "config",
     "HFParallelPlugin": "accelerator",
     "HFParallelTrainer": "trainer",
     "list_recipes": "recipes",
@@ -77,7 +78,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name) or ("config" if name.endswith("Config") else "errors")
+    home = _HOMES.get(name) or ("sections" if name.endswith("Config") else "errors")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

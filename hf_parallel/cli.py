@@ -14,11 +14,14 @@ from rich.table import Table
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
+from hf_parallel.schedule_cli import schedule
 
 
 app = typer.Typer(
     help="3D parallel training inside a stock transformers.Trainer.", no_args_is_help=True, add_completion=False
 )
+
+app.command()(schedule)
 
 T = TypeVar("T", int, str, bool)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

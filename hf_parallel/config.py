@@ -1,8 +1,7 @@
 """The one schema of every setting: the `hf_parallel:` section of a YAML file, the Python API and the command line.
 
 Pure (pydantic only, no torch): a bad config dies in milliseconds, with every problem in one message, before any process
-group exists. Settings of features that do not exist yet are part of the schema, so that a file may spell out their
-neutral values; any other value is refused by name instead of having no effect.
+group exists. The sections are in `sections`; what they mean together is checked here.
 """
 
 from __future__ import annotations
@@ -10,199 +9,36 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.sections import (
+    DEFAULT_RANK_ORDER,
+    STAGES_PER_RANK,
+    ActivationCheckpointingConfig,
+    Axis,
+    CheckpointConfig,
+    Count,
+    GradientCompressionConfig,
+    LocalSgdConfig,
+    MonitorConfig,
+    PipelineConfig,
+    Section,
+    TensorParallelConfig,
+    ZeroConfig,
+    as_tuple,
+)
 
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
-Axis = Literal["dp_replicate", "dp_shard", "pp", "tp"]
-DEFAULT_RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 reads `5e8` as a string; give the field the number that was meant."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
-        return int(value) if value == int(value) else value
-    return value
-
-
-def _tuple(value: object) -> object:
-    return tuple(_number(item) for item in value) if isinstance(value, list) else _number(value)
-
-
-def _on_off(value: object) -> object:
-    """YAML 1.1 reads the words `on` and `off` as booleans; give them back."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def _available(*neutral: object, reason: str) -> AfterValidator:
-    """Refuse every value that is legal in the schema but whose feature does not exist."""
-
-    def check(value: object) -> object:
-        if any(value is legal or (value == legal and type(value) is type(legal)) for legal in neutral):
-            return value
-        raise PydanticCustomError("not_available", "{reason}", {"reason": reason, "neutral": neutral[0]})
-
-    return AfterValidator(check)
-
-
-Count = Annotated[int, Field(ge=1), BeforeValidator(_number)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(_number)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(_number)]
-Offload = Annotated[Literal["none", "cpu", "nvme"], _available("none", reason="nothing is offloaded")]
-
-SelfCheck = Annotated[
-    Literal["auto", "on", "off"],
-    BeforeValidator(_on_off),
-    Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
-]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class PipelineConfig(_Section):
-    """How the stack of blocks is cut into stages, and in which order the stages work."""
-
-    schedule: Annotated[
-        Literal[
-            "1f1b",
-            "gpipe",
-            "interleaved_1f1b",
-            "interleaved_zero_bubble",
-            "zbv_zero_bubble",
-            "dualpipev",
-            "naive",
-            "csv",
-        ],
-        _available("1f1b", "gpipe", reason="the schedules that exist are '1f1b' and 'gpipe'"),
-        Field(description="the order of forward and backward passes, '1f1b' or 'gpipe'"),
-    ] = "1f1b"
-    num_microbatches: Annotated[
-        Literal["auto"] | Count,
-        BeforeValidator(_number),
-        Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
-    ] = "auto"
-    split: Annotated[
-        Literal["balanced", "even"] | tuple[Count, ...],
-        BeforeValidator(_tuple),
-        Field(description="'balanced' (by cost), 'even' (by count), or a list of pp_size integers: blocks per stage"),
-    ] = "balanced"
-    self_check: SelfCheck = "auto"
-    transport: Annotated[
-        Literal["auto", "direct", "host"],
-        Field(description="'direct' (device to device), 'host' (staged through host memory) or 'auto'"),
-    ] = "auto"
-
-
-class TensorParallelConfig(_Section):
-    """How each layer is sharded over the `tp` axis."""
-
-    plan: Annotated[Literal["auto"], Field(description="'auto' (proposed from the module tree and verified)")] = "auto"
-    sequence_parallel: Annotated[
-        bool,
-        _available(False, reason="activations between the sharded layers are replicated"),
-        Field(description="true or false"),
-    ] = False
-    vocab_parallel_loss: Annotated[
-        Literal["auto"] | bool,
-        _available("auto", False, reason="the loss is computed on full logits, 'auto' means off"),
-        Field(description="'auto', true or false"),
-    ] = "auto"
-    self_check: SelfCheck = "auto"
-    on_fallback: Annotated[
-        Literal["warn", "error", "ignore"],
-        Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),
-    ] = "warn"
-
-
-class ZeroConfig(_Section):
-    """Partition of optimizer state, gradients and parameters over the data-parallel ranks."""
-
-    stage: Annotated[
-        NonNegative,
-        Field(le=3, description="an integer from 0 to 3"),
-        _available(0, reason="every data-parallel rank keeps full optimizer state"),
-    ] = 0
-    engine: Annotated[
-        Literal["auto", "native", "fsdp2", "deepspeed"],
-        _available("auto", reason="there is no ZeRO engine"),
-        Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
-    ] = "auto"
-    offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
-    offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
-    nvme_path: Annotated[
-        str | None, _available(None, reason="nothing is offloaded"), Field(description="a folder, or null")
-    ] = None
-
-
-class ActivationCheckpointingConfig(_Section):
-    """Recomputation of activations in the backward pass."""
-
-    every: Annotated[
-        Count | None,
-        BeforeValidator(_number),
-        _available(None, reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
-        Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
-    ] = None
-    mode: Annotated[
-        Literal["block", "alternate"],
-        _available("block", reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
-        Field(description="'block' or 'alternate'"),
-    ] = "block"
-
-
-class GradientCompressionConfig(_Section):
-    """What travels in the data-parallel gradient reduction."""
-
-    method: Annotated[
-        Literal["none", "fp16", "bf16", "int8", "int4", "powersgd", "topk", "onebit"],
-        _available("none", reason="gradients are reduced uncompressed"),
-        Field(description="'none' or a codec: 'fp16', 'bf16', 'int8', 'int4', 'powersgd', 'topk', 'onebit'"),
-    ] = "none"
-
-
-class LocalSgdConfig(_Section):
-    """How often the data-parallel replicas are averaged."""
-
-    sync_every: Annotated[
-        Count,
-        _available(1, reason="replicas synchronise at every optimizer step"),
-        Field(description="an integer of 1 or more (optimizer steps between synchronisations)"),
-    ] = 1
-
-
-class CheckpointConfig(_Section):
-    """How checkpoints are written; there is nothing to choose yet."""
-
-
-class MonitorConfig(_Section):
-    """Guards that watch a run."""
-
-    hang_timeout_s: Annotated[
-        Seconds,
-        Field(description="seconds above 0 that a rank may wait for another before the run ends (.inf: never)"),
-    ] = 600.0
-    batch_check_steps: Annotated[
-        NonNegative,
-        Field(description="an integer of 0 or more: first steps on which the ranks of a model copy compare batches"),
-    ] = 3
-
-
-def _section(model: type[_Section]) -> Any:
+def _section(model: type[Section]) -> Any:
     return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
 
 
-class HFParallelConfig(_Section):
+class HFParallelConfig(Section):
     """Every setting of hf_parallel.
 
     Args:
@@ -226,7 +62,7 @@ class HFParallelConfig(_Section):
     pp_size: Annotated[Count, Field(description="pipeline stages, an integer of 1 or more")] = 1
     rank_order: Annotated[
         tuple[Axis, ...] | None,
-        BeforeValidator(_tuple),
+        BeforeValidator(as_tuple),
         Field(description=f"a permutation of {list(DEFAULT_RANK_ORDER)}, outermost first, or null"),
     ] = None
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
@@ -258,13 +94,7 @@ class HFParallelConfig(_Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = []
-        split = self.pipeline.split
-        if not isinstance(split, str) and len(split) != self.pp_size:
-            problems.append(
-                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}: it holds the number "
-                f"of blocks of each stage. Give {self.pp_size} integers, or set pp_size to {len(split)}."
-            )
+        problems = [*self._schedule_problems(), *self._split_problems()]
         if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
             problems.append(
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
@@ -280,6 +110,55 @@ class HFParallelConfig(_Section):
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
 
+    def _schedule_problems(self) -> list[str]:
+        """Settings of the schedule that contradict each other."""
+        settings = self.pipeline
+        name, count, file = settings.schedule, settings.stages_per_rank, settings.schedule_file
+        if name == "csv":
+            problems = (
+                [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            )
+            if count != "auto":
+                problems.append(
+                    f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "
+                    "each stage runs. Set pipeline.stages_per_rank to 'auto'."
+                )
+            return problems
+        problems = []
+        if file is not None:
+            problems.append(
+                f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
+                "csv, or pipeline.schedule_file to null."
+            )
+        needed, only = STAGES_PER_RANK[name]
+        if count != "auto" and (count != needed if only else count < needed):
+            problems.append(
+                f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "
+                f"{'exactly' if only else 'at least'} {needed} stages on a rank. Set pipeline.stages_per_rank to {needed} "
+                "or 'auto'."
+            )
+        return problems
+
+    def _split_problems(self) -> list[str]:
+        """A list of block counts that does not fit the number of stages."""
+        split, per_rank = self.pipeline.split, self.pipeline.stages_on_a_rank()
+        if isinstance(split, str):
+            return []
+        problems = []
+        if 0 in split[:-1]:
+            problems.append(
+                f"pipeline.split={list(split)}: only the last stage may have no block (the head alone). Give every other "
+                "stage at least 1."
+            )
+        if per_rank is not None and len(split) != self.pp_size * per_rank:
+            times = f" * {per_rank} stages per rank = {self.pp_size * per_rank}" if per_rank > 1 else ""
+            problems.append(
+                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}{times}: it holds the "
+                f"number of blocks of each stage. Give {self.pp_size * per_rank} integers"
+                f"{'' if len(split) % per_rank else f', or set pp_size to {len(split) // per_rank}'}."
+            )
+        return problems
+
     def _without_stages(self) -> list[str]:
         """Settings of the pipeline that nothing reads because there is one stage."""
         if self.pp_size > 1:
@@ -288,7 +167,7 @@ class HFParallelConfig(_Section):
         return [
             f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
             f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in ("schedule", "num_microbatches", "split", "transport")
+            for name in ("schedule", "schedule_file", "stages_per_rank", "num_microbatches", "split", "transport")
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 
@@ -439,8 +318,8 @@ def _problem(path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
     return f"{path}={_yaml(given)}: expected {field.description}. Set {path} to {_yaml(field.default)}."
 
 
-_SECTIONS: Mapping[str, type[_Section]] = {
+_SECTIONS: Mapping[str, type[Section]] = {
     name: type(field.default)
     for name, field in HFParallelConfig.model_fields.items()
-    if isinstance(field.default, _Section)
+    if isinstance(field.default, Section)
 }

@@ -1,6 +1,6 @@
 """What happens to gradients between the last backward and the optimizer step, driven by the ledger.
 
-Shared parameters are summed over the stages that hold them, everything is reduced over dp once per optimizer step, and
+Shared parameters are summed over the pipeline ranks that hold them, everything is reduced over dp once per optimizer step, and
 the global norm counts every element of the full model exactly once, whatever the mesh.
 """
 
@@ -39,16 +39,16 @@ class GradientSync:
         self._parameters = dict(parameters)
         self._mesh = mesh
         self._reduced = False
-        groups = {stages: mesh.stages_group(stages) for stages in ledger.shared_stages()}
-        self._groups = {stages: group for stages, group in groups.items() if mesh.pp_rank in stages}
+        groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
+        self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Fix the buckets for the parameters that are trained now."""
         self._trained = self._now_trained()
         self._shared = []
-        for stages, group in self._groups.items():
-            named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == stages]
+        for holders, group in self._groups.items():
+            named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == holders]
             self._shared.append(GradientReducer(named, group))
         self._replicas = GradientReducer(list(self._parameters.items()), self._mesh.dp_group)
 

@@ -30,9 +30,9 @@ class Entry:
         shape: Full shape, before sharding.
         dtype: Such as `torch.float32`.
         kind: A trained tensor or a persistent buffer.
-        holders: Stages that need it, ascending; never empty.
+        holders: Pipeline ranks that need it, ascending; never empty.
         spec: How it is sharded over tp, None when every tp rank has all of it.
-        used: False when no stage reads it in a forward pass: it is kept for the checkpoint only.
+        used: False when no rank reads it in a forward pass: it is kept for the checkpoint only.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def owner(self) -> int:
-        """The stage that counts and saves it."""
+        """The pipeline rank that counts and saves it."""
         return self.holders[0]
 
 
@@ -70,17 +70,17 @@ class Ledger:
             raise PlanError(f"{name} is not in the parameter ledger: it was added after the model was parallelized.")
         return self._by_alias[name]
 
-    def holds(self, stage: int, name: str) -> bool:
-        """Whether `stage` keeps the parameter `name` (any alias)."""
+    def holds(self, pp_rank: int, name: str) -> bool:
+        """Whether `pp_rank` keeps the parameter `name` (any alias)."""
         entry = self._by_alias.get(name)
-        return entry is not None and stage in entry.holders
+        return entry is not None and pp_rank in entry.holders
 
-    def held_by(self, stage: int, kind: Literal["param", "buffer"] | None = None) -> list[Entry]:
-        """Entries that `stage` keeps, in module order."""
-        return [entry for entry in self if stage in entry.holders and kind in (None, entry.kind)]
+    def held_by(self, pp_rank: int, kind: Literal["param", "buffer"] | None = None) -> list[Entry]:
+        """Entries that `pp_rank` keeps, in module order."""
+        return [entry for entry in self if pp_rank in entry.holders and kind in (None, entry.kind)]
 
-    def shared_stages(self) -> list[tuple[int, ...]]:
-        """Distinct sets of stages that hold a parameter together, sorted: each needs a gradient sum."""
+    def shared_holders(self) -> list[tuple[int, ...]]:
+        """Distinct sets of pipeline ranks that hold a parameter together, sorted: each needs a gradient sum."""
         return sorted({entry.holders for entry in self if entry.kind == "param" and len(entry.holders) > 1})
 
     def fingerprint(self) -> str:
@@ -94,24 +94,26 @@ class Ledger:
 def build_ledger(
     model: nn.Module,
     *,
-    num_stages: int,
+    pp_size: int,
     holds: Callable[[int, str], bool],
     specs: Mapping[str, ShardSpec],
+    home: int = 0,
 ) -> Ledger:
     """Make the ledger of a whole, unsharded model; changes nothing.
 
     Args:
         model: The model before any cut or shard.
-        num_stages: Pipeline stages.
-        holds: `holds(stage, name)`: does the stage need this parameter?
+        pp_size: Ranks of the pipeline.
+        holds: `holds(pp_rank, name)`: does a stage of that rank need this parameter?
         specs: Parameter name -> shard layout; absent means replicated.
+        home: Pipeline rank that keeps what no stage needs: that of the first stage.
 
     Raises:
         PlanError: Two names of one tied parameter are sharded differently.
     """
     entries: dict[str, Entry] = {}
     for aliases, tensor, kind in _tensors(model):
-        holders = tuple(stage for stage in range(num_stages) if any(holds(stage, alias) for alias in aliases))
+        holders = tuple(rank for rank in range(pp_size) if any(holds(rank, alias) for alias in aliases))
         layouts = {alias: specs.get(alias) for alias in aliases}
         if len(set(layouts.values())) > 1:
             raise PlanError(
@@ -124,7 +126,7 @@ def build_ledger(
             shape=tuple(tensor.shape),
             dtype=tensor.dtype,
             kind=kind,
-            holders=holders or (0,),
+            holders=holders or (home,),
             spec=layouts[aliases[0]],
             used=bool(holders),
         )

@@ -25,8 +25,8 @@ class MeshShape:
 
     Args:
         dp_size: Data-parallel replicas.
-        pp_size: Pipeline stages.
-        tp_size: Tensor-parallel ranks a stage.
+        pp_size: Ranks of a pipeline; each holds one stage or several.
+        tp_size: Tensor-parallel ranks that share each stage.
     """
 
     dp_size: int
@@ -54,12 +54,12 @@ class MeshShape:
         return dp_rank * self.mp_size + pp_rank * self.tp_size + tp_rank
 
     def describe(self, rank: int) -> str:
-        """Text such as `rank 3 (stage 1 of 2, tp 1 of 2, dp 0 of 1)`; axes of size 1 are left out."""
+        """Text such as `rank 3 (pp 1 of 2, tp 1 of 2)`; axes of size 1 are left out."""
         dp_rank, pp_rank, tp_rank = self.coordinates(rank)
         parts = [
             f"{name} {index} of {size}"
             for name, index, size in (
-                ("stage", pp_rank, self.pp_size),
+                ("pp", pp_rank, self.pp_size),
                 ("tp", tp_rank, self.tp_size),
                 ("dp", dp_rank, self.dp_size),
             )
@@ -79,8 +79,8 @@ class MeshShape:
 class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
-    `pp_down_group` carries activations towards later stages and `pp_up_group` gradients towards earlier ones: NCCL
-    serialises all traffic of a group, and one group for both directions could deadlock 1F1B.
+    `pp_down_group` carries messages to higher ranks of the pipeline and `pp_up_group` to lower ones: NCCL serialises all
+    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B.
     """
 
     shape: MeshShape
@@ -136,7 +136,7 @@ class Mesh:
 
     @property
     def pp_rank(self) -> int:
-        """Index of this rank's pipeline stage."""
+        """This rank's place in its pipeline; with one stage a rank, the index of its stage."""
         return self.shape.coordinates(self.rank)[1]
 
     @property
@@ -144,27 +144,12 @@ class Mesh:
         """Index of this rank's shard inside its stage."""
         return self.shape.coordinates(self.rank)[2]
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank reads the input ids."""
-        return self.pp_rank == 0
+    def holders_group(self, pp_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Group of the pipeline ranks `pp_ranks` at this rank's (dp, tp); None on other ranks.
 
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pp_rank == self.shape.pp_size - 1
-
-    @property
-    def last_stage_rank(self) -> int:
-        """World rank of the last stage of this rank's pipeline."""
-        return self.shape.rank_at(self.dp_rank, self.shape.pp_size - 1, self.tp_rank)
-
-    def stages_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """Group of the ranks that hold `stages` at this rank's (dp, tp); None on ranks of other stages.
-
-        Collective: every rank must call it with the same `stages`, in the same order of calls.
+        Collective: every rank must call it with the same `pp_ranks`, in the same order of calls.
         """
-        wanted = set(stages)
+        wanted = set(pp_ranks)
         lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
         return new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout)
 

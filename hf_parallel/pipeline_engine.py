@@ -26,8 +26,9 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.batches import count_targets, num_rows, split_rows
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.actions import Action
+from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
+from hf_parallel.pipeline_parallel.seeds import StepSeeds
 from hf_parallel.pipeline_parallel.selfcheck import LossKind
 
 
@@ -82,8 +83,8 @@ class PipelineEngine(Engine):
 
     Args:
         attachment: Model, mesh, ledger, gradients.
-        runtime: Executor of this stage.
-        actions_of: Number of microbatches -> this rank's actions, training schedule.
+        runtime: Executor of this rank's stages.
+        programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
         loss_kind: How the model's own loss is normalised (see `selfcheck.loss_normalisation`).
     """
@@ -93,13 +94,16 @@ class PipelineEngine(Engine):
         attachment: Attachment,
         runtime: PipelineRuntime,
         *,
-        actions_of: Callable[[int], Sequence[Action]],
+        programs: Programs,
         num_microbatches: int,
         loss_kind: LossKind,
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
-        self._actions_of = actions_of
+        self.seeds = StepSeeds(runtime.stages, self._common_seed())
+        runtime.before = self.seeds.set
+        runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
+        self._programs = programs
         self._num_microbatches = num_microbatches
         self._loss_kind = loss_kind
         self._loss_function: LossFunction | None = None
@@ -109,6 +113,19 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._needs_logits = True
+
+    def _common_seed(self) -> int:
+        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""
+        seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
+        first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
+        dist.broadcast(seed, src=first, group=self.mesh.mp_group)
+        return int(seed) + self.mesh.dp_rank
+
+    @property
+    def _loss_rank(self) -> int:
+        """World rank of the last stage of this rank's pipeline."""
+        mesh = self.mesh
+        return mesh.shape.rank_at(mesh.dp_rank, self.runtime.placement[-1], mesh.tp_rank)
 
     # -- what the Trainer side sets ------------------------------------------------------------------------------
 
@@ -199,9 +216,10 @@ class PipelineEngine(Engine):
                 microbatches.append(microbatch)
                 shares.append(share)
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        self.seeds.next_step()
         losses = self.runtime.run(
             microbatches,
-            self._actions_of(len(microbatches)),
+            self._programs.training(len(microbatches)),
             backward=True,
             loss_of=lambda output, index: self._loss_of(output, shares[index]),
             seed=self._seed,
@@ -244,7 +262,7 @@ class PipelineEngine(Engine):
         for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
             total[share.batch] += loss.double()
         with self.attachment.watchdog.waiting("waits for the loss of the last stage"):
-            dist.broadcast(total, src=self.mesh.last_stage_rank, group=self.mesh.pp_group)
+            dist.broadcast(total, src=self._loss_rank, group=self.mesh.pp_group)
         return list(total.float().unbind())
 
     def finish_backward(self, gradient: torch.Tensor) -> None:
@@ -274,7 +292,9 @@ class PipelineEngine(Engine):
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
-        state = self.runtime.forward_phase(microbatches, lambda output, index: (output["logits"],))
+        self.seeds.next_step()
+        program = self._programs.forwards(len(microbatches))
+        state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])
         self._pending = self.trains
         return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
@@ -288,7 +308,7 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
-        self.runtime.backward_phase(state, gradients)
+        self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
         if GradientState().sync_gradients:
             self._reduce(1.0)
@@ -309,22 +329,21 @@ class PipelineEngine(Engine):
 
     def _outputs_of(self, microbatches: list[dict[str, Any]], key: str | None) -> list[Any]:
         """Forward of all microbatches without autograd; the last stage's outputs (or their `key`), else empty."""
-        actions = [Action(self.mesh.pp_rank, "F", index) for index in range(len(microbatches))]
-        outputs = self.runtime.run(microbatches, actions, backward=False)
+        outputs = self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
         return outputs if key is None else [output[key] for output in outputs]
 
     def _broadcast_logits(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits f[B S V] of the last stage on every stage; `parts` are its microbatches' logits, empty elsewhere."""
-        watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self.mesh.last_stage_rank
+        watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
-            if self.mesh.is_last_stage:
+            if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 double = int(logits.dtype is torch.float64)
                 header = torch.tensor([double, *logits.shape], device=self.attachment.device)
             else:
                 header = torch.empty(4, dtype=torch.int64, device=self.attachment.device)
             dist.broadcast(header, src=source, group=group)
-            if not self.mesh.is_last_stage:
+            if not self.runtime.has_last_stage:
                 double, *shape = header.tolist()
                 logits = torch.empty(
                     shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device

@@ -7,10 +7,9 @@ before anything is changed.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_parallel.batches import BatchCheck
-from hf_parallel.config import HFParallelConfig, PipelineConfig
+from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
@@ -29,12 +28,13 @@ from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
+from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.samples import probe_samples
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
+from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
@@ -53,6 +53,7 @@ class Plans:
         forward: The genuine forward of the model, as it is when it is parallelized.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         stages: Crossings and readers, None with pp_size 1.
+        schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
         loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
@@ -61,6 +62,7 @@ class Plans:
     forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
     stages: PipelinePlan | None
+    schedule: ScheduleChoice | None
     bounds: list[int]
     ledger: Ledger
     loss_kind: LossKind
@@ -90,9 +92,10 @@ def parallelize(
     plans = make_plans(model, config, mesh, device)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
-    stage = transform(model, plans, mesh)
-    engine = attach(model, stage, plans, config, mesh, device=device, watchdog=watchdog)
+    placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
+    check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
+    pieces = transform(model, plans, mesh)
+    engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
     if mesh.rank == 0:
         for line in summary(plans):
@@ -108,27 +111,34 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     """
     shape = mesh.shape
     if shape.mp_size == 1:
-        ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
-        return Plans(model.forward, None, None, [0, 1], ledger, "sum_over_items")
+        ledger = build_ledger(model, pp_size=1, holds=lambda pp_rank, name: True, specs={})
+        return Plans(model.forward, None, None, None, [0, 1], ledger, "sum_over_items")
     sample = probe_batch(model, device)
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
     if tensor_parallel is not None:
         judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
-    stages, bounds = None, [0, 1]
+    stages, schedule, bounds = None, None, [0, 1]
     loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
         stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
-        bounds = partition(stages.num_blocks, shape.pp_size, config.pipeline.split, block_costs(model, stages))
+        schedule = ScheduleChoice(config.pipeline, shape.pp_size)
+        num_stages = len(schedule.placement)
+        bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
         loss_kind = loss_normalisation(model, sample)
 
-    def holds(stage: int, name: str) -> bool:
-        return stages is None or stages.holds(spans_of(bounds)[stage], name)
+    spans = spans_of(bounds)
+
+    def holds(pp_rank: int, name: str) -> bool:
+        if stages is None or schedule is None:
+            return True
+        return any(stages.holds(spans[s], name) for s in schedule.stages_of_ranks[pp_rank])
 
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
-    ledger = build_ledger(model, num_stages=shape.pp_size, holds=holds, specs=specs)
-    return Plans(model.forward, tensor_parallel, stages, bounds, ledger, loss_kind)
+    home = schedule.placement[0] if schedule is not None else 0
+    ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
+    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
@@ -159,12 +169,11 @@ def judge_fallbacks(
 def summary(plans: Plans) -> list[str]:
     """Lines that say what each stage holds and what share of the model is sharded."""
     lines = []
-    if plans.stages is not None:
-        for stage, (lo, hi) in enumerate(itertools.pairwise(plans.bounds)):
-            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(stage, "param"))
-            lines.append(
-                f"stage {stage}: blocks {lo} to {hi - 1} of {plans.stages.stack}, {held / 1e6:.1f}M parameters"
-            )
+    if plans.stages is not None and plans.schedule is not None:
+        for rank, stages in enumerate(plans.schedule.stages_of_ranks):
+            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(rank, "param"))
+            parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
+            lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
     if plans.tensor_parallel is not None:
         share = plans.tensor_parallel.coverage()
         lines.append(
@@ -172,6 +181,10 @@ def summary(plans: Plans) -> list[str]:
             f"with gathered outputs, {share.replicated:.0%} replicated"
         )
     return lines
+
+
+def _blocks_text(stage: int, lo: int, hi: int) -> str:
+    return f"stage {stage} with " + (f"blocks {lo} to {hi - 1}" if hi > lo else "the head alone, behind the blocks")
 
 
 def agree(plans: Plans, mesh: Mesh) -> None:
@@ -185,15 +198,36 @@ def agree(plans: Plans, mesh: Mesh) -> None:
         plans.tensor_parallel.fingerprint() if plans.tensor_parallel else "",
         plans.stages.fingerprint() if plans.stages else "",
         str(plans.bounds),
+        str(plans.schedule.stages_of_ranks) if plans.schedule else "",
     ]
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
 
 
-def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
-    """Call 4: cut to this rank's stage, then shard what it holds. In place; Parameter identity survives."""
-    stage = None
-    if plans.stages is not None:
-        stage = cut_stages(model, plans.stages, plans.bounds, (mesh.pp_rank,), plans.forward)[mesh.pp_rank]
+@dataclass(frozen=True)
+class Pieces:
+    """What `transform` leaves of a model on a rank of several.
+
+    Args:
+        stages: Stage index -> stage.
+        weights: What puts off weight gradients, for a schedule that splits backwards.
+    """
+
+    stages: Mapping[int, Stage]
+    weights: WeightGradients | None
+
+
+def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
+    """Call 4: cut to this rank's stages, then shard what they hold. In place; Parameter identity survives.
+
+    Returns:
+        The stages of this rank; None with pp_size 1.
+    """
+    pieces = None
+    if plans.stages is not None and plans.schedule is not None:
+        mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
+        stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
+        # Before sharding: a sharded layer calls the forward that it finds.
+        pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -202,12 +236,12 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Stage | None:
             mesh.tp_rank,
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         )
-    return stage
+    return pieces
 
 
 def attach(
     model: nn.Module,
-    stage: Stage | None,
+    pieces: Pieces | None,
     plans: Plans,
     config: HFParallelConfig,
     mesh: Mesh,
@@ -231,53 +265,39 @@ def attach(
     )
     engine = (
         DirectEngine(attachment)
-        if stage is None
-        else _pipeline_engine(attachment, stage, config.pipeline, plans.loss_kind)
+        if pieces is None or plans.schedule is None
+        else _pipeline_engine(attachment, pieces, plans.schedule, plans.loss_kind)
     )
     engine.install()
     return engine
 
 
 def _pipeline_engine(
-    attachment: Attachment, stage: Stage, settings: PipelineConfig, loss_kind: LossKind
+    attachment: Attachment, pieces: Pieces, schedule: ScheduleChoice, loss_kind: LossKind
 ) -> PipelineEngine:
-    mesh, watchdog = attachment.mesh, attachment.watchdog
-    num_stages = mesh.shape.pp_size
-    down, up = (
-        make_transport(settings.transport, attachment.device, group)
-        for group in (mesh.pp_down_group, mesh.pp_up_group)
-        if group is not None
-    )
+    mesh, watchdog, settings = attachment.mesh, attachment.watchdog, schedule.settings
+    groups = [group for group in (mesh.pp_down_group, mesh.pp_up_group) if group is not None]
+    down, up = (make_transport(settings.transport, attachment.device, group) for group in groups)
     runtime = PipelineRuntime(
-        stage, mesh.pp_rank, num_stages, down, up, probe=Probe(waits=watchdog.waits, runs=watchdog.runs)
+        pieces.stages,
+        schedule.placement,
+        mesh.pp_rank,
+        (down, up),
+        probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
+        weights=pieces.weights,
     )
     count = settings.num_microbatches
-    engine = PipelineEngine(
+    return PipelineEngine(
         attachment,
         runtime,
-        actions_of=_Actions(settings.schedule, num_stages, mesh.pp_rank),
-        num_microbatches=2 * num_stages if count == "auto" else count,
+        programs=Programs(schedule, mesh.pp_rank),
+        num_microbatches=2 * mesh.shape.pp_size if count == "auto" else count,
         loss_kind=loss_kind,
     )
-    runtime.stage = engine.under_autocast(stage)
-    return engine
-
-
-class _Actions:
-    """This rank's actions by number of microbatches, made once each."""
-
-    def __init__(self, schedule: str, num_stages: int, stage: int) -> None:
-        self._schedule, self._num_stages, self._stage = SCHEDULES[schedule], num_stages, stage
-        self._made: dict[int, Sequence[Any]] = {}
-
-    def __call__(self, num_microbatches: int) -> Sequence[Any]:
-        if num_microbatches not in self._made:
-            self._made[num_microbatches] = self._schedule(self._num_stages, num_microbatches)[self._stage]
-        return self._made[num_microbatches]
 
 
 def held_tensors(
-    model: nn.Module, ledger: Ledger, stage: int
+    model: nn.Module, ledger: Ledger, pp_rank: int
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """Ledger name -> the tensor this rank holds; everything else that is still real is frozen.
 
@@ -288,11 +308,11 @@ def held_tensors(
     real_buffers = dict(model.named_buffers(remove_duplicate=False))
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
-    for entry in ledger.held_by(stage):
+    for entry in ledger.held_by(pp_rank):
         source: Mapping[str, torch.Tensor] = real if entry.kind == "param" else real_buffers
         tensor = next((source[alias] for alias in entry.aliases if alias in source), None)
         if tensor is None:
-            raise PlanError(f"{entry.name} should be on stage {stage} but the cut model does not have it.")
+            raise PlanError(f"{entry.name} should be on pipeline rank {pp_rank} but the cut model does not have it.")
         if isinstance(tensor, nn.Parameter):
             parameters[entry.name] = tensor
         else:

@@ -42,7 +42,7 @@ class Watchdog:
     Args:
         store: Store shared by all ranks; a private clone, since a blocked call on the main thread's would block it too.
         rank: This rank.
-        names: Words for every rank, in rank order, such as `rank 1 (stage 1 of 2)`.
+        names: Words for every rank, in rank order, such as `rank 1 (pp 1 of 2)`.
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most `2 + timeout_s / 4` seconds
             later than that.
         stream: Where the report goes; stderr by default.

@@ -1,7 +1,12 @@
-"""The wire between two stages: payloads, the headers that describe them, receives posted ahead, a bounded send queue.
+"""The wire between two ranks: payloads, the headers that describe them, receives posted ahead, a bounded send queue.
+
+All messages of one direction between two ranks, activations and gradients of all their stages, share one channel, and
+the receiver replays the sender's order, which both know from the schedule. A message is named by the action that sends
+it: ``0F3`` is the activation of microbatch 3 from stage 0 to 1, ``1B3`` the gradient from stage 1 to 0.
 
 A header travels only the first time that a microbatch of some signature (shapes of its inputs, grad mode) passes a
-boundary. Every rank sees every microbatch's inputs, so both ends know without a flag whether a header comes.
+boundary. Every rank sees every microbatch's inputs, so both ends know without a flag whether a header comes. Gradients
+need none: their shapes are those of the payload that went the other way.
 """
 
 from __future__ import annotations
@@ -10,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.transport import Message, TensorSpec, Transport
 
 
@@ -126,56 +132,69 @@ def decode_header(values: Sequence[int]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+Specs: TypeAlias = dict[Hashable, tuple[TensorSpec, ...]]
+
+
+def message_name(message: Action) -> str:
+    """Return what a message is, in words, such as ``the activation of microbatch 3``."""
+    return f"the {'activation' if message.kind == 'F' else 'gradient'} of microbatch {message.microbatch}"
+
+
 @dataclass(slots=True)
 class Sender:
-    """Sends to one neighbour. Sends stay in a queue of ``window``; only older ones are waited for.
+    """The sending end of a channel. Sends stay in a queue of ``window``; only older ones are waited for.
 
     gloo finishes a send when its receive is posted, so waiting for a send just issued would deadlock a 1F1B pipeline.
     """
 
     transport: Transport
-    stage: int
     peer: int
-    what: str
     probe: Probe
     counters: Counters
-    window: int
-    specs: dict[Hashable, tuple[TensorSpec, ...]] = field(default_factory=dict)
+    window: int = 2
+    specs: Specs = field(default_factory=dict)
     queue: deque[tuple[tuple[Message, ...], str]] = field(default_factory=deque)
 
-    def send(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable = None) -> None:
+    def send(self, tensors: Sequence[Tensor], message: Action, signature: Hashable = None) -> None:
         """Start sending; with a signature (not None) a header goes first if the peer has not seen it.
+
+        Args:
+            tensors: The payload.
+            message: The action that made it.
+            signature: What decides the payload's shapes, boundary included.
 
         Raises:
             RankMismatchError: If the payload differs from what the peer expects for this signature.
         """
-        header = () if signature is None else self._announce(tensors, microbatch, signature)
+        header = () if signature is None else self._announce(tensors, message, signature)
         payload = tuple(tensor.detach().contiguous() for tensor in tensors)
         self.counters.messages_sent += 1
         self.counters.bytes_sent += sum(tensor.nbytes for tensor in payload)
         # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
         parts = (*header, self.transport.isend(payload, self.peer))
-        self.queue.append((parts, f"the {self.what} of microbatch {microbatch}"))
+        target = message.stage + (1 if message.kind == "F" else -1)
+        status = f"stage {message.stage} waits for stage {target} to receive {message_name(message)}"
+        self.queue.append((parts, status))
         self.drain(self.window)
 
     def drain(self, keep: int = 0) -> None:
         """Wait for all sends but the newest ``keep``."""
         while len(self.queue) > keep:
-            parts, name = self.queue.popleft()
-            status = f"stage {self.stage} waits for stage {self.peer} to receive {name}"
+            parts, status = self.queue.popleft()
             for part in parts:
-                self.probe.wait(status, f"drain {self.what}", part.wait)
+                self.probe.wait(status, "drain", part.wait)
 
-    def _announce(self, tensors: Sequence[Tensor], microbatch: int, signature: Hashable) -> tuple[Message, ...]:
+    def _announce(self, tensors: Sequence[Tensor], message: Action, signature: Hashable) -> tuple[Message, ...]:
         """Start sending the header if the peer has not seen the signature; return what is under way."""
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known = self.specs.get(signature)
         if known == specs:
             return ()
+        target = message.stage + 1
         if known is not None:
             raise RankMismatchError(
-                f"payload of microbatch {microbatch} to stage {self.peer} is {specs}, but inputs of the same shapes "
-                f"gave {known} before: stage {self.peer} expects one payload for one set of input shapes. Call "
+                f"payload of microbatch {message.microbatch} to stage {target} is {specs}, but inputs of the same "
+                f"shapes gave {known} before: stage {target} expects one payload for one set of input shapes. Call "
                 "forget_headers() on every rank after freezing parameters or changing the model's flags, or build "
                 "the runtime with cache_headers=False if payload shapes depend on the data."
             )
@@ -189,53 +208,64 @@ class Sender:
 
 @dataclass(slots=True)
 class Receiver:
-    """Receives from one neighbour, in the order of ``expect``; posts receives ahead where the specs are known."""
+    """The receiving end of a channel; posts receives ahead, in the order of ``expect``, where the specs are known.
+
+    A message that is taken out of order waits in ``arrived`` until it is asked for.
+    """
 
     transport: Transport
-    stage: int
     peer: int
-    what: str
     probe: Probe
     counters: Counters
     ahead: int
-    specs: dict[Hashable, tuple[TensorSpec, ...]] = field(default_factory=dict)
-    coming: deque[tuple[int, Hashable]] = field(default_factory=deque)
-    posted: deque[tuple[int, Message]] = field(default_factory=deque)
+    specs: Specs = field(default_factory=dict)
+    coming: deque[tuple[Action, Hashable]] = field(default_factory=deque)
+    posted: deque[tuple[Action, Message]] = field(default_factory=deque)
+    arrived: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def expect(self, microbatches: Sequence[int], signatures: Sequence[Hashable]) -> None:
-        """Say which messages come next, in order; the signature of a microbatch is at its index."""
-        self.coming = deque((i, signatures[i]) for i in microbatches)
+    def expect(self, messages: Sequence[Action], keys: Sequence[Hashable]) -> None:
+        """Say which messages come next, in the sender's order, and under which key ``specs`` has their shapes.
+
+        The key of a gradient is the message itself: its specs are entered when the payload goes out.
+        """
+        self.coming = deque(zip(messages, keys, strict=True))
 
     def post_ahead(self) -> None:
         """Post receives until ``ahead`` of them are outstanding, as far as the specs are known."""
         while self.coming and len(self.posted) < self.ahead and self.coming[0][1] in self.specs:
-            microbatch, signature = self.coming.popleft()
-            self.posted.append((microbatch, self.transport.irecv(self.specs[signature], self.peer)))
+            self._post(*self.coming.popleft())
 
-    def take(self) -> tuple[Tensor, ...]:
-        """Return the next message's tensors, waiting for them if need be."""
-        if not self.posted:
-            microbatch, signature = self.coming.popleft()
-            if signature not in self.specs:
-                self.specs[signature] = self._receive_header(microbatch)
-            self.posted.append((microbatch, self.transport.irecv(self.specs[signature], self.peer)))
-        microbatch, message = self.posted.popleft()
-        tensors = self._wait(message, f"the {self.what} of microbatch {microbatch}")
-        self.counters.messages_received += 1
-        return tensors
+    def take(self, wanted: Action) -> tuple[Tensor, ...]:
+        """Return the tensors of a message, waiting for it and for all sent before it if need be."""
+        while wanted not in self.arrived:
+            if not self.posted:
+                message, key = self.coming.popleft()
+                if key not in self.specs:
+                    self.specs[key] = self._receive_header(message)
+                self._post(message, key)
+            message, work = self.posted.popleft()
+            self.arrived[message] = self._wait(work, message, message_name(message))
+            self.counters.messages_received += 1
+        return self.arrived.pop(wanted)
 
-    def _receive_header(self, microbatch: int) -> tuple[TensorSpec, ...]:
-        name = f"the header of microbatch {microbatch}"
+    def _post(self, message: Action, key: Hashable) -> None:
+        self.posted.append((message, self.transport.irecv(self.specs[key], self.peer)))
+        if key == message:  # a gradient: its shapes were noted for this one message
+            del self.specs[key]
+
+    def _receive_header(self, message: Action) -> tuple[TensorSpec, ...]:
+        name = f"the header of microbatch {message.microbatch}"
         length = 1
         values: list[int] = []
         for _ in ("length", "body"):
             spec = TensorSpec((length,), torch.int64, requires_grad=False)
-            (tensor,) = self._wait(self.transport.irecv([spec], self.peer), name)
+            (tensor,) = self._wait(self.transport.irecv([spec], self.peer), message, name)
             values = [int(value) for value in tensor.tolist()]
             length = values[0]
         return decode_header(values)
 
-    def _wait(self, message: Message, name: str) -> tuple[Tensor, ...]:
-        status = f"stage {self.stage} waits for {name} from stage {self.peer}"
-        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", message.wait)
+    def _wait(self, work: Message, message: Action, name: str) -> tuple[Tensor, ...]:
+        target = message.stage + (1 if message.kind == "F" else -1)
+        status = f"stage {target} waits for {name} from stage {message.stage}"
+        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", work.wait)
         return tensors

@@ -86,7 +86,7 @@ def partition(num_blocks: int, num_stages: int, split: Split, costs: StageCosts 
     if isinstance(split, str):
         raise PlanError(f"pipeline.split={split!r} is unknown. Use 'balanced', 'even' or a list of block counts.")
     sizes = list(split)
-    if len(sizes) != num_stages or sum(sizes) != num_blocks or min(sizes) < 1:
+    if len(sizes) != num_stages or sum(sizes) != num_blocks or 0 in sizes[:-1]:
         raise PlanError(
             f"pipeline.split={sizes} has {len(sizes)} entries that sum to {sum(sizes)}; it needs {num_stages} entries "
             f">= 1 (one a stage) that sum to the model's {num_blocks} blocks."

@@ -1,15 +1,15 @@
-"""Execute a schedule on one rank: compute its stage's actions, exchange payloads and gradients with the neighbours.
+"""Execute a schedule on one rank: compute the actions of its stages, exchange payloads and gradients with the neighbours.
 
 The runtime knows no schedule and no model. A stage is a callable ``stage(payload, **inputs)``: it returns the tuple of
 tensors that crosses to the next stage or, on the last stage, the model's output. Payloads may hold any number of tensors
-of any shape, integers among them; microbatches may differ in shape and number from run to run.
+of any shape, integers among them; microbatches may differ in shape and number from run to run. A rank holds one stage
+or several (virtual stages).
 
 Three uses share one interpreter: `PipelineRuntime.run` with backward (loss inside the schedule) and without
 (evaluation), and the pair `forward_phase` / `backward_phase` for a loss that the caller computes from the outputs.
 
 Deadlock: receives are posted before they are needed where the shapes are known, sends are never waited for when just
-issued, and `check_schedule` proves a schedule under exactly these rules. Activations and gradients travel on two
-transports; NCCL needs them on two groups.
+issued, and `check_schedule` proves a schedule under exactly these rules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hf_parallel.errors import PlanError, ScheduleError, UnsupportedError
+from hf_parallel.errors import PlanError, ScheduleError
 from hf_parallel.pipeline_parallel.actions import Action
-from hf_parallel.pipeline_parallel.messages import Counters, Probe, Receiver, Sender, signature_of
-from hf_parallel.pipeline_parallel.transport import TensorSpec, Transport, connect
+from hf_parallel.pipeline_parallel.links import Links, gradient_specs
+from hf_parallel.pipeline_parallel.messages import Counters, Probe, signature_of
+from hf_parallel.pipeline_parallel.program import Program
+from hf_parallel.pipeline_parallel.transport import TensorSpec, Transport
+from hf_parallel.pipeline_parallel.weight_gradients import Pending, WeightGradients, accumulate
 
 
 Inputs: TypeAlias = Mapping[str, Any]
@@ -47,10 +51,20 @@ class _Enter(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Live:
-    """A microbatch between its forward and its backward: the received leaves and the tensors to start backward from."""
+    """A microbatch between its forward and the end of its backward on one stage.
+
+    Attributes:
+        leaves: The received tensors that require a gradient.
+        roots: Where the backward starts, None for a tensor that requires no gradient. Edges of the graph, not tensors,
+            so that a payload's memory is free once it has been sent.
+        specs: Of the gradients that come back for the payload; empty on the last stage.
+        pending: Weight gradients that the input backward put off.
+    """
 
     leaves: tuple[Tensor, ...]
-    roots: tuple[Tensor, ...]
+    roots: tuple[GradientEdge | None, ...]
+    specs: tuple[TensorSpec, ...]
+    pending: Pending | None = None
 
 
 @dataclass(slots=True)
@@ -58,30 +72,43 @@ class PhaseState:
     """What `forward_phase` keeps for `backward_phase`.
 
     Attributes:
-        outputs: On the last stage the detached output tensors of each microbatch, elsewhere empty.
+        outputs: On the rank of the last stage the detached output tensors of each microbatch, elsewhere empty.
     """
 
-    microbatches: Sequence[Inputs]
-    live: dict[int, _Live] = field(default_factory=dict)
+    num_microbatches: int
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One execution of a program: what it works on, and what it does on the last stage."""
+
+    microbatches: Sequence[Inputs]
+    finish: OutputFunction
+    seeds: Callable[[int], Sequence[Tensor | None]]
+    live: dict[tuple[int, int], _Live]
+    keeps: bool = True
 
 
 class PipelineRuntime:
     """The interpreter of schedules on one rank; all ranks of the pipeline group build theirs together.
 
     Args:
-        stage: ``stage(payload, **inputs)``; an `nn.Module` or any callable.
-        stage_index: This rank's stage, its rank in the pipeline group.
-        num_stages: Number of stages; with 1 there are no messages and the transports may be None.
-        transport_down: Carries activations from stage s to s + 1.
-        transport_up: Carries gradients from stage s + 1 to s. May be the same object on gloo, not on NCCL.
-        send_window: Sends left unfinished in each direction before the oldest is waited for, at least 1.
+        stages: Stage index -> ``stage(payload, **inputs)``, an `nn.Module` or any callable; the stages of this rank.
+        placement: Rank in the pipeline group of every stage.
+        rank: This rank in the pipeline group.
+        transports: What carries messages to higher ranks, and what carries those to lower ranks. May be the same object on
+            gloo, not on NCCL. None if there is one rank.
         cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
             for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
+        weights: What puts off the weight gradients of this rank's stages; needed by programs that split backwards.
+        before: Called with (stage, microbatch) before every forward.
 
     Attributes:
-        peak_live: Most microbatches held alive at once in the last run.
+        peak_live: Most (stage, microbatch) pairs held at once in the last run, between a forward and the end of its
+            backward.
         counters: Messages, headers and bytes since the runtime was built.
 
     Raises:
@@ -90,39 +117,39 @@ class PipelineRuntime:
 
     def __init__(
         self,
-        stage: Callable[..., Any],
-        stage_index: int,
-        num_stages: int,
-        transport_down: Transport | None = None,
-        transport_up: Transport | None = None,
+        stages: Mapping[int, Callable[..., Any]],
+        placement: Sequence[int],
+        rank: int = 0,
+        transports: tuple[Transport, Transport] | None = None,
         *,
-        send_window: int = 2,
         cache_headers: bool = True,
         probe: Probe | None = None,
+        weights: WeightGradients | None = None,
+        before: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.stage, self.stage_index, self.num_stages = stage, stage_index, num_stages
+        self.stages, self.placement, self.rank = dict(stages), tuple(placement), rank
         self.cache_headers = cache_headers
         self.probe = probe if probe is not None else Probe()
+        self.before = before
         self.counters = Counters()
         self.peak_live = 0
-        self._down_out: Sender | None = None
-        self._down_in: Receiver | None = None
-        self._up_out: Sender | None = None
-        self._up_in: Receiver | None = None
-        if num_stages > 1:
-            if transport_down is None or transport_up is None:
-                raise UnsupportedError(f"pipeline of {num_stages} stages has no transport: pass both transports.")
-            self._open_links(transport_down, transport_up, send_window)
+        self._links = Links(placement, rank, transports, self.probe, self.counters)
+        self.weights = weights
 
     @property
-    def is_last(self) -> bool:
+    def last_stage(self) -> int:
+        """Index of the stage that computes outputs and losses."""
+        return len(self.placement) - 1
+
+    @property
+    def has_last_stage(self) -> bool:
         """Whether this rank computes outputs and losses."""
-        return self.stage_index == self.num_stages - 1
+        return self.placement[-1] == self.rank
 
     def run(
         self,
         microbatches: Sequence[Inputs],
-        actions: Sequence[Action],
+        program: Program,
         *,
         backward: bool,
         loss_of: LossFunction | None = None,
@@ -132,22 +159,23 @@ class PipelineRuntime:
 
         Args:
             microbatches: Model inputs of every microbatch; the same on all stages.
-            actions: This rank's actions.
+            program: This rank's part of the schedule.
             backward: Whether the actions train; False runs without autograd and keeps nothing.
             loss_of: ``loss_of(output, microbatch_index)`` gives the normalised scalar loss on the last stage. Needed
                 with backward; without, the outputs themselves are returned if it is None.
             seed: Gradient that each loss starts from: 1, or the loss scale of fp16.
 
         Returns:
-            On the last stage the detached losses, or outputs, in microbatch order; elsewhere an empty list.
+            On the rank of the last stage the detached losses, or outputs, in microbatch order; elsewhere an empty list.
 
         Raises:
-            ScheduleError: If an action is not for this stage or these microbatches.
+            ScheduleError: If an action is not for this rank or these microbatches.
         """
-        self._check_actions(actions, len(microbatches), backward, loss_of)
+        if backward and self.has_last_stage and loss_of is None:
+            raise ScheduleError(
+                "run(backward=True) has no loss on the last stage: pass loss_of, or use forward_phase."
+            )
         results: dict[int, Any] = {}
-        live: dict[int, _Live] = {}
-        signatures = self._begin(microbatches, actions, backward)
 
         def finish(output: Any, i: int) -> tuple[Tensor, ...]:
             if loss_of is None:
@@ -157,224 +185,187 @@ class PipelineRuntime:
             results[i] = loss.detach()
             return (loss,)
 
-        def forward(i: int) -> None:
-            kept = self._forward(microbatches[i], i, signatures[i], finish)
-            if backward:
-                self._hold(live, i, kept)
+        def seeds(i: int) -> Sequence[Tensor]:
+            return (torch.full_like(results[i], seed),)
 
-        def backpropagate(i: int) -> None:
-            kept = live.pop(i)
-            self._backward(
-                kept, i, tuple(torch.full_like(loss, seed) for loss in kept.roots) if self.is_last else None
-            )
-
+        run = _Run(microbatches, finish, seeds, {}, keeps=backward)
         with torch.set_grad_enabled(backward):
-            for action in actions:
-                self._perform(action, forward if action.kind == "F" else backpropagate)
-        self._drain()
+            self._execute(program, run, "FBIW" if backward else "F")
         return [results[i] for i in sorted(results)]
 
-    def forward_phase(self, microbatches: Sequence[Inputs], outputs_of: OutputFunction | None = None) -> PhaseState:
+    def forward_phase(
+        self, microbatches: Sequence[Inputs], program: Program, outputs_of: OutputFunction | None = None
+    ) -> PhaseState:
         """Run all forwards and keep their graphs for a later `backward_phase`.
 
         Args:
             microbatches: Model inputs of every microbatch; the same on all stages.
+            program: This rank's forwards.
             outputs_of: ``outputs_of(output, microbatch_index)`` picks the tensors of the last stage's output that the
                 caller computes a loss from; by default all tensors in a tensor, tuple or mapping.
 
         Returns:
-            The state to pass on; its ``outputs`` hold the detached tensors on the last stage.
+            The state to pass on; its ``outputs`` hold the detached tensors on the rank of the last stage.
         """
-        actions = [Action(self.stage_index, "F", i) for i in range(len(microbatches))]
-        signatures = self._begin(microbatches, actions, backward=True)
-        state = PhaseState(microbatches)
+        state = PhaseState(len(microbatches))
+        outputs: dict[int, tuple[Tensor, ...]] = {}
 
         def finish(output: Any, i: int) -> tuple[Tensor, ...]:
             tensors = outputs_of(output, i) if outputs_of is not None else _tensors_of(output)
-            state.outputs.append(tuple(tensor.detach() for tensor in tensors))
+            outputs[i] = tuple(tensor.detach() for tensor in tensors)
             return tensors
 
-        def forward(i: int) -> None:
-            self._hold(state.live, i, self._forward(microbatches[i], i, signatures[i], finish))
-
         with torch.enable_grad():
-            for action in actions:
-                self._perform(action, forward)
-        self._drain()
+            self._execute(program, _Run(microbatches, finish, lambda i: (), state.live), "F")
+        state.outputs = [outputs[i] for i in sorted(outputs)]
         return state
 
-    def backward_phase(self, state: PhaseState, output_grads: Sequence[Sequence[Tensor | None]] | None = None) -> None:
+    def backward_phase(
+        self, state: PhaseState, program: Program, output_grads: Sequence[Sequence[Tensor | None]] | None = None
+    ) -> None:
         """Run all backwards of a `forward_phase`, once.
 
         Args:
             state: What `forward_phase` returned; it is empty afterwards.
-            output_grads: On the last stage, for each microbatch the gradients with respect to ``state.outputs``; None
-                for a tensor that the loss does not use. Ignored elsewhere.
+            program: This rank's backwards.
+            output_grads: On the rank of the last stage, for each microbatch the gradients with respect to
+                ``state.outputs``; None for a tensor that the loss does not use. Ignored elsewhere.
         """
-        if self.is_last and (output_grads is None or len(output_grads) != len(state.microbatches)):
+        if self.has_last_stage and (output_grads is None or len(output_grads) != state.num_microbatches):
             given = "none" if output_grads is None else str(len(output_grads))
             raise ScheduleError(
-                f"backward_phase got output gradients for {given} of {len(state.microbatches)} microbatches: the last "
+                f"backward_phase got output gradients for {given} of {state.num_microbatches} microbatches: the last "
                 "stage needs them for each. Pass one sequence of gradients a microbatch."
             )
-        actions = [Action(self.stage_index, "B", i) for i in range(len(state.microbatches))]
-        if self._up_in is not None:
-            self._up_in.specs = {i: _gradient_specs(kept.roots) for i, kept in state.live.items()}
-            self._up_in.expect(range(len(actions)), range(len(actions)))
-
-        def backpropagate(i: int) -> None:
-            seeds = tuple(output_grads[i]) if self.is_last and output_grads is not None else None
-            self._backward(state.live.pop(i), i, seeds)
-
-        for action in actions:
-            self._perform(action, backpropagate)
-        self._drain()
+        gradients = output_grads or ()
+        run = _Run([{}] * state.num_microbatches, lambda output, i: (), lambda i: gradients[i], state.live)
+        with torch.enable_grad():
+            self._execute(program, run, "BIW")
 
     def forget_headers(self) -> None:
         """Send headers anew from the next run on; to be called on every rank, after parameters were (un)frozen."""
-        for link in (self._down_out, self._down_in):
-            if link is not None:
-                link.specs.clear()
+        self._links.forget()
 
-    def _open_links(self, down: Transport, up: Transport, window: int) -> None:
-        if down.serial and up.serial and down.group is up.group:
-            raise UnsupportedError(
-                "pipeline transports for activations and gradients share one NCCL group: its operations run one after "
-                "another, so a send in one direction blocks the other for ever. Create a second group for gradients."
-            )
-        if down.serial:
-            connect(down, self.stage_index, self.num_stages, downwards=True)
-        if up.serial:
-            connect(up, self.stage_index, self.num_stages, downwards=False)
-        here, probe, counters = self.stage_index, self.probe, self.counters
-        if here > 0:
-            self._down_in = Receiver(down, here, here - 1, "activation", probe, counters, down.receive_ahead)
-            self._up_out = Sender(up, here, here - 1, "gradient", probe, counters, window)
-        if not self.is_last:
-            self._down_out = Sender(down, here, here + 1, "activation", probe, counters, window)
-            self._up_in = Receiver(up, here, here + 1, "gradient", probe, counters, up.receive_ahead)
-
-    def _check_actions(
-        self, actions: Sequence[Action], num_microbatches: int, backward: bool, loss_of: LossFunction | None
-    ) -> None:
-        for action in actions:
-            kinds = "FB" if backward else "F"
-            if action.stage != self.stage_index or action.microbatch >= num_microbatches or action.kind not in kinds:
-                raise ScheduleError(
-                    f"action {action} cannot run here: this is stage {self.stage_index}, with {num_microbatches} "
-                    f"microbatches and kinds {'+'.join(kinds)}. Pass the actions of this rank for this batch."
-                )
-        if backward and self.is_last and loss_of is None:
-            raise ScheduleError(
-                "run(backward=True) has no loss on the last stage: pass loss_of, or use forward_phase."
-            )
-
-    def _begin(self, microbatches: Sequence[Inputs], actions: Sequence[Action], backward: bool) -> list[Hashable]:
-        """Reset the per-run state; return each microbatch's signature, the same on every rank."""
-        self.peak_live = 0
-        if not self.cache_headers:
+    def _execute(self, program: Program, run: _Run, kinds: str) -> None:
+        self._check_actions(program, len(run.microbatches), kinds)
+        self.peak_live = len(run.live)
+        if not self.cache_headers and "F" in kinds:
             self.forget_headers()
-        training = self.stage.training if isinstance(self.stage, nn.Module) else True
-        mode = (backward, training, *_autocast_mode())
-        signatures: list[Hashable] = [
-            (signature_of(inputs), mode) if self.cache_headers else i for i, inputs in enumerate(microbatches)
-        ]
-        if self._down_in is not None:
-            self._down_in.expect([a.microbatch for a in actions if a.kind == "F"], signatures)
-        if self._up_in is not None:
-            # A gradient needs no header: its specs are those of this rank's own outputs, known from the forward on.
-            self._up_in.specs.clear()
-            self._up_in.expect([a.microbatch for a in actions if a.kind == "B"], range(len(microbatches)))
-        return signatures
+        self._links.begin(program, self._signatures(run))
+        for (stage, i), live in run.live.items():
+            if stage != self.last_stage:
+                self._links.expect_gradients(stage, i, live.specs)
+        works = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        for action in program.actions:
+            with self._named(action.stage, f"action {action}"):
+                self._links.post_ahead()
+                works[action.kind](action, run)
+        with self._named(self.last_stage if self.has_last_stage else min(self.stages), "finishing its sends"):
+            self._links.drain()
 
-    def _perform(self, action: Action, work: Callable[[int], None]) -> None:
-        with self._named(f"action {action}"):
-            self._post_ahead()
-            work(action.microbatch)
+    def _check_actions(self, program: Program, num_microbatches: int, kinds: str) -> None:
+        for action in program.actions:
+            if action.stage not in self.stages or action.microbatch >= num_microbatches or action.kind not in kinds:
+                raise ScheduleError(
+                    f"action {action} cannot run here: this rank holds the stages {sorted(self.stages)}, with "
+                    f"{num_microbatches} microbatches and kinds {'+'.join(kinds)}. Pass the actions of this rank for "
+                    "this batch."
+                )
+
+    def _signatures(self, run: _Run) -> list[Hashable]:
+        """What decides the payload shapes of each microbatch, the same on every rank."""
+        if not self.cache_headers:
+            return list(range(len(run.microbatches)))
+        stage = next(iter(self.stages.values()))
+        training = stage.training if isinstance(stage, nn.Module) else True
+        mode = (run.keeps, training, *_autocast_mode())
+        return [(signature_of(inputs), mode) for inputs in run.microbatches]
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, stage: int, what: str) -> Iterator[None]:
         """Note on every error which stage failed in what, and let it pass."""
         try:
             yield
         except Exception as error:
             error.add_note(
-                f"pipeline stage {self.stage_index} of {self.num_stages} (rank {self.stage_index} of the pipeline "
-                f"group) failed in {what}"
+                f"pipeline stage {stage} of {len(self.placement)} (rank {self.rank} of the pipeline group) failed in "
+                f"{what}"
             )
             raise
 
-    def _post_ahead(self) -> None:
-        if self._down_in is not None:
-            self._down_in.post_ahead()
-        if self._up_in is not None:
-            self._up_in.post_ahead()
-
-    def _hold(self, live: dict[int, _Live], microbatch: int, kept: _Live) -> None:
-        live[microbatch] = kept
-        self.peak_live = max(self.peak_live, len(live))
-
-    def _forward(self, inputs: Inputs, i: int, signature: Hashable, finish: OutputFunction) -> _Live:
-        leaves: tuple[Tensor, ...] = ()
-        payload: tuple[Tensor, ...] = ()
-        if self._down_in is not None:
-            leaves = self._down_in.take()
-            for leaf, spec in zip(leaves, self._down_in.specs[signature], strict=True):
-                leaf.requires_grad_(spec.requires_grad)
-            enter: Callable[[Tensor], Tensor] = _Enter.apply
-            payload = tuple(enter(leaf) if leaf.requires_grad else leaf for leaf in leaves)
-            self._post_ahead()
+    def _forward(self, action: Action, run: _Run) -> None:
+        stage, i = action.stage, action.microbatch
+        leaves = self._links.take_payload(stage, i)
+        enter: Callable[[Tensor], Tensor] = _Enter.apply
+        payload = tuple(enter(leaf) if leaf.requires_grad else leaf for leaf in leaves)
+        self._links.post_ahead()
+        if self.before is not None:
+            self.before(stage, i)
 
         def compute() -> tuple[Tensor, ...]:
-            output = self.stage(payload, **inputs)
-            return finish(output, i) if self.is_last else self._check_payload(output)
+            output = self.stages[stage](payload, **run.microbatches[i])
+            return run.finish(output, i) if stage == self.last_stage else self._check_payload(output, stage)
 
-        action = f"{self.stage_index}F{i}"
-        roots: tuple[Tensor, ...] = self.probe.run(f"stage {self.stage_index} runs {action}", action, compute)
-        if self._down_out is not None and self._up_in is not None:
-            self._up_in.specs[i] = _gradient_specs(roots)
-            # The receive of the gradient is posted before the send, so that a fast peer never finds it missing.
-            self._up_in.post_ahead()
-            self._down_out.send(roots, i, signature)
-        return _Live(leaves, roots)
+        made: tuple[Tensor, ...] = self._compute(action, compute)
+        if run.keeps:
+            roots = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
+            trained = tuple(leaf for leaf in leaves if leaf.requires_grad)
+            specs = gradient_specs(made) if stage != self.last_stage else ()
+            run.live[stage, i] = _Live(trained, roots, specs)
+            self.peak_live = max(self.peak_live, len(run.live))
+        if stage != self.last_stage:
+            self._links.give_payload(stage, i, made)
 
-    def _backward(self, kept: _Live, i: int, seeds: tuple[Tensor | None, ...] | None) -> None:
-        if seeds is None:
-            if self._up_in is None:
-                raise ScheduleError(f"backward of microbatch {i} has no gradients: the last stage starts from seeds.")
-            grads = iter(self._up_in.take())
-            self._up_in.specs.pop(i)
-            seeds = tuple(next(grads) if root.requires_grad else None for root in kept.roots)
-        pairs = [
-            (root, seed)
-            for root, seed in zip(kept.roots, seeds, strict=True)
-            if root.requires_grad and seed is not None
-        ]
-        action = f"{self.stage_index}B{i}"
+    def _backward(self, action: Action, run: _Run) -> None:
+        self._walk(action, run.live.pop((action.stage, action.microbatch)), run)
+
+    def _backward_input(self, action: Action, run: _Run) -> None:
+        live = run.live[action.stage, action.microbatch]
+        if self.weights is None:
+            raise ScheduleError(
+                f"action {action} puts off weight gradients, but the runtime has no `weights`: its stages would compute "
+                "them at once. Pass weights=WeightGradients(model)."
+            )
+        with self.weights.deferring() as live.pending:
+            self._walk(action, live, run)
+
+    def _backward_weight(self, action: Action, run: _Run) -> None:
+        live = run.live.pop((action.stage, action.microbatch))
+        self._compute(action, lambda: accumulate(live.pending or []))
+
+    def _walk(self, action: Action, live: _Live, run: _Run) -> None:
+        """Backward through one stage's graph of one microbatch; consumes it."""
+        stage, i = action.stage, action.microbatch
+        pairs = [(root, seed) for root, seed in zip(live.roots, self._seeds(live, stage, i, run), strict=True) if root]
+        pairs = [(root, seed) for root, seed in pairs if seed is not None]
 
         def compute() -> None:
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [seed for _, seed in pairs])
 
-        self.probe.run(f"stage {self.stage_index} runs {action}", action, compute)
-        if self._up_out is not None:
-            self._up_out.send(
-                [torch.zeros_like(x) if x.grad is None else x.grad for x in kept.leaves if x.requires_grad], i
+        self._compute(action, compute)
+        leaves, live.leaves, live.roots = live.leaves, (), ()
+        if stage > 0:
+            self._links.give_gradients(
+                stage, i, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             )
 
-    def _check_payload(self, output: Any) -> tuple[Tensor, ...]:
+    def _seeds(self, live: _Live, stage: int, i: int, run: _Run) -> Sequence[Tensor | None]:
+        if stage == self.last_stage:
+            return run.seeds(i)
+        gradients = iter(self._links.take_gradients(stage, i))
+        return [None if root is None else next(gradients) for root in live.roots]
+
+    def _compute(self, action: Action, work: Callable[[], Any]) -> Any:
+        return self.probe.run(f"stage {action.stage} runs {action}", str(action), work)
+
+    def _check_payload(self, output: Any, stage: int) -> tuple[Tensor, ...]:
         if isinstance(output, tuple) and all(isinstance(tensor, Tensor) for tensor in output):
             return output
         raise PlanError(
-            f"stage {self.stage_index} of {self.num_stages} returned {type(output).__name__}: a stage before the last "
-            "returns the tuple of tensors that cross to the next one. Return a tuple of tensors."
+            f"stage {stage} of {len(self.placement)} returned {type(output).__name__}: a stage before the last returns "
+            "the tuple of tensors that cross to the next one. Return a tuple of tensors."
         )
-
-    def _drain(self) -> None:
-        with self._named("finishing its sends"):
-            for link in (self._down_out, self._up_out):
-                if link is not None:
-                    link.drain()
 
 
 def _tensors_of(output: Any) -> tuple[Tensor, ...]:
@@ -386,11 +377,6 @@ def _tensors_of(output: Any) -> tuple[Tensor, ...]:
     if isinstance(output, (tuple, list)):
         return tuple(tensor for item in output for tensor in _tensors_of(item))
     return ()
-
-
-def _gradient_specs(roots: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """Return what comes back for a payload: one gradient for each tensor that requires one."""
-    return tuple(TensorSpec.of(root) for root in roots if root.requires_grad)
 
 
 def _autocast_mode() -> tuple[Hashable, ...]:

@@ -182,24 +182,22 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
     return HostTransport(group, device)
 
 
-def connect(transport: Transport, stage_index: int, num_stages: int, *, downwards: bool) -> None:
-    """Send one element along the chain of stages, so that every neighbour pair has its connection.
+def connect(transport: Transport, source: int, target: int, rank: int) -> None:
+    """Send one element from the group's rank ``source`` to ``target``, so that the pair has its connection.
 
     NCCL opens a pair's communicator at its first message and blocks until both ends arrive; a receive posted ahead
-    would then wait for a peer that waits for us. All ranks of the group call this once, in the same order.
+    would then wait for a peer that waits for us. Both ranks call this; several pairs in one order on all ranks.
 
     Args:
         transport: The transport to connect.
-        stage_index: This rank's stage.
-        num_stages: Number of stages.
-        downwards: Direction of the messages that will follow: True for activations, False for gradients.
+        source: The sending rank.
+        target: The receiving rank.
+        rank: This rank, one of the two.
     """
-    step = 1 if downwards else -1
-    source, target = stage_index - step, stage_index + step
     spec = TensorSpec((1,), torch.int64, False)
-    if 0 <= source < num_stages:
+    if rank == target:
         transport.irecv([spec], source).wait()
-    if 0 <= target < num_stages:
+    else:
         transport.isend([torch.zeros(1, dtype=spec.dtype, device=transport.device)], target).wait()
 
 

@@ -191,10 +191,10 @@ def half_of_the_parameters_clipped(rank: int, folder: str) -> None:
 
 
 REFUSALS: dict[Callable[[int, str], None], str] = {
-    unlike_batches: r"RankMismatchError: rank 1 \(stage 1 of 2\) read a different batch than rank 0 .*seeded alike",
+    unlike_batches: r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike",
     unlike_configs: r"RankMismatchError: rank 1.* made another config than rank 0.*num_microbatches\": 4.*num_microbatches\": 5.*same YAML",
     unlike_layouts: r"RankMismatchError: rank 1 made another config than rank 0",
-    unlike_models: r"RankMismatchError: rank 1 \(stage 1 of 2\) made another plan than rank 0.*load the same model",
+    unlike_models: r"RankMismatchError: rank 1 \(pp 1 of 2\) made another plan than rank 0.*load the same model",
     no_label: r"ConfigError: every label of this optimizer step is -100.*Check the collator",
     no_label_tp: r"ConfigError: every label of a batch is -100",
     two_forwards: r"UnsupportedError: two training forwards without a backward.*torch\.no_grad",
@@ -389,7 +389,7 @@ def test_a_rank_that_is_gone_ends_the_others_by_name(failure: str, parallel: dic
     report, _ = run_failing(parallel, failure, tmp_path, grace=15)
     of_rank = dict(re.findall(r"(?ms)^rank (\d): (.*?)(?=^rank \d: |\Z)", report))
     assert ("a bad row" if failure == "raise" else "exited with code 3") in of_rank["1"]
-    axis = "stage 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
+    axis = "pp 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
     assert re.search(rf"RankFailure: rank 0 .*lost rank 1 \({axis}\)", of_rank["0"]), of_rank["0"]
 
 
@@ -401,7 +401,7 @@ def test_a_rank_that_is_gone_ends_the_others_by_name(failure: str, parallel: dic
 def test_a_rank_that_hangs_is_named_within_the_bound(failure: str, parallel: dict[str, Any], tmp_path: Path) -> None:
     report, stderr = run_failing(parallel, failure, tmp_path, grace=0.1)
     assert "rank 0: exited with code 86" in report
-    axis = "stage 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
+    axis = "pp 1 of 2" if "pp_size" in parallel else "tp 1 of 2" if "tp_size" in parallel else "dp 1 of 2"
     assert f"The job waits for: rank 1 ({axis})." in stderr
     waited = re.search(r"gave up: .*, for ([\d.]+) s \(monitor\.hang_timeout_s=2\)", stderr)
     assert waited is not None

@@ -7,7 +7,7 @@ gradients are compared bit for bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,15 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
 from hf_parallel.pipeline_parallel.actions import Action
+from hf_parallel.pipeline_parallel.links import neighbour_pairs
+from hf_parallel.pipeline_parallel.program import Program
+from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES, forward_only
+from hf_parallel.pipeline_parallel.schedules import SCHEDULES
+from hf_parallel.pipeline_parallel.simulate import peak_live
 from hf_parallel.pipeline_parallel.transport import DirectTransport, HostTransport, connect, make_transport
+from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
+from hf_parallel.sections import PipelineConfig
 
 
 WIDTH = 6
@@ -91,105 +97,155 @@ def reference(stages: Sequence[nn.Module], microbatches: list[dict[str, Any]], s
 
 
 def runtime_for(
-    stage: Callable[..., Any], rank: int, world_size: int, host: bool = False, **options: Any
+    stages: Mapping[int, Callable[..., Any]] | Callable[..., Any],
+    rank: int,
+    world_size: int,
+    host: bool = False,
+    placement: Sequence[int] | None = None,
+    **options: Any,
 ) -> PipelineRuntime:
+    """A runtime of several stages, or of one stage a rank."""
     group = dist.group.WORLD
-    transports = [make_transport("host" if host else "auto", CPU, group) for _ in "du"]
-    assert all(isinstance(t, HostTransport if host else DirectTransport) for t in transports)
-    return PipelineRuntime(stage, rank, world_size, *transports, **options)
+    down, up = (make_transport("host" if host else "auto", CPU, group) for _ in "du")
+    assert all(isinstance(t, HostTransport if host else DirectTransport) for t in (down, up))
+    mine = stages if isinstance(stages, Mapping) else {rank: stages}
+    return PipelineRuntime(mine, range(world_size) if placement is None else placement, rank, (down, up), **options)
 
 
-def assert_same_gradients(mine: nn.Module, other: nn.Module) -> None:
+def programs(rank: int, world_size: int, schedule: str = "1f1b", **settings: Any) -> Programs:
+    return Programs(ScheduleChoice(PipelineConfig(schedule=schedule, **settings), world_size), rank)
+
+
+def assert_same_gradients(mine: nn.Module, other: nn.Module, rtol: float = 0.0) -> None:
     for (name, a), b in zip(mine.named_parameters(), other.parameters(), strict=True):
         if a.grad is None or b.grad is None:
             # a leaf that nobody read gives zeros in a pipeline where one process gives None
             given = a.grad if a.grad is not None else b.grad
             assert given is None or not given.any(), name
         else:
-            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(
+                a.grad, b.grad, rtol=0, atol=rtol * float(b.grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
-def parity_rank(rank: int, world_size: int) -> None:
-    for stage_class in (ToyStage, FrozenStart) if world_size > 1 else (ToyStage,):
-        stages = build(stage_class, world_size)
-        mine = copy.deepcopy(stages[rank])
-        runtime = runtime_for(mine, rank, world_size)
-        hosted = runtime_for(mine, rank, world_size, host=True)
-        for name, count in [(n, m) for n in sorted(SCHEDULES) for m in (1, 2, 3, 7)]:
+def parity_rank(rank: int, world_size: int, name: str) -> None:
+    choice = ScheduleChoice(PipelineConfig(schedule=name), world_size)
+    mine, count_of_stages = choice.stages_of_ranks[rank], len(choice.placement)
+    for stage_class in (ToyStage, FrozenStart) if count_of_stages > 1 else (ToyStage,):
+        stages = build(stage_class, count_of_stages)
+        own = nn.ModuleDict({str(s): copy.deepcopy(stages[s]) for s in mine})
+        shared: dict[str, Any] = {"weights": WeightGradients(own), "placement": choice.placement}
+        runtime, hosted = (
+            runtime_for({s: own[str(s)] for s in mine}, rank, world_size, host, **shared) for host in (False, True)
+        )
+        for count in (1, 2, 3, 7):
             for engine, rows, length, seed in [(runtime, [2] * count, 5, 1.0), (runtime, [1, 3, 2, 4, 1, 2, 5][:count], 4, 8.0),
                                                (hosted, [2, 1, 1, 3, 1, 1, 1][:count], 3, 1.0)]:  # fmt: skip
                 microbatches = batch(rows, length)
-                for module in (*stages, mine):
+                for module in (*stages, own):
                     module.zero_grad()
                 expected = reference(stages, microbatches, seed)
-                actions = SCHEDULES[name](world_size, count)[rank]
-                losses = engine.run(microbatches, actions, backward=True, loss_of=loss_of, seed=seed)
-                assert losses == (expected if rank == world_size - 1 else []), (name, count, rows)
+                program = Programs(choice, rank).training(count)
+                losses = engine.run(microbatches, program, backward=True, loss_of=loss_of, seed=seed)
+                assert losses == (expected if rank == choice.placement[-1] else []), (name, count, rows)
                 assert all(not loss.requires_grad for loss in losses)
-                assert_same_gradients(mine, stages[rank])
-                bound = min(count, world_size - rank) if name == "1f1b" else count
-                assert engine.peak_live == bound, (name, count, engine.peak_live)
+                for s in mine:
+                    assert_same_gradients(own[str(s)], stages[s], rtol=1e-6 if choice.splits_backward else 0.0)
+                assert engine.peak_live == peak_live(choice.training(count))[rank], (name, count, engine.peak_live)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_pipeline_equals_one_process_and_holds_at_most_the_documented_microbatches(
-    world_size: int, tmp_path: Path
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_pipeline_equals_one_process_and_holds_what_the_schedule_promises(
+    name: str, world_size: int, tmp_path: Path
 ) -> None:
-    run_ranks(parity_rank, world_size, tmp_path=tmp_path)
+    run_ranks(parity_rank, world_size, name, tmp_path=tmp_path)
 
 
-def evaluation_and_split_rank(rank: int, world_size: int) -> None:
-    stages = build(ToyStage, world_size)
-    mine = copy.deepcopy(stages[rank])
-    runtime = runtime_for(mine, rank, world_size)
-    last = rank == world_size - 1
+def memory_rank(rank: int, world_size: int) -> list[list[int]]:
+    stage = build(ToyStage, world_size)[rank]
+    runtime = runtime_for(stage, rank, world_size)
+    peaks = []
+    for count in (4, 8, 16):
+        program = programs(rank, world_size).training(count)
+        runtime.run(batch([1] * count), program, backward=True, loss_of=loss_of)
+        peaks.append(runtime.peak_live)
+    return peaks
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches(tmp_path: Path) -> None:
+    assert run_ranks(memory_rank, 2, tmp_path=tmp_path) == [[2, 2, 2], [1, 1, 1]]
+
+
+def test_a_schedule_that_splits_backwards_needs_something_that_puts_weights_off() -> None:
+    choice = ScheduleChoice(PipelineConfig(schedule="zbv_zero_bubble"), 1)
+    runtime = PipelineRuntime(dict(enumerate(build(ToyStage, 2))), choice.placement)
+    with pytest.raises(ScheduleError, match="the runtime has no `weights`"):
+        runtime.run(batch([1]), Programs(choice, 0).training(1), backward=True, loss_of=loss_of)
+
+
+def evaluation_and_split_rank(rank: int, world_size: int, name: str) -> None:
+    choice = ScheduleChoice(PipelineConfig(schedule=name), world_size)
+    stages = build(ToyStage, len(choice.placement))
+    mine = nn.ModuleList([copy.deepcopy(stages[s]) for s in choice.stages_of_ranks[rank]])
+    theirs = nn.ModuleList([stages[s] for s in choice.stages_of_ranks[rank]])
+    held = dict(zip(choice.stages_of_ranks[rank], mine, strict=True))
+    runtime = runtime_for(held, rank, world_size, placement=choice.placement)
+    made = Programs(choice, rank)
+    last = rank == choice.placement[-1]
     for rows in ([2, 2], [1, 3, 2], [4]):
         microbatches = batch(rows)
-        outputs = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
+        outputs = runtime.run(microbatches, made.forwards(len(rows)), backward=False)
         assert len(outputs) == (len(rows) if last else 0)
         assert runtime.peak_live == 0
         for output, inputs in zip(outputs, microbatches, strict=False):
             assert torch.equal(output["logits"], through(stages, inputs)["logits"])
             assert not output["logits"].requires_grad
-        losses = runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False, loss_of=loss_of)
+        losses = runtime.run(
+            microbatches,
+            made.forwards(len(rows)),
+            backward=False,
+            loss_of=loss_of,
+        )
         for index, loss in enumerate(losses):
             assert torch.equal(loss, loss_of(outputs[index], index))
         assert all(p.grad is None for p in mine.parameters())
 
-        state = runtime.forward_phase(microbatches)
-        assert runtime.peak_live == len(rows)
+        state = runtime.forward_phase(microbatches, made.forwards(len(rows)))
+        assert runtime.peak_live == len(rows) * len(mine)
         grads: list[list[Tensor | None]] = []
         for logits, extra in state.outputs:
             grads.append([2.0 * logits + 1.0, None])
             assert extra.shape == logits.shape[:-1]
         # an evaluation between the phases must not disturb the state
-        runtime.run(microbatches, forward_only(world_size, len(rows))[rank], backward=False)
-        runtime.backward_phase(state, grads if last else None)
+        runtime.run(microbatches, made.forwards(len(rows)), backward=False)
+        runtime.backward_phase(state, made.backwards(len(rows)), grads if last else None)
         assert not state.live
         for inputs in microbatches:
             logits = through(stages, inputs)["logits"]
             (logits.square() + logits).sum().backward()
-        assert_same_gradients(mine, stages[rank])
+        assert_same_gradients(mine, theirs)
         for module in (*stages, mine):
             module.zero_grad()
     if last:
         with pytest.raises(ScheduleError, match="output gradients for none of 1 microbatches"):
-            runtime.backward_phase(state, None)
+            runtime.backward_phase(state, made.backwards(1), None)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_evaluation_and_split_mode_equal_one_process(world_size: int, tmp_path: Path) -> None:
-    run_ranks(evaluation_and_split_rank, world_size, tmp_path=tmp_path)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipev"])
+def test_evaluation_and_split_mode_equal_one_process(name: str, world_size: int, tmp_path: Path) -> None:
+    run_ranks(evaluation_and_split_rank, world_size, name, tmp_path=tmp_path)
 
 
 def header_rank(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     stage = build(ToyStage, world_size)[rank]
-    runtime = runtime_for(stage, rank, world_size)
+    runtime, made = runtime_for(stage, rank, world_size), programs(rank, world_size)
     seen = []
 
     def step(rows: list[int], length: int, backward: bool = True) -> None:
-        schedule = (SCHEDULES["1f1b"] if backward else forward_only)(world_size, len(rows))
-        runtime.run(batch(rows, length), schedule[rank], backward=backward, loss_of=loss_of)
+        program = made.training(len(rows)) if backward else made.forwards(len(rows))
+        runtime.run(batch(rows, length), program, backward=backward, loss_of=loss_of)
         counters = runtime.counters
         seen.append((counters.headers_sent, counters.messages_sent, counters.messages_received))
 
@@ -229,23 +285,24 @@ def always_header_rank(rank: int, world_size: int) -> int:
             return (x[: int(keep)] * self.weight,) if rank == 0 else payload[0] * self.weight
 
     stage = Growing()
-    schedule = SCHEDULES["gpipe"](2, 3)
+    program = programs(rank, 2, "gpipe").training(3)
     microbatches = [{"x": torch.ones(4), "keep": torch.tensor(n)} for n in (1, 4, 2)]
     runtime = runtime_for(stage, rank, 2, cache_headers=False)
     for _ in range(2):
-        runtime.run(microbatches, schedule[rank], backward=True, loss_of=lambda output, i: output.sum())
+        runtime.run(microbatches, program, backward=True, loss_of=lambda output, i: output.sum())
     assert stage.weight.grad.item() == 14.0
     cached = runtime_for(stage, 0, 2)
     if rank == 0:
         with pytest.raises(
             RankMismatchError, match=r"(?s)payload of microbatch 1 to stage 1.*cache_headers=False"
         ) as caught:
-            cached.run(microbatches[:2], schedule[0][:2], backward=True)
+            cached.run(microbatches[:2], Program(program.actions[:2], {}, 2, 2), backward=True)
         assert "failed in action 0F1" in caught.value.__notes__[0]
         runtime.probe.waits = runtime.probe.runs = None
     else:
         # takes what the failed run above had sent for microbatch 0
-        runtime_for(stage, 1, 2).run(microbatches[:1], [Action(1, "F", 0)], backward=False)
+        first = Program((Action(1, "F", 0),), {0: (Action(0, "F", 0),)}, 1, 2)
+        runtime_for(stage, 1, 2).run(microbatches[:1], first, backward=False)
     return runtime.counters.headers_sent
 
 
@@ -264,7 +321,7 @@ def failing_rank(rank: int, world_size: int) -> None:
             return super().forward(payload, x)
 
     runtime = runtime_for(Failing(rank, world_size), rank, world_size)
-    runtime.run(batch([2, 2, 2]), SCHEDULES["1f1b"](world_size, 3)[rank], backward=True, loss_of=loss_of)
+    runtime.run(batch([2, 2, 2]), programs(rank, world_size).training(3), backward=True, loss_of=loss_of)
 
 
 def test_a_failing_action_is_named_with_its_stage_and_the_rank_does_not_wait(tmp_path: Path) -> None:
@@ -279,9 +336,10 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     timed: list[str] = []
     runtime.probe.waits = runtime.probe.runs = said.append
     runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
-    connect(runtime._down_in.transport if rank else runtime._down_out.transport, rank, world_size, downwards=True)
-    connect(runtime._up_out.transport if rank else runtime._up_in.transport, rank, world_size, downwards=False)
-    runtime.run(batch([2, 2]), SCHEDULES["1f1b"](world_size, 2)[rank], backward=True, loss_of=loss_of)
+    transport = make_transport("auto", CPU, dist.group.WORLD)
+    for source, target in neighbour_pairs(range(world_size)):
+        connect(transport, source, target, rank)
+    runtime.run(batch([2, 2]), programs(rank, world_size).training(2), backward=True, loss_of=loss_of)
     return said, timed
 
 
@@ -294,27 +352,31 @@ def test_observers_hear_every_wait_and_every_action(tmp_path: Path) -> None:
     assert [name for name in first[1] if "F" in name or "B" in name] == ["0F0", "0F1", "0B0", "0B1"]
 
 
+def actions(*wanted: Action) -> Program:
+    return Program(wanted, {}, 1, 2)
+
+
 def misuse_rank(rank: int, world_size: int) -> None:
     with pytest.raises(UnsupportedError, match="has no transport"):
-        PipelineRuntime(lambda payload: payload, rank, 2)
+        PipelineRuntime({rank: lambda payload: payload}, range(2), rank)
     with pytest.raises(UnsupportedError, match="'direct' cannot carry cuda tensors"):
         make_transport("direct", torch.device("cuda", 0), dist.new_group([0, 1], backend="cpu:gloo"))
     assert isinstance(make_transport("auto", torch.device("cuda", 0), dist.group.WORLD), HostTransport)
     serial = make_transport("auto", CPU, dist.group.WORLD)
     serial.serial = True
     with pytest.raises(UnsupportedError, match="share one NCCL group"):
-        PipelineRuntime(lambda payload: payload, rank, 2, serial, serial)
+        PipelineRuntime({rank: lambda payload: payload}, range(2), rank, (serial, serial))
     runtime = runtime_for(lambda payload, **inputs: 5, rank, 2)
     with pytest.raises(ScheduleError, match="cannot run here"):
-        runtime.run([{}], [Action(1 - rank, "F", 0)], backward=False)
+        runtime.run([{}], actions(Action(1 - rank, "F", 0)), backward=False)
     with pytest.raises(ScheduleError, match=f"{rank}B0 cannot run here"):
-        runtime.run([{}], [Action(rank, "B", 0)], backward=False)
+        runtime.run([{}], actions(Action(rank, "B", 0)), backward=False)
     if rank == 0:
         with pytest.raises(PlanError, match="returned int"):
-            runtime.run(batch([1]), [Action(0, "F", 0)], backward=False)
+            runtime.run(batch([1]), actions(Action(0, "F", 0)), backward=False)
     else:
         with pytest.raises(ScheduleError, match="no loss on the last stage"):
-            runtime.run(batch([1]), [Action(1, "F", 0), Action(1, "B", 0)], backward=True)
+            runtime.run(batch([1]), actions(Action(1, "F", 0), Action(1, "B", 0)), backward=True)
 
 
 def test_misuse_is_refused_before_anything_is_sent(tmp_path: Path) -> None:

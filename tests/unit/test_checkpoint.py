@@ -29,7 +29,7 @@ def place(shape: MeshShape, rank: int) -> Mesh:
 
 
 def ledger_of(model: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
-    return build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs=specs or {})
+    return build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs=specs or {})
 
 
 def load_into(model: nn.Module, folder: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.errors import ConfigError
+from hf_parallel.pipeline_parallel.schedules import SCHEDULES
+from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
 
 
 def parse(**values: Any) -> HFParallelConfig:
@@ -42,10 +44,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "fix"),
     [
-        *[
-            ("pipeline", "schedule", name, "'1f1b'")
-            for name in ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "naive", "csv")
-        ],
         ("zero", "stage", 1, "0"),
         ("zero", "engine", "fsdp2", "'auto'"),
         ("zero", "offload_optimizer", "cpu", "'none'"),
@@ -130,6 +128,40 @@ def test_numbers_that_yaml_reads_as_strings_are_numbers() -> None:
 @pytest.mark.parametrize(("given", "meant"), [(True, "on"), (False, "off"), ("auto", "auto")])
 def test_on_and_off_survive_yaml(given: object, meant: str) -> None:
     assert parse(pipeline={"self_check": given}).pipeline.self_check == meant
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"schedule": "csv"}, r"pipeline\.schedule=csv needs pipeline\.schedule_file"),
+        ({"schedule_file": "a.csv"}, r"schedule_file='a\.csv' with pipeline\.schedule=1f1b has no effect.*to csv"),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, r"stages_per_rank=2 with .*=1f1b: .* exactly 1 stages.*to 1 or"),
+        ({"schedule": "zbv_zero_bubble", "stages_per_rank": 3}, r"exactly 2 stages on a rank"),
+        ({"schedule": "interleaved_1f1b", "stages_per_rank": 1}, r"at least 2 stages on a rank"),
+        ({"schedule": "csv", "schedule_file": "a", "stages_per_rank": 2}, r"the file says where each stage runs"),
+        (
+            {"schedule": "dualpipev", "split": [2, 2]},
+            r"2 entries for pp_size=2 \* 2 stages per rank = 4.*Give 4 integers",
+        ),
+        ({"split": [0, 4]}, r"only the last stage may have no block"),
+        ({"schedule": "zb1p"}, r"pipeline\.schedule='zb1p': expected the order .*zbv_zero_bubble"),
+    ],
+)
+def test_schedule_settings_that_contradict_each_other_are_refused(pipeline: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(pp_size=2, pipeline=pipeline)
+
+
+def test_every_schedule_of_the_config_exists_and_needs_the_stages_that_the_config_says() -> None:
+    assert {*STAGES_PER_RANK, "csv"} == set(get_args(ScheduleName))
+    for name, (stages, only) in STAGES_PER_RANK.items():
+        family = SCHEDULES[name]
+        assert (family.stages_per_rank_default, family.fixed_stages_per_rank) == (stages, stages if only else None)
+        assert (
+            len(parse(pp_size=3, pipeline={"schedule": name, "split": [1] * 3 * stages}).pipeline.split) == 3 * stages
+        )
+    assert set(SCHEDULES) == set(STAGES_PER_RANK)
+    assert parse(pp_size=2, pipeline={"split": [4, 0]}).pipeline.split == (4, 0)
 
 
 def test_a_split_needs_one_entry_a_stage() -> None:

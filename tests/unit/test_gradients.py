@@ -41,7 +41,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
     """What every rank of one model copy has, without process groups: sharded parameters with sharded gradients."""
     specs = SPECS if shape.tp_size > 1 else {}
     holders = STAGES if shape.pp_size > 1 else dict.fromkeys(STAGES, (0,))
-    ledger = build_ledger(model, num_stages=shape.pp_size, holds=lambda s, name: s in holders[name], specs=specs)
+    ledger = build_ledger(model, pp_size=shape.pp_size, holds=lambda s, name: s in holders[name], specs=specs)
     for rank in range(shape.mp_size):
         mesh = dataclasses.replace(ALONE, shape=shape, rank=rank)
         held = {}
@@ -84,7 +84,7 @@ def test_half_precision_gradients_are_measured_in_fp32() -> None:
 
 def test_an_optimizer_keeps_live_parameters_only_and_steps_on_reduced_gradients_only() -> None:
     model = Model()
-    ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
+    ledger = build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs={})
     live = {name: p for name, p in model.named_parameters() if name != "late"}
     sync = GradientSync(ledger, live, ALONE)
     optimizer = torch.optim.AdamW(model.parameters())

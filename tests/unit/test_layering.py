@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
-    {"errors"},
+    {"errors", "sections"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel"},
@@ -28,10 +28,11 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
+    {"schedule_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel"}
-STRATEGIES_MAY_IMPORT = {"errors", "config", "compat", "mesh"}
+STRATEGIES_MAY_IMPORT = {"errors", "sections", "config", "compat", "mesh"}
 
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 

@@ -18,7 +18,7 @@ def stage_of(name: str) -> int:
 
 
 def two_stages(model: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
-    return build_ledger(model, num_stages=2, holds=lambda stage, name: stage == stage_of(name), specs=specs or {})
+    return build_ledger(model, pp_size=2, holds=lambda stage, name: stage == stage_of(name), specs=specs or {})
 
 
 def test_every_parameter_is_one_entry_in_module_order() -> None:
@@ -29,7 +29,7 @@ def test_every_parameter_is_one_entry_in_module_order() -> None:
         assert entry.shape == tuple(model.get_parameter(entry.name).shape)
         assert entry.holders == (stage_of(entry.name),) == (entry.owner,)
         assert entry.used
-    assert ledger.shared_stages() == []
+    assert ledger.shared_holders() == []
 
 
 def test_a_tied_parameter_is_one_entry_with_two_names_and_two_holders() -> None:
@@ -38,7 +38,7 @@ def test_a_tied_parameter_is_one_entry_with_two_names_and_two_holders() -> None:
     assert entry is ledger.find("model.embed_tokens.weight")
     assert entry.name == "model.embed_tokens.weight"
     assert (entry.holders, entry.owner) == ((0, 1), 0)
-    assert ledger.shared_stages() == [(0, 1)]
+    assert ledger.shared_holders() == [(0, 1)]
     assert all(ledger.holds(stage, name) for stage in (0, 1) for name in entry.aliases)
     assert not ledger.holds(1, "model.layers.0.mlp.up_proj.weight")
     assert {e.name for e in ledger.held_by(0)} & {e.name for e in ledger.held_by(1)} == {entry.name}
@@ -48,7 +48,7 @@ def test_a_parameter_that_no_stage_reads_is_kept_by_the_first_for_the_checkpoint
     model = tiny.llama()
     model.register_parameter("unread", nn.Parameter(torch.zeros(3)))
     ledger = build_ledger(
-        model, num_stages=2, holds=lambda stage, name: name != "unread" and stage == stage_of(name), specs={}
+        model, pp_size=2, holds=lambda stage, name: name != "unread" and stage == stage_of(name), specs={}
     )
     entry = ledger.find("unread")
     assert (entry.holders, entry.used) == ((0,), False)
@@ -58,7 +58,7 @@ def test_only_persistent_buffers_are_entries() -> None:
     model = nn.Module()
     model.register_buffer("kept", torch.zeros(2))
     model.register_buffer("made", torch.zeros(2), persistent=False)
-    ledger = build_ledger(model, num_stages=1, holds=lambda stage, name: True, specs={})
+    ledger = build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs={})
     assert [(entry.name, entry.kind) for entry in ledger] == [("kept", "buffer")]
     assert ledger.held_by(0, "param") == []
 
@@ -89,7 +89,7 @@ def test_the_fingerprint_sees_names_shapes_dtypes_holders_and_layouts() -> None:
         two_stages(tiny.llama().bfloat16()),
         two_stages(tiny.llama(), {name: ShardSpec.contiguous(0, 64)}),
         two_stages(tiny.llama(), {name: ShardSpec.contiguous(1, 32)}),
-        build_ledger(tiny.llama(), num_stages=2, holds=lambda stage, name: stage == 0, specs={}),
+        build_ledger(tiny.llama(), pp_size=2, holds=lambda stage, name: stage == 0, specs={}),
         two_stages(renamed),
     ]
     assert len({ledger.fingerprint() for ledger in ledgers}) == len(ledgers)

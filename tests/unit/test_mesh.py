@@ -41,8 +41,8 @@ def test_groups_partition_the_world(shape: MeshShape) -> None:
 
 
 def test_a_rank_is_described_by_the_axes_that_exist() -> None:
-    assert MeshShape(2, 2, 2).describe(5) == "rank 5 (stage 0 of 2, tp 1 of 2, dp 1 of 2)"
-    assert MeshShape(1, 4, 1).describe(3) == "rank 3 (stage 3 of 4)"
+    assert MeshShape(2, 2, 2).describe(5) == "rank 5 (pp 0 of 2, tp 1 of 2, dp 1 of 2)"
+    assert MeshShape(1, 4, 1).describe(3) == "rank 3 (pp 3 of 4)"
     assert MeshShape(1, 1, 1).describe(0) == "rank 0"
 
 
@@ -54,5 +54,5 @@ def test_a_shape_that_does_not_cover_the_world_is_refused() -> None:
 def test_one_process_has_no_groups() -> None:
     mesh = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
     assert {mesh.tp_group, mesh.pp_group, mesh.pp_down_group, mesh.pp_up_group, mesh.dp_group, mesh.mp_group} == {None}
-    assert (mesh.is_first_stage, mesh.is_last_stage, mesh.last_stage_rank) == (True, True, 0)
+    assert mesh.pp_rank == 0
     assert mesh.describe() == "rank 0"

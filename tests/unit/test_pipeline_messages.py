@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.pipeline_parallel.actions import Action
 from hf_parallel.pipeline_parallel.messages import (
     DTYPES,
     Counters,
@@ -55,7 +56,11 @@ class LoopTransport:
 
 
 def sender(transport: LoopTransport, window: int = 2) -> Sender:
-    return Sender(transport, 0, 1, "activation", Probe(), Counters(), window)
+    return Sender(transport, 1, Probe(), Counters(), window)
+
+
+def forward(microbatch: int) -> Action:
+    return Action(0, "F", microbatch)
 
 
 def test_headers_round_trip_for_every_dtype_and_any_number_of_dims() -> None:
@@ -73,10 +78,10 @@ def test_no_send_is_waited_for_before_two_newer_ones_headers_included() -> None:
     transport = LoopTransport()
     link = sender(transport)
     for i in range(2):
-        link.send([torch.ones(i + 1)], i, signature=i)
+        link.send([torch.ones(i + 1)], forward(i), signature=i)
     assert transport.log == []
     assert len(transport.wire) == 6
-    link.send([torch.ones(1)], 2, signature=0)
+    link.send([torch.ones(1)], forward(2), signature=0)
     assert transport.log == ["send 0", "send 1", "send 2"]
     link.drain()
     assert transport.log == [f"send {i}" for i in range(7)]
@@ -87,21 +92,21 @@ def test_receives_are_posted_ahead_only_once_their_shapes_are_known() -> None:
     transport = LoopTransport()
     source = sender(transport, window=9)
     for i, signature in enumerate("aaab"):
-        source.send([torch.full((2,), float(i))], i, signature)
-    target = Receiver(transport, 1, 0, "activation", Probe(), Counters(), ahead=2)
-    target.expect(range(4), "aaab")
+        source.send([torch.full((2,), float(i))], forward(i), signature)
+    target = Receiver(transport, 0, Probe(), Counters(), ahead=2)
+    target.expect([forward(i) for i in range(4)], "aaab")
     target.post_ahead()
     assert transport.taken == 0
-    assert target.take()[0].tolist() == [0.0, 0.0]
+    assert target.take(forward(0))[0].tolist() == [0.0, 0.0]
     target.post_ahead()
-    assert [microbatch for microbatch, _ in target.posted] == [1, 2]
-    assert [target.take()[0][0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert [message.microbatch for message, _ in target.posted] == [1, 2]
+    assert [target.take(forward(i))[0][0].item() for i in (2, 1, 3)] == [2.0, 1.0, 3.0]
     assert target.counters.messages_received == 4
 
 
 def test_a_payload_is_sent_detached_and_contiguous() -> None:
     transport = LoopTransport()
-    sender(transport).send([torch.ones(4, 2, requires_grad=True).t()], 0)
+    sender(transport).send([torch.ones(4, 2, requires_grad=True).t()], forward(0))
     (sent,) = transport.wire[0]
     assert sent.is_contiguous()
     assert not sent.requires_grad

@@ -15,7 +15,7 @@ from hf_parallel.errors import ConfigError, RankFailure
 from hf_parallel.watchdog import EXIT_CODE, IDLE, Stay, Watchdog, report
 
 
-NAMES = ["rank 0 (stage 0 of 2)", "rank 1 (stage 1 of 2)"]
+NAMES = ["rank 0 (pp 0 of 2)", "rank 1 (pp 1 of 2)"]
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
 # One process plays rank 0; `OTHER` does what rank 1 would have done.
@@ -50,15 +50,15 @@ def test_the_report_names_the_waiting_and_the_missing_rank_and_the_setting() -> 
         1: {"waits": False, "text": "stage 1 runs 1F0", "age": 5.0},
         2: {"waits": True, "text": "waits for the loss of the last stage", "age": 4.0},
     }
-    names = [f"rank {rank} (stage {rank} of 4)" for rank in range(4)]
+    names = [f"rank {rank} (pp {rank} of 4)" for rank in range(4)]
     lines = report(names, 0, "waits for the loss of the last stage", 4.04, beats, 4.0).splitlines()
     assert lines[0] == (
-        "hf_parallel: rank 0 (stage 0 of 4) gave up: waits for the loss of the last stage, for 4.0 s "
+        "hf_parallel: rank 0 (pp 0 of 4) gave up: waits for the loss of the last stage, for 4.0 s "
         "(monitor.hang_timeout_s=4)."
     )
-    assert lines[1] == "The job waits for: rank 1 (stage 1 of 4), rank 3 (stage 3 of 4)."
-    assert lines[3] == "  rank 1 (stage 1 of 4): stage 1 runs 1F0, since 5.0 s"
-    assert lines[5] == "  rank 3 (stage 3 of 4): never seen"
+    assert lines[1] == "The job waits for: rank 1 (pp 1 of 4), rank 3 (pp 3 of 4)."
+    assert lines[3] == "  rank 1 (pp 1 of 4): stage 1 runs 1F0, since 5.0 s"
+    assert lines[5] == "  rank 3 (pp 3 of 4): never seen"
     assert "raise monitor.hang_timeout_s" in lines[6]
 
 
@@ -88,7 +88,7 @@ def test_a_lost_connection_becomes_the_name_of_the_rank() -> None:
     guard = Watchdog(None, 0, NAMES, 1.0)
     with (
         pytest.raises(
-            RankFailure, match=r"rank 0 .* lost rank 1 \(stage 1 of 2\)\. It waits for the loss.*reset by peer"
+            RankFailure, match=r"rank 0 .* lost rank 1 \(pp 1 of 2\)\. It waits for the loss.*reset by peer"
         ),
         guard.waiting("waits for the loss"),
     ):
@@ -99,17 +99,17 @@ def test_a_rank_that_said_why_it_failed_is_named_with_the_reason(monkeypatch: py
     import torch.distributed as dist
 
     store = dist.HashStore()
-    names = [f"rank {rank} (stage {rank} of 3)" for rank in range(3)]
+    names = [f"rank {rank} (pp {rank} of 3)" for rank in range(3)]
     guards = [Watchdog(store, rank, names, 60.0) for rank in range(3)]
     with (
-        pytest.raises(RankFailure, match=r"lost a rank, one of rank 1 \(stage 1 of 3\), rank 2"),
+        pytest.raises(RankFailure, match=r"lost a rank, one of rank 1 \(pp 1 of 3\), rank 2"),
         guards[0].naming_losses(),
     ):
         raise LOST
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     guards[2]._name_uncaught_exceptions()
     sys.excepthook(ValueError, ValueError("a bad row"), None)
-    with pytest.raises(RankFailure, match=r"lost rank 2 \(stage 2 of 3\), which failed with ValueError: a bad row"):  # noqa: SIM117
+    with pytest.raises(RankFailure, match=r"lost rank 2 \(pp 2 of 3\), which failed with ValueError: a bad row"):  # noqa: SIM117
         with guards[0].naming_losses():
             raise LOST
 
@@ -121,7 +121,7 @@ def test_an_uncaught_exception_is_followed_by_the_name_of_the_rank(
     for _ in range(2):  # a second run in one process names the rank once
         Watchdog(None, 1, NAMES, 1.0).start()
     sys.excepthook(ValueError, ValueError("a bad row"), None)
-    assert capsys.readouterr().err == "hf_parallel: rank 1 (stage 1 of 2) failed: ValueError: a bad row\n"
+    assert capsys.readouterr().err == "hf_parallel: rank 1 (pp 1 of 2) failed: ValueError: a bad row\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("gloo"), RuntimeError("shapes differ"), ConfigError("gloo")])
@@ -158,8 +158,8 @@ def test_a_thread_inside_a_collective_is_found_and_only_there() -> None:
 
 def test_a_rank_gives_up_a_wait_within_the_bound(tmp_path: Path) -> None:
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path)
-    assert "rank 0 (stage 0 of 2) gave up: waits for the activation" in stderr
-    assert "The job waits for: rank 1 (stage 1 of 2)." in stderr
+    assert "rank 0 (pp 0 of 2) gave up: waits for the activation" in stderr
+    assert "The job waits for: rank 1 (pp 1 of 2)." in stderr
     waited = re.search(r"for ([\d.]+) s \(monitor\.hang_timeout_s=0\.8\)", stderr)
     assert waited is not None
     assert 0.8 <= float(waited[1]) <= 0.8 + 2 + 0.8 / 4
@@ -168,15 +168,15 @@ def test_a_rank_gives_up_a_wait_within_the_bound(tmp_path: Path) -> None:
 def test_a_rank_that_is_silent_while_it_waits_is_named(tmp_path: Path) -> None:
     written = 'other._publish(True, "waits for the header", 0.0)'
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
-    assert "The job waits for: rank 1 (stage 1 of 2)." in stderr
-    assert "rank 1 (stage 1 of 2): silent; last seen: waits for the header" in stderr
+    assert "The job waits for: rank 1 (pp 1 of 2)." in stderr
+    assert "rank 1 (pp 1 of 2): silent; last seen: waits for the header" in stderr
 
 
 def test_ranks_that_give_up_together_blame_nobody(tmp_path: Path) -> None:
     written = 'other._publish(True, "waits for the gradient", 0.8, last=True)'
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
     assert "The job waits for" not in stderr
-    assert "rank 1 (stage 1 of 2): waits for the gradient, since 0.8 s" in stderr
+    assert "rank 1 (pp 1 of 2): waits for the gradient, since 0.8 s" in stderr
 
 
 def test_a_report_comes_also_when_the_store_is_gone(tmp_path: Path) -> None:

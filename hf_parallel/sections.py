@@ -1,0 +1,213 @@
+"""The sections of the config: one class each, with the type and the rule of every setting.
+
+Pure (pydantic only, no torch). Settings of features that do not exist yet are part of the schema, so that a file may
+spell out their neutral values; any other value is refused by name instead of having no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+Axis = Literal["dp_replicate", "dp_shard", "pp", "tp"]
+DEFAULT_RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
+
+
+def number(value: object) -> object:
+    """YAML 1.1 reads `5e8` as a string; give the field the number that was meant."""
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
+        return int(value) if value == int(value) else value
+    return value
+
+
+def as_tuple(value: object) -> object:
+    return tuple(number(item) for item in value) if isinstance(value, list) else number(value)
+
+
+def on_off(value: object) -> object:
+    """YAML 1.1 reads the words `on` and `off` as booleans; give them back."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def available(*neutral: object, reason: str) -> AfterValidator:
+    """Refuse every value that is legal in the schema but whose feature does not exist."""
+
+    def check(value: object) -> object:
+        if any(value is legal or (value == legal and type(value) is type(legal)) for legal in neutral):
+            return value
+        raise PydanticCustomError("not_available", "{reason}", {"reason": reason, "neutral": neutral[0]})
+
+    return AfterValidator(check)
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
+NonNegative = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
+Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", reason="nothing is offloaded")]
+
+SelfCheck = Annotated[
+    Literal["auto", "on", "off"],
+    BeforeValidator(on_off),
+    Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
+]
+
+
+class Section(BaseModel):
+    """Settings that belong together: strict types, no unknown keys, no change after validation."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+ScheduleName = Literal[
+    "1f1b", "gpipe", "naive", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "csv"
+]
+# Stages on each rank: the default, and whether that is the only number that the schedule is made for.
+STAGES_PER_RANK: Mapping[str, tuple[int, bool]] = {
+    "naive": (1, True),
+    "gpipe": (1, True),
+    "1f1b": (1, True),
+    "interleaved_1f1b": (2, False),
+    "interleaved_zero_bubble": (2, False),
+    "zbv_zero_bubble": (2, True),
+    "dualpipev": (2, True),
+}
+
+
+class PipelineConfig(Section):
+    """How the stack of blocks is cut into stages, and in which order the stages work."""
+
+    schedule: Annotated[
+        ScheduleName,
+        Field(description=f"the order of forward and backward passes, one of {', '.join(get_args(ScheduleName))}"),
+    ] = "1f1b"
+    schedule_file: Annotated[
+        str | None, Field(description="the file of a 'csv' schedule, one line of actions a rank, or null")
+    ] = None
+    stages_per_rank: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(description="virtual stages of each rank, an integer of 1 or more, or 'auto' (what the schedule needs)"),
+    ] = "auto"
+    num_microbatches: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
+    ] = "auto"
+    split: Annotated[
+        Literal["balanced", "even"] | tuple[NonNegative, ...],
+        BeforeValidator(as_tuple),
+        Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
+    ] = "balanced"
+    self_check: SelfCheck = "auto"
+    transport: Annotated[
+        Literal["auto", "direct", "host"],
+        Field(description="'direct' (device to device), 'host' (staged through host memory) or 'auto'"),
+    ] = "auto"
+
+    def stages_on_a_rank(self) -> int | None:
+        """Stages on each rank; None for a schedule file, which says it itself."""
+        if self.schedule == "csv":
+            return None
+        return STAGES_PER_RANK[self.schedule][0] if self.stages_per_rank == "auto" else self.stages_per_rank
+
+
+class TensorParallelConfig(Section):
+    """How each layer is sharded over the `tp` axis."""
+
+    plan: Annotated[Literal["auto"], Field(description="'auto' (proposed from the module tree and verified)")] = "auto"
+    sequence_parallel: Annotated[
+        bool,
+        available(False, reason="activations between the sharded layers are replicated"),
+        Field(description="true or false"),
+    ] = False
+    vocab_parallel_loss: Annotated[
+        Literal["auto"] | bool,
+        available("auto", False, reason="the loss is computed on full logits, 'auto' means off"),
+        Field(description="'auto', true or false"),
+    ] = "auto"
+    self_check: SelfCheck = "auto"
+    on_fallback: Annotated[
+        Literal["warn", "error", "ignore"],
+        Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),
+    ] = "warn"
+
+
+class ZeroConfig(Section):
+    """Partition of optimizer state, gradients and parameters over the data-parallel ranks."""
+
+    stage: Annotated[
+        NonNegative,
+        Field(le=3, description="an integer from 0 to 3"),
+        available(0, reason="every data-parallel rank keeps full optimizer state"),
+    ] = 0
+    engine: Annotated[
+        Literal["auto", "native", "fsdp2", "deepspeed"],
+        available("auto", reason="there is no ZeRO engine"),
+        Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
+    ] = "auto"
+    offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
+    offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
+    nvme_path: Annotated[
+        str | None, available(None, reason="nothing is offloaded"), Field(description="a folder, or null")
+    ] = None
+
+
+class ActivationCheckpointingConfig(Section):
+    """Recomputation of activations in the backward pass."""
+
+    every: Annotated[
+        Count | None,
+        BeforeValidator(number),
+        available(None, reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
+        Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
+    ] = None
+    mode: Annotated[
+        Literal["block", "alternate"],
+        available("block", reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
+        Field(description="'block' or 'alternate'"),
+    ] = "block"
+
+
+class GradientCompressionConfig(Section):
+    """What travels in the data-parallel gradient reduction."""
+
+    method: Annotated[
+        Literal["none", "fp16", "bf16", "int8", "int4", "powersgd", "topk", "onebit"],
+        available("none", reason="gradients are reduced uncompressed"),
+        Field(description="'none' or a codec: 'fp16', 'bf16', 'int8', 'int4', 'powersgd', 'topk', 'onebit'"),
+    ] = "none"
+
+
+class LocalSgdConfig(Section):
+    """How often the data-parallel replicas are averaged."""
+
+    sync_every: Annotated[
+        Count,
+        available(1, reason="replicas synchronise at every optimizer step"),
+        Field(description="an integer of 1 or more (optimizer steps between synchronisations)"),
+    ] = 1
+
+
+class CheckpointConfig(Section):
+    """How checkpoints are written; there is nothing to choose yet."""
+
+
+class MonitorConfig(Section):
+    """Guards that watch a run."""
+
+    hang_timeout_s: Annotated[
+        Seconds,
+        Field(description="seconds above 0 that a rank may wait for another before the run ends (.inf: never)"),
+    ] = 600.0
+    batch_check_steps: Annotated[
+        NonNegative,
+        Field(description="an integer of 0 or more: first steps on which the ranks of a model copy compare batches"),
+    ] = 3
