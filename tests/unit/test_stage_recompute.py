@@ -34,6 +34,7 @@ from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.recompute import Mode, Recomputation, groups_for, recompute_blocks
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
 
 
 NAMES = ["llama_tied", "gpt2_tied", "mixtral", "gemma3n", "mamba"]
@@ -166,6 +167,23 @@ def test_autocast_is_repeated() -> None:
         torch.autograd.backward(first, [received.grad])
         results.append(summed(stages, [name for name, _ in model.named_parameters()]))
     assert_same_gradients(*results)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2_tied"])
+def test_weight_gradients_may_be_put_off(name: str) -> None:
+    model = build(name)
+    plan = discover_stages(model, batch())
+    loss, expected = unsplit(model, batch())
+    model.zero_grad(set_to_none=True)
+    (stage,) = cut(model, [0, BLOCKS], plan)
+    delayed = WeightGradients(stage.model)
+    done = recompute_blocks(stage.model, plan.stack, groups_for([0, BLOCKS], 2, "block", plan))
+    with delayed.deferring() as pending:
+        torch.testing.assert_close(run_stages([stage], batch()), loss, rtol=1e-6, atol=1e-6)
+    assert len(pending) == delayed.layers
+    accumulate(pending)
+    assert done.num_recomputed == BLOCKS
+    assert_same_gradients(expected, summed([stage], list(expected)))
 
 
 def saved_bytes(stage: Stage) -> tuple[int, Any]:
