@@ -112,6 +112,17 @@ class HFParallelConfig(Section):
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
                 "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
             )
+        recompute = self.activation_checkpointing
+        if recompute.every is None and recompute.mode != "block":
+            problems.append(
+                f"activation_checkpointing.mode={recompute.mode} without activation_checkpointing.every has no effect. Set "
+                "activation_checkpointing.every to 1 or more, or remove the mode."
+            )
+        if recompute.every is not None and self.pipeline.compile_blocks != "none":
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
+                f"{recompute.every} is not available yet. Set one of them to its default."
+            )
         if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
             problems.append(
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "

@@ -29,6 +29,7 @@ from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
+from hf_parallel.pipeline_parallel.recompute import groups_for, recompute_blocks
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.samples import probe_samples
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
@@ -56,6 +57,7 @@ class Plans:
         stages: Crossings and readers, None with pp_size 1.
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
+        recomputed: The stack and its groups of blocks that are checkpointed together.
         ledger: The full model's parameters.
         loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
     """
@@ -65,6 +67,7 @@ class Plans:
     stages: PipelinePlan | None
     schedule: ScheduleChoice | None
     bounds: list[int]
+    recomputed: tuple[str, list[range]]
     ledger: Ledger
     loss_kind: LossKind
 
@@ -110,16 +113,13 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
     """
-    shape = mesh.shape
-    if shape.mp_size == 1:
-        ledger = build_ledger(model, pp_size=1, holds=lambda pp_rank, name: True, specs={})
-        return Plans(model.forward, None, None, None, [0, 1], ledger, "sum_over_items")
-    sample = probe_batch(model, device)
-    tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
-    if tensor_parallel is not None:
-        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
-    stages, schedule, bounds = None, None, [0, 1]
+    shape, recompute = mesh.shape, config.activation_checkpointing
+    tensor_parallel, stages, schedule, bounds = None, None, None, [0, 1]
+    recomputed: tuple[str, list[range]] = ("", [])
     loss_kind: LossKind = "sum_over_items"
+    if shape.tp_size > 1:
+        tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probe_batch(model, device))
+        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     if shape.pp_size > 1:
         stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
         schedule = ScheduleChoice(config.pipeline, shape.pp_size)
@@ -127,8 +127,11 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
         bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
-        loss_kind = loss_normalisation(model, sample)
-
+        loss_kind = loss_normalisation(model, probe_batch(model, device))
+    if recompute.every is not None:
+        found = stages or discover_stages(model, probe_batch(model, device))
+        cuts = bounds if stages is not None else [0, found.num_blocks]
+        recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -139,7 +142,7 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     home = schedule.placement[0] if schedule is not None else 0
     ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
+    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, recomputed, ledger, loss_kind)
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
@@ -175,6 +178,9 @@ def summary(plans: Plans) -> list[str]:
             held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(rank, "param"))
             parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
             lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
+    if plans.recomputed[1]:
+        sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
     if plans.tensor_parallel is not None:
         share = plans.tensor_parallel.coverage()
         lines.append(
@@ -231,14 +237,19 @@ def transform(
     Returns:
         The stages of this rank; None with pp_size 1.
     """
-    pieces = None
+    pieces, spans = None, None
     if plans.stages is not None and plans.schedule is not None:
         mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
+        spans = [spans_of(plans.bounds)[stage] for stage in mine]
         if compile_blocks != "none":
-            _compile(model, plans.stages, [spans_of(plans.bounds)[stage] for stage in mine], compile_blocks)
+            _compile(model, plans.stages, spans, compile_blocks)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
         # Before sharding: a sharded layer calls the forward that it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
+    stack, groups = plans.recomputed
+    if groups:
+        held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
+        recompute_blocks(model, stack, held)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,

@@ -170,13 +170,11 @@ class ActivationCheckpointingConfig(Section):
     every: Annotated[
         Count | None,
         BeforeValidator(number),
-        available(None, reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
         Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
     ] = None
     mode: Annotated[
         Literal["block", "alternate"],
-        available("block", reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
-        Field(description="'block' or 'alternate'"),
+        Field(description="'block' (one checkpoint per `every` blocks) or 'alternate' (one block in `every`)"),
     ] = "block"
 
 

@@ -40,7 +40,8 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         variant("pp2_checkpointing"), arguments={**NO_NOISE, "gradient_checkpointing": True}
     )
     without = dataclasses.replace(variant("without"), model="gpt2")
-    two = [BASE, variant("again"), variant("pp2_v", schedule="zbv_zero_bubble"), checkpointed, without]
+    grouped = variant("pp2_groups", activation_checkpointing={"every": 2})
+    two = [BASE, variant("again"), variant("pp2_v", schedule="zbv_zero_bubble"), checkpointed, grouped, without]
     found = run_cases(two, 2, folder)
     return found | run_cases([variant("pp4", pp_size=4)], 4, folder)
 
@@ -52,7 +53,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit(runs: dict[str, dict[str, 
     assert all(abs(here - there) > 1e-4 for here, there in zip(losses, plain, strict=True))
 
 
-@pytest.mark.parametrize("name", ["pp4", "pp2_v", "pp2_checkpointing"])
+@pytest.mark.parametrize("name", ["pp4", "pp2_v", "pp2_checkpointing", "pp2_groups"])
 def test_masks_do_not_depend_on_stages_schedule_or_recomputation(name: str, runs: dict[str, dict[str, Any]]) -> None:
     compare(runs[name], runs["pp2"])
 

@@ -82,6 +82,29 @@ EXTRA = [
 ]
 
 
+EXTRA += [  # the stages of a rank of 6 blocks: groups of two, and one block in two
+    Case(
+        f"{mode}_{schedule}_{model}",
+        model=model,
+        parallel={"pp_size": 2, "schedule": schedule, "activation_checkpointing": {"every": 2, "mode": mode}},
+        variable_length=True,
+        arguments=NO_NOISE,
+        steps=3,
+    )
+    for mode, schedule, model in [
+        ("block", "1f1b", "gpt2"),
+        ("alternate", "1f1b", "llama_tied"),
+        ("block", "zbv_zero_bubble", "llama_8"),
+        ("block", "interleaved_1f1b", "llama_8"),
+        ("block", "1f1b", "gemma3n"),
+        ("alternate", "dualpipev", "gemma3n"),
+    ]
+]
+EXTRA += [
+    Case("block_tp2", parallel={"tp_size": 2, "activation_checkpointing": {"every": 2}}, steps=3),
+]
+
+
 def stock(case: Case) -> Case:
     settings = {"parallel": None, "name": f"stock_{case.name}"}
     return dataclasses.replace(case, **settings)
