@@ -5,6 +5,7 @@ Each function checks what it relies on and says which package moved when the che
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,10 @@ from hf_parallel.errors import UnsupportedError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from torch import nn
     from torch.distributed.distributed_c10d import Store
     from transformers import Trainer
 
@@ -68,6 +70,21 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     if engine is None:
         raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
     engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, a transformers model computes attention in plain ops; models of other makes are left alone."""
+    name = "_attn_implementation_internal"
+    configs = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
+    before = [(config, vars(config)[name]) for config in configs.values() if name in vars(config)]
+    try:
+        for config, _ in before:
+            vars(config)[name] = "eager"
+        yield
+    finally:
+        for config, value in before:
+            vars(config)[name] = value
 
 
 def calling_trainer() -> Trainer | None:

@@ -24,9 +24,10 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages, spans_of
+from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import block_costs, partition
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.samples import probe_samples

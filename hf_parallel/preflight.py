@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.samples import tiny_samples
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 from hf_parallel.tensor_parallel.check import verify_model

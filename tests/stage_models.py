@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
+from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.selfcheck import loss_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 

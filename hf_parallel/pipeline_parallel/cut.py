@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, Span
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span
 
 
 class Uncopyable:

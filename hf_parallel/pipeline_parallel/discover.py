@@ -1,345 +1,34 @@
-"""From one recorded forward to a plan: what crosses each cut, and which parameters each stage reads.
-
-A stage runs the model's own forward and skips the blocks it does not own, so it re-executes the code before and between
-the blocks. Going backwards through the log from what a stage runs, an op outside the blocks that makes something needed
-is simply run again (its inputs, parameters included, become needed); an op inside a block of an earlier stage that
-makes something needed is a crossing: its tensor must be sent.
-"""
+"""Making a plan: one tiny forward of the whole model, on shapes alone where its code allows that."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.record import BlockTrace, Op, Record, record_forward, unchanged
-from hf_parallel.pipeline_parallel.samples import output_flags, path_inputs
-from hf_parallel.pipeline_parallel.stack import blocks_of, candidate_stacks, choose_stack
-from hf_parallel.pipeline_parallel.structure import Path, in_mutable, outline
-
-
-class Span(NamedTuple):
-    """Blocks [lo, hi) of one stage; `is_last`: the tail and the loss too. lo == hi only on the last stage."""
-
-    lo: int
-    hi: int
-    is_last: bool
-
-
-def spans_of(bounds: Sequence[int]) -> list[Span]:
-    """The stages of bounds [0, ..., num_blocks]; [..., L, L] ends with a stage that has the tail only."""
-    ranges = list(itertools.pairwise(bounds))
-    return [Span(lo, hi, index == len(ranges) - 1) for index, (lo, hi) in enumerate(ranges)]
-
-
-@dataclasses.dataclass(frozen=True)
-class CrossingKey:
-    """Address of one tensor that is made in a block and needed by a later stage.
-
-    `return`: at `path` of what block `block` returns. `argument`: at `path` of the (args, kwargs) it was handed, where
-    the block stored it. `hook`: at `path` of the output of the `occurrence`-th call of `module` inside the block, where
-    forward hooks read it.
-    """
-
-    kind: Literal["return", "argument", "hook"]
-    block: int
-    path: Path
-    module: str = ""
-    occurrence: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """Result of one backward walk: storages made inside earlier blocks, and parameter storages read."""
-
-    crossings: dict[int, tuple[int, str]]  # storage -> (block, op that made it)
-    needed: frozenset[int]  # storages of parameters and buffers that are really used
-    touched: frozenset[int]  # those read by any code the stage executes, used or not
-
-
-class PipelinePlan:
-    """Where a model can be cut and what each piece needs; addresses only, no tensors.
-
-    Attributes:
-        stack: name of the module list that is cut.
-        num_blocks: its length L.
-        input_names: keyword arguments the plan was made with.
-        covered: sets of tensor inputs (those of the loss left out) with which the model takes the plan's path.
-        uncovered: sets that were tried too, with the reason why they are not covered.
-        flags: output flags in effect when the plan was made.
-        blocks: per block that ran, the template of its return value and of its hooked calls.
-        zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
-        flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
-        num_tokens: tokens in the sample those FLOPs belong to.
-    """
-
-    def __init__(self, model: nn.Module, record: Record, sample: Mapping[str, Any]) -> None:
-        self.stack = record.stack
-        self.num_blocks = len(blocks_of(model, record.stack))
-        self.model_name = type(model).__name__
-        self.input_names = frozenset(sample)
-        self.covered = frozenset({path_inputs(sample)})
-        self.uncovered: dict[frozenset[str], str] = {}
-        self.flags = output_flags(model, sample)
-        self._accepted: set[object] = set()
-        self.blocks: dict[int, BlockTrace] = record.blocks
-        self.zero_outputs = record.zero_outputs
-        self.flops = record.flops
-        self.num_tokens = _count_tokens(sample)
-        self._ops: list[Op] = record.ops
-        self._outputs = record.outputs
-        self._storage = record.parameters
-        self._names_of: dict[int, list[str]] = {}
-        for name, number in record.parameters.items():
-            self._names_of.setdefault(number, []).append(name)
-        self._aliases = _alias_groups(model)
-        self._read = frozenset(n for op in record.ops for n in op.reads if n in self._names_of)
-        self._slices: dict[tuple[int, int | None], _Slice] = {}
-        self._keys: dict[int, tuple[CrossingKey, ...] | str] = {}
-
-    @property
-    def ran(self) -> tuple[int, ...]:
-        """The blocks that ran, rising: all of them, but for models that skip some on some inputs."""
-        return tuple(sorted(self.blocks))
-
-    def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
-        """What must be sent at the cut before block `boundary`, in a fixed order.
-
-        Args:
-            boundary: 1 .. num_blocks; num_blocks is the cut between the last block and the tail.
-
-        Raises:
-            PlanError: A tensor that crosses has no address; lists the cuts that are possible.
-        """
-        if not 1 <= boundary <= self.num_blocks:
-            raise PlanError(
-                f"boundary={boundary} is not a cut of '{self.stack}': with {self.num_blocks} blocks a cut lies before "
-                f"block 1 .. {self.num_blocks - 1}, or at {self.num_blocks}, before the tail."
-            )
-        keys = self._keys_at(boundary)
-        if isinstance(keys, str):
-            raise PlanError(
-                f"cannot cut {self.model_name} before block {boundary}: {keys}; allowed cuts: {self.allowed_cuts()}."
-            )
-        return keys
-
-    def allowed_cuts(self) -> list[int]:
-        """The boundaries 1 .. num_blocks at which everything that crosses has an address."""
-        return [b for b in range(1, self.num_blocks + 1) if not isinstance(self._keys_at(b), str)]
-
-    def last_block(self, span: Span) -> int | None:
-        """The last block of a stage that ran, None if none did."""
-        return max((j for j in self.blocks if span.lo <= j < span.hi), default=None)
-
-    def readers(self, span: Span) -> frozenset[str]:
-        """Names (all aliases) of parameters and buffers outside the stack that a stage uses."""
-        return frozenset(n for n in self._names(self._slice(span).needed) if not self._in_stack(n))
-
-    def holds(self, span: Span, name: str) -> bool:
-        """Whether a stage needs this parameter or buffer, under any of its names."""
-        needed = self._slice(span).needed
-        for alias in self._aliases.get(name, (name,)):
-            block = self.block_of(alias)
-            if (block is not None and span.lo <= block < span.hi) or self._storage.get(alias) in needed:
-                return True
-        return False
-
-    def touches(self, span: Span, name: str) -> bool:
-        """Whether code that the stage executes reads the parameter, even if nothing it sends or returns depends on it."""
-        touched = self._slice(span).touched
-        return any(self._storage.get(alias) in touched for alias in self._aliases.get(name, (name,)))
-
-    def is_read(self, name: str) -> bool:
-        """Whether anything in the whole forward reads the parameter."""
-        return any(self._storage.get(alias) in self._read for alias in self._aliases.get(name, (name,)))
-
-    def block_of(self, name: str) -> int | None:
-        """Index of the block a parameter name lies in, None outside the stack."""
-        if not self._in_stack(name):
-            return None
-        return int(name[len(self.stack) + 1 :].split(".", 1)[0])
-
-    def check_inputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Refuse a call whose inputs or output flags may take another path than the plan's.
-
-        Covered are the sets of tensor inputs that were tried in discovery and every set between their intersection and
-        their union. Inputs of the loss and inputs without tensors do not matter.
-
-        Raises:
-            PlanError: Names the inputs or the flag, and what to do.
-        """
-        names, flags = path_inputs(inputs), output_flags(model, inputs)
-        if (names, flags) in self._accepted:
-            return
-        for (flag, planned), (_, now) in zip(self.flags, flags, strict=True):
-            if planned != now:
-                raise PlanError(
-                    f"{flag} is {now!r} in this call and was {planned!r} when the stages of {self.model_name} were "
-                    "planned: what crosses a cut depends on it. Set it in the config before the model is parallelized "
-                    "and leave it."
-                )
-        always, possible = frozenset.intersection(*self.covered), frozenset.union(*self.covered)
-        if not always <= names <= possible:
-            raise PlanError(self._not_covered(names, always, possible))
-        self._accepted.add((names, flags))
-
-    def _not_covered(self, names: frozenset[str], always: frozenset[str], possible: frozenset[str]) -> str:
-        extra, missing = sorted(names - possible), sorted(always - names)
-        reasons = [f"{sorted(tried)}: {why}" for tried, why in self.uncovered.items() if tried & frozenset(extra)]
-        return (
-            f"{self.model_name} was planned for the inputs {sorted(always)}, with or without {sorted(possible - always)}"
-            + (f"; {extra} in this batch may take another path through the model" if extra else "")
-            + (f"; {missing} is missing in this batch" if missing else "")
-            + (f" (tried: {'; '.join(reasons)})" if reasons else "")
-            + ". Let the collator make the inputs that the model was planned for, or plan with a sample of this kind."
-        )
-
-    def also_covers(self, other: PipelinePlan) -> str | None:
-        """Add the inputs of a plan made from another sample; returns why not if that plan is another one."""
-        if other.signature() != self.signature():
-            return "other tensors cross, or other weights are read"
-        self.covered |= other.covered
-        # A module whose output has another shape rule with other inputs keeps its weights, frozen.
-        self.zero_outputs = dict(self.zero_outputs.items() & other.zero_outputs.items())
-        return None
-
-    def signature(self) -> tuple[object, ...]:
-        """All addresses, readers and templates, whatever the sample was."""
-        spans = [Span(j, j + 1, False) for j in range(self.num_blocks)] + [
-            Span(self.num_blocks, self.num_blocks, True)
-        ]
-        return (
-            *(self.stack, self.num_blocks, self.ran),
-            *(repr(self._keys_at(b)) for b in range(1, self.num_blocks + 1)),
-            *(tuple(sorted(self.readers(span))) for span in spans),
-            *sorted(group for group in set(self._aliases.values()) if len(group) > 1),
-            *(_outline(trace) for _, trace in sorted(self.blocks.items())),
-        )
-
-    def fingerprint(self) -> str:
-        """Hash of all addresses: equal on two ranks only if they would cut, send and hold the same."""
-        covered = sorted(sorted(names) for names in self.covered)
-        parts = (*self.signature(), sorted(self.zero_outputs.items()), sorted(self.input_names), covered, self.flags)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-    def _in_stack(self, name: str) -> bool:
-        return name.startswith(self.stack + ".")
-
-    def _names(self, storages: frozenset[int]) -> Iterator[str]:
-        for storage in storages:
-            yield from self._names_of[storage]
-
-    def _start(self, boundary: int) -> int:
-        """The boundary with skipped blocks before it left out: one after the last block before it that ran."""
-        return max((j + 1 for j in self.blocks if j < boundary), default=0)
-
-    def _slice(self, span: Span) -> _Slice:
-        lo, hi = self._start(span.lo), None if span.is_last else self._start(span.hi)
-        if (lo, hi) not in self._slices:
-            self._slices[lo, hi] = self._walk(lo, hi)
-        return self._slices[lo, hi]
-
-    def _walk(self, lo: int, hi: int | None) -> _Slice:
-        """Backwards from everything that runs in blocks [lo, hi), or to the end of the forward when hi is None."""
-        end = 2 * self.num_blocks + 1 if hi is None else 2 * hi
-        needed: set[int] = set(self._outputs) if hi is None else set()
-        used: set[int] = set()
-        touched: set[int] = set()
-        crossings: dict[int, tuple[int, str]] = {}
-        for op in reversed(self._ops):
-            if op.epoch >= end:
-                continue
-            outside = op.epoch % 2 == 0
-            if outside or op.epoch >= 2 * lo:
-                touched |= op.reads
-            if op.epoch >= 2 * lo or (outside and op.writes & needed):
-                needed |= op.reads
-                used |= op.reads
-            elif not outside and not op.is_view:
-                for storage in op.writes & needed:
-                    if storage not in self._names_of:
-                        crossings.setdefault(storage, ((op.epoch - 1) // 2, op.name))
-        owned = self._names_of.keys()
-        return _Slice(crossings, frozenset(used & owned), frozenset(touched & owned))
-
-    def _keys_at(self, boundary: int) -> tuple[CrossingKey, ...] | str:
-        """The crossing keys, or why there are none."""
-        if boundary not in self._keys:
-            self._keys[boundary] = self._find_keys(boundary)
-        return self._keys[boundary]
-
-    def _find_keys(self, boundary: int) -> tuple[CrossingKey, ...] | str:
-        keys: list[CrossingKey] = []
-        everything = self._walk(self._start(boundary), None)
-        for storage, (block, op) in everything.crossings.items():
-            found = _addresses(self.blocks[block], block, storage)
-            if not found:
-                return (
-                    f"a tensor made in block {block} by {op} is used after the cut but is neither returned, stored in "
-                    "an argument, nor an output of a hooked module"
-                )
-            keys += found
-        return tuple(sorted(keys, key=lambda k: (k.block, KINDS.index(k.kind), repr(k))))
-
-
-KINDS = ("return", "argument", "hook")
-
-
-def _addresses(trace: BlockTrace, block: int, storage: int) -> list[CrossingKey]:
-    """Every address, of the first kind that has one, of a storage after a block."""
-    found = [CrossingKey("return", block, path) for path, n in trace.return_tensors if n == storage]
-    if not found:
-        found = [CrossingKey("argument", block, p) for p, n in trace.written if n == storage and in_mutable(p)]
-    if not found:
-        for call in trace.hooked:
-            at = [path for path, n in call.tensors if n == storage]
-            found += [CrossingKey("hook", block, path, call.module, call.occurrence) for path in at]
-    if not found:  # written in place into a tensor that a shared container already held
-        found = [CrossingKey("argument", block, p) for p, n in trace.arguments if n == storage and in_mutable(p)]
-    return found
-
-
-def _outline(trace: BlockTrace) -> tuple[object, ...]:
-    """The templates of a block, without the numbers of one recording."""
-    calls = tuple((call.module, call.occurrence, outline(call.output)) for call in trace.hooked)
-    return (outline(trace.returned), calls)
-
-
-def _alias_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Name -> all names of the same parameter or buffer object."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        names.setdefault(id(tensor), []).append(name)
-    return {name: tuple(group) for group in names.values() for name in group}
-
-
-def _count_tokens(sample: Mapping[str, Any]) -> int:
-    """Tokens in the sample: the size of its token ids, or of the first (B, S, ...) tensor."""
-    tensors = [sample.get("input_ids"), *sample.values()]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.ndim >= 2:
-            return tensor.shape[0] * tensor.shape[1]
-    return 1
+from hf_parallel.compat import eager_attention
+from hf_parallel.pipeline_parallel.meta import inputs_on_meta, longer_on_meta, on_meta
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, count_tokens
+from hf_parallel.pipeline_parallel.record import record_forward, unchanged
+from hf_parallel.pipeline_parallel.samples import path_inputs
+from hf_parallel.pipeline_parallel.stack import candidate_stacks, choose_stack
 
 
 def discover_stages(
     model: nn.Module,
     samples: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     forward: Callable[..., Any] | None = None,
+    *,
+    try_meta: bool = True,
+    cost_tokens: tuple[int, int] | None = None,
 ) -> PipelinePlan:
     """Find the block stack of a model and what a pipeline cut at each boundary must send.
 
-    Pure: one tiny forward a sample (one more when the likeliest stack is not the one that runs) with the random state
-    forked, buffers and module state restored, gradients and the training flag untouched. Call it before the model is
-    cut or sharded. The output flags and `config` must be those of training.
+    Pure: one tiny forward a sample (one more when the likeliest stack is not the one that runs), on shapes alone where
+    the model's code allows that, with the random state forked, buffers and module state restored, gradients and the
+    training flag untouched. Call it before the model is cut or sharded. The output flags and `config` must be those of
+    training.
 
     Args:
         model: the whole model, on the device it will run on.
@@ -347,20 +36,21 @@ def discover_stages(
             `use_cache=False`; or several with different sets of inputs (see `probe_samples`). The plan is made from the
             first; the others are covered by it if they lead to the same plan.
         forward: called with the sample instead of `model`.
+        try_meta: whether to try the `meta` device before the real one.
+        cost_tokens: (B, S) of the batch whose FLOPs the plan tells, e.g. one sequence of real length, so that attention
+            counts as it will; kept to the sample's where the model does not run on `meta`.
 
     Raises:
         PlanError: No stack of blocks runs at most once each in order.
     """
     run = model if forward is None else forward
     base, *others = [samples] if isinstance(samples, Mapping) else samples
-    candidates = candidate_stacks(model)
-    with unchanged(model):
-        record = record_forward(model, candidates[0], candidates, run, base)
-        stack = choose_stack(model, candidates, record.calls)
-    if stack != record.stack:
-        with unchanged(model):
-            record = record_forward(model, stack, candidates, run, base)
-    plan = PipelinePlan(model, record, base)
+    plan = _plan_on_meta(model, base, run) if try_meta else None
+    if plan is None:
+        device = next((t.device for t in [*model.parameters(), *model.buffers()]), "cpu")
+        plan = _plan(model, base, run, str(device))
+    if cost_tokens is not None:
+        _count_at_length(plan, model, base, run, cost_tokens)
     for sample in others:
         reason = _try_to_cover(plan, model, sample, run)
         if reason is not None:
@@ -368,15 +58,53 @@ def discover_stages(
     return plan
 
 
+def _plan(model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], where: str) -> PipelinePlan:
+    candidates = candidate_stacks(model)
+    with unchanged(model):
+        record = record_forward(model, candidates[0], candidates, run, sample)
+        stack = choose_stack(model, candidates, record.calls)
+    if stack != record.stack:
+        with unchanged(model):
+            record = record_forward(model, stack, candidates, run, sample)
+    return PipelinePlan(model, record, sample, where)
+
+
+def _plan_on_meta(model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any]) -> PipelinePlan | None:
+    """None where the model's code needs values (`.item()`, a branch on data) or a kernel that meta does not have."""
+    try:
+        with unchanged(model), on_meta(model):
+            return _plan(model, inputs_on_meta(sample), run, "meta")
+    except Exception:  # noqa: BLE001 - model code may raise anything; what is really wrong shows on the real device
+        return None
+
+
+def _count_at_length(
+    plan: PipelinePlan,
+    model: nn.Module,
+    sample: Mapping[str, Any],
+    run: Callable[..., Any],
+    tokens: tuple[int, int],
+) -> None:
+    """Replace the FLOPs of a plan by those of a batch of the given (B, S).
+
+    With eager attention, which costs the same products: others look at values of the mask.
+    """
+    longer = longer_on_meta(sample, *tokens)
+    try:
+        with unchanged(model), on_meta(model), eager_attention(model):
+            record = record_forward(model, plan.stack, [plan.stack], run, longer)
+    except Exception:  # noqa: BLE001 - e.g. a length that the model refuses
+        return
+    plan.flops, plan.num_tokens = record.flops, count_tokens(longer)
+
+
 def _try_to_cover(
     plan: PipelinePlan, model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any]
 ) -> str | None:
-    """Record one more sample; returns why the plan does not cover it."""
+    """Plan with one more sample; returns why the plan does not cover it."""
+    other = _plan_on_meta(model, sample, run) if plan.discovered_on == "meta" else None
     try:
-        with unchanged(model):
-            record = record_forward(model, plan.stack, [plan.stack], run, sample)
+        other = other or _plan(model, sample, run, plan.discovered_on)
     except Exception as error:  # noqa: BLE001 - model code may raise anything on inputs it does not take
         return f"{type(error).__name__}: {error}"
-    if record.calls[plan.stack] != list(plan.ran):
-        return f"blocks run in the order {record.calls[plan.stack]}"
-    return plan.also_covers(PipelinePlan(model, record, sample))
+    return plan.also_covers(other)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.discover import CrossingKey, PipelinePlan, Span
+from hf_parallel.pipeline_parallel.plan import CrossingKey, PipelinePlan, Span
 from hf_parallel.pipeline_parallel.seeds import Streams
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.structure import Leaf, Path, get_at, leaves, rebuild, set_at
@@ -135,6 +135,15 @@ class _Forward(Uncopyable):
                 "Run the pipeline, not the cut model."
             )
         return self.genuine(*args, **kwargs)
+
+
+def wrap_forward(block: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a block's own forward by `wrapper` of it; a stage that hands the block through is not affected."""
+    installed = vars(block).get("forward")
+    if not isinstance(installed, _Forward):
+        block.forward = wrapper(block.forward)
+    elif installed.genuine is not None:
+        installed.genuine = wrapper(installed.genuine)
 
 
 class _InnerHook(Uncopyable):

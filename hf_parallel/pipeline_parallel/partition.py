@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.stack import blocks_of
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan
+from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.record import unchanged
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
@@ -94,12 +95,13 @@ def check_split(
     bounds: Sequence[int],
     samples: Sequence[Mapping[str, Any]],
     forward_of: ForwardOf,
+    placement: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Compare the loss and every gradient of the stages, run one after the other, with the unsplit model's.
 
-    Works on copies, so `model`, its gradients and the random state stay as they are. Memory, in copies of the
-    parameters: one for the stages, one for their gradients, one for each sample's expected gradients, and one more
-    while a stage is being cut.
+    Each rank's stages are cut from one copy, as they will be on that rank. Works on copies, so `model`, its gradients
+    and the random state stay as they are. Memory, in copies of the parameters: one for the stages, one for their
+    gradients, one for each sample's expected gradients, and one more while a stage is being cut.
 
     Args:
         model: the whole model, not cut.
@@ -107,6 +109,7 @@ def check_split(
         bounds: block ranges of the stages.
         samples: tiny batches with labels, at least two of different (B, S), so that a size captured in discovery shows.
         forward_of: gives the genuine forward of a copy, e.g. `lambda m: m.forward`.
+        placement: the stages of each rank, e.g. [(0, 3), (1, 2)]; one stage a rank by default.
 
     Raises:
         PlanError: A loss or a gradient differs; names how many and the first parameters.
@@ -115,22 +118,43 @@ def check_split(
         reference = _pristine(model)
         expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
         del reference
-        stages: list[Stage] = []
-        for index in range(len(bounds) - 1):
-            copied = _pristine(model)
-            stages += cut_stages(copied, plan, bounds, (index,), forward_of(copied)).values()
+        stages = _place(model, plan, bounds, forward_of, placement or [(index,) for index in range(len(bounds) - 1)])
         for index, (sample, (loss, gradients)) in enumerate(zip(samples, expected, strict=True)):
             if not loss.isfinite():
                 raise PlanError(
                     f"cannot check the split of {plan.model_name}: the unsplit model's own loss on sample {index} of the "
                     f"self-check is {float(loss)}. Give samples (padding, labels) on which its loss is finite."
                 )
-            for stage in stages:
-                stage.model.zero_grad(set_to_none=True)
+            for one in _models_of(stages):
+                one.zero_grad(set_to_none=True)
             torch.manual_seed(0)
             split_loss = run_stages(stages, sample)
             _compare_losses(plan.model_name, loss, split_loss)
             _compare_gradients(plan.model_name, gradients, _summed_gradients(stages, list(gradients)))
+
+
+def _place(
+    model: nn.Module,
+    plan: PipelinePlan,
+    bounds: Sequence[int],
+    forward_of: ForwardOf,
+    placement: Sequence[Sequence[int]],
+) -> list[Stage]:
+    """All stages in order, those of one rank cut from one copy."""
+    if sorted(itertools.chain(*placement)) != list(range(len(bounds) - 1)):
+        raise PlanError(
+            f"placement={[list(rank) for rank in placement]} must name each of the stages 0 .. {len(bounds) - 2} once."
+        )
+    stages: dict[int, Stage] = {}
+    for indices in placement:
+        copied = _pristine(model)
+        stages |= cut_stages(copied, plan, bounds, indices, forward_of(copied))
+    return [stages[index] for index in sorted(stages)]
+
+
+def _models_of(stages: Sequence[Stage]) -> list[nn.Module]:
+    """The models behind stages, each once."""
+    return list({id(stage.model): stage.model for stage in stages}.values())
 
 
 def _pristine(model: nn.Module) -> nn.Module:
@@ -148,10 +172,10 @@ def _unsplit(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str,
 
 
 def _summed_gradients(stages: Sequence[Stage], names: Sequence[str]) -> Gradients:
-    """By name of the unsplit model; a parameter that several stages hold gets the sum of their gradients."""
+    """By name of the unsplit model; a parameter that several models hold gets the sum of their gradients."""
     total: Gradients = dict.fromkeys(names)
-    for stage in stages:
-        own = dict(stage.model.named_parameters(remove_duplicate=False))
+    for model in _models_of(stages):
+        own = dict(model.named_parameters(remove_duplicate=False))
         for name in names:
             grad = own[name].grad if name in own else None
             if grad is not None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.cut import Uncopyable, cut_parameters
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.intercept import Calls, Part, Run, StageExit, intercept
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.seeds import Streams
 
 

@@ -13,7 +13,8 @@ from stage_models import VOCAB, assert_same_gradients, batch, build, cut, summed
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
+from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.samples import path_inputs, probe_samples
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
 from hf_parallel.pipeline_parallel.stage import cut_stages
@@ -110,7 +111,7 @@ def test_a_sample_that_leads_to_another_plan_is_not_covered_and_the_reason_is_ke
     assert discover_stages(model, extra).covered == {frozenset({"input_ids", "extra"})}
     stage = cut(model, [0, 1, 3], plan)[0]
     assert len(stage((), **base)) == 1
-    for inputs, why in ((extra, "other tensors cross"), (broken, "IndexError: no such image")):
+    for inputs, why in ((extra, "other tensors cross between"), (broken, "IndexError: no such image")):
         with pytest.raises(PlanError, match=f"tried: .*{why}"):
             stage((), **inputs)
 

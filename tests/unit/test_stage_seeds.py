@@ -15,6 +15,7 @@ import torch
 from stage_models import BLOCKS, assert_same_gradients, batch, build, cut, summed
 from torch import Tensor, nn
 
+from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.seeds import mix64, stream_seed
 from hf_parallel.pipeline_parallel.selfcheck import run_stages
 from hf_parallel.pipeline_parallel.stage import Stage
@@ -135,8 +136,6 @@ class Counting(nn.Module):
 
 
 def test_code_outside_the_blocks_draws_the_same_on_every_stage_that_runs_it() -> None:
-    from hf_parallel.pipeline_parallel.discover import discover_stages
-
     inputs = {"input_ids": batch()["input_ids"], "labels": batch()["labels"]}
     model = Counting()
     plan = discover_stages(model, inputs)

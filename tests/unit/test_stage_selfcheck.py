@@ -20,16 +20,18 @@ def forward_of(model: nn.Module) -> Any:
 
 
 class Plain(nn.Module):
-    def __init__(self, *, peeks: bool = False) -> None:
+    def __init__(self, *, peeks: bool = False, skips: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.head = nn.Linear(8, VOCAB)
-        self.peeks = peeks
+        self.peeks, self.skips = peeks, skips
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
         hidden = self.embed(input_ids)
         for index, block in enumerate(self.blocks):
+            if index in self.skips:
+                continue
             # Python control flow on a value, which no slice of tensor ops can see: on a later stage it is a zero.
             doubled = self.peeks and index == 1 and not hidden.any()
             hidden = block(hidden)
@@ -56,6 +58,45 @@ def test_right_cuts_pass_and_the_model_is_untouched(name: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert model.training
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
+def test_several_stages_of_a_rank_and_a_tail_only_stage_pass(name: str) -> None:
+    model = build(name)
+    pair = tiny_samples(VOCAB, use_cache=False)
+    plan = discover_stages(model, pair[0])
+    for bounds, placement in (
+        ([0, 1, 3, 4, 5], [(0, 3), (1, 2)]),
+        ([0, 1, 3, 4, 5], [(0, 2), (1, 3)]),
+        ([0, 1, 3, 5, 5], [(0, 2), (1, 3)]),
+        ([0, 2, 5, 5], None),
+    ):
+        check_split(model, plan, bounds, pair, forward_of, placement)
+
+
+def test_skipped_blocks_pass() -> None:
+    model = Plain(skips=(1, 3))
+    plan = discover_stages(model, samples()[0])
+    check_split(model, plan, [0, 1, 4], samples(), forward_of)
+    check_split(model, plan, [0, 2, 3, 4], samples(), forward_of, [(0, 2), (1,)])
+
+
+def test_a_placement_that_leaves_a_stage_out_is_refused() -> None:
+    model = build("llama")
+    plan = discover_stages(model, batch())
+    for placement in ([(0,)], [(0, 1), (1,)], [(0, 1, 2)]):
+        with pytest.raises(PlanError, match=r"must name each of the stages 0 \.\. 1 once"):
+            check_split(model, plan, [0, 2, 5], [batch()], forward_of, placement)
+
+
+def test_the_very_cut_of_each_rank_is_checked() -> None:
+    torch.manual_seed(0)
+    model = Plain(peeks=True)
+    plan = discover_stages(model, samples()[0], try_meta=False)
+    # Blocks 2 and 3 see real embeddings where block 0 lives too, and zeros anywhere else.
+    check_split(model, plan, [0, 1, 2, 4], samples(), forward_of, [(0, 2), (1,)])
+    with pytest.raises(PlanError, match=r"the split model's loss .* differs"):
+        check_split(model, plan, [0, 1, 2, 4], samples(), forward_of, [(0,), (1, 2)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
