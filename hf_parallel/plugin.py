@@ -24,9 +24,10 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.pipeline_parallel.costs import block_costs
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
-from hf_parallel.pipeline_parallel.partition import block_costs, partition
+from hf_parallel.pipeline_parallel.partition import partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
@@ -121,8 +122,13 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     if shape.pp_size > 1:
         stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
         schedule = ScheduleChoice(config.pipeline, shape.pp_size)
-        num_stages = len(schedule.placement)
-        bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))
+        costs = block_costs(model, stages)
+        cuts = [b for b in stages.allowed_cuts() if b - 1 in stages.blocks]  # a stage must end with a block that runs
+        bounds = partition(
+            *(stages.num_blocks, len(schedule.placement), config.pipeline.split, costs),
+            allowed=cuts,
+            schedule=schedule.typical(),
+        )
         for boundary in bounds[1:-1]:
             stages.crossings(boundary)  # raises for a cut that cannot be addressed
         loss_kind = loss_normalisation(model, sample)
