@@ -24,9 +24,10 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.pipeline_parallel.costs import block_costs
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
-from hf_parallel.pipeline_parallel.partition import block_costs, partition
+from hf_parallel.pipeline_parallel.partition import partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for, recompute_blocks
@@ -123,15 +124,12 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     if shape.pp_size > 1:
         stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
         schedule = ScheduleChoice(config.pipeline, shape.pp_size)
-        num_stages = len(schedule.placement)
-        bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))
-        for boundary in bounds[1:-1]:
-            stages.crossings(boundary)  # raises for a cut that cannot be addressed
+        bounds = _bounds(model, stages, schedule)
         loss_kind = loss_normalisation(model, probe_batch(model, device))
     if recompute.every is not None:
         found = stages or discover_stages(model, probe_batch(model, device))
-        cuts = bounds if stages is not None else [0, found.num_blocks]
-        recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
+        whole = [0, found.num_blocks]
+        recomputed = (found.stack, groups_for(bounds if stages else whole, recompute.every, recompute.mode, found))
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -143,6 +141,22 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     home = schedule.placement[0] if schedule is not None else 0
     ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
     return Plans(model.forward, tensor_parallel, stages, schedule, bounds, recomputed, ledger, loss_kind)
+
+
+def _bounds(model: nn.Module, plan: PipelinePlan, schedule: ScheduleChoice) -> list[int]:
+    """Where the stages begin and end.
+
+    Raises:
+        PlanError: A list of block counts does not fit, or names a cut that cannot be made.
+    """
+    bounds = partition(
+        *(plan.num_blocks, len(schedule.placement), schedule.settings.split, block_costs(model, plan)),
+        allowed=[b for b in plan.allowed_cuts() if b - 1 in plan.blocks],  # a stage must end with a block that runs
+        schedule=schedule.typical(),
+    )
+    for boundary in bounds[1:-1]:
+        plan.crossings(boundary)  # raises for a cut that cannot be addressed
+    return bounds
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:

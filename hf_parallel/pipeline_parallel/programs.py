@@ -83,7 +83,7 @@ class ScheduleChoice:
                 num_microbatches,
                 stages_per_rank=self.settings.stages_on_a_rank(),
             )
-        made_for = 1 + max(action.microbatch for actions in self._file for action in actions)
+        made_for = self._made_for(num_microbatches)
         if num_microbatches > made_for:
             raise ScheduleError(
                 f"pipeline.schedule_file={self.settings.schedule_file!r} is for {made_for} microbatches, but a step has "
@@ -91,6 +91,21 @@ class ScheduleChoice:
                 f"{num_microbatches}, or lower pipeline.num_microbatches."
             )
         return [[a for a in actions if a.microbatch < num_microbatches] for actions in self._file]
+
+    def typical(self) -> Schedule:
+        """The schedule of a step whose batch is not known yet, to plan with: for `pipeline.num_microbatches`.
+
+        "auto" is twice the ranks. A schedule file is never asked for more than it has.
+        """
+        wish = self.settings.num_microbatches
+        count = 2 * self.pp_size if wish == "auto" else wish
+        return self.training(min(count, self._made_for(count)))
+
+    def _made_for(self, num_microbatches: int) -> int:
+        """Most microbatches of the schedule file; any number without one."""
+        if self._file is None:
+            return num_microbatches
+        return 1 + max(action.microbatch for actions in self._file for action in actions)
 
 
 class Programs:
