@@ -48,6 +48,16 @@ _INDEXER: Settings = {
     "hc_count": 2,
 }
 _SHARED_KV: Settings = {"blocks": 6, "num_kv_shared_layers": 2, "layer_types": SLIDING_FULL * 3}
+_SLIDING_MLA: Settings = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 16,
+    "swa_head_dim": 16,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 16,
+    "per_layer_config": DROP,
+}
 _DRAFT_HEAD: Settings = {
     "default": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "backbone_hidden_size": HIDDEN,
@@ -79,12 +89,14 @@ OVERRIDES: dict[str, Settings] = {
     "deepseek_v3": {"head_dim": 8},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
+        **{f"text_config.{name}": value for name, value in _SLIDING_MLA.items()},
         "vision_config.pyramid_num_routed": [-1, *[4] * (BLOCKS - 1)],
         "vision_config.adapter_out_dim": HIDDEN,
         "vision_config.adapter_in_dim": HIDDEN,
         "audio_config.adapter_out_dim": HIDDEN,
         "audio_config.adapter_input_size": HIDDEN,
     },
+    "dots3_note_text": _SLIDING_MLA,
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {**_SHARED_KV, "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.5, *[0.0] * 5]},
     "gemma4_assistant": _DRAFT_HEAD,
