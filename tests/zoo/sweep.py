@@ -59,6 +59,7 @@ class Row:
         share: Share of the parameters that lies inside the stack, 0 .. 1.
         shared: Parameters that both of two stages hold.
         splits: Number of stages -> result.
+        ranks: Two training steps on two gloo ranks: "exact", or what was said; empty if not run.
         note: The refusal, the failure, or why the entry is unusable.
     """
 
@@ -69,6 +70,7 @@ class Row:
     share: float | None = None
     shared: list[str] = field(default_factory=list)
     splits: dict[int, Split] = field(default_factory=dict)
+    ranks: str = ""
     note: str = ""
 
 
@@ -133,9 +135,8 @@ def _examine(row: Row, model: nn.Module, stage_counts: Sequence[int]) -> None:
     for count in stage_counts:
         split = row.splits[count] = Split(cuts(plan.num_blocks, count))
         try:
-            row.shared = _compare(row.name, model, plan, split, samples) if count == 2 else row.shared
-            if count != 2:
-                _compare(row.name, model, plan, split, samples)
+            shared = _compare(model, plan, split, samples)
+            row.shared = shared if count == 2 else row.shared
         except Exception as error:
             split.verdict, split.note = _verdict(error)
     worst = max(row.splits.values(), key=lambda s: ("exact", "refused", "failed").index(s.verdict))
@@ -147,9 +148,7 @@ def _share(model: nn.Module, plan: PipelinePlan) -> float:
     return sum(size for name, size in sizes.items() if plan.block_of(name) is not None) / sum(sizes.values())
 
 
-def _compare(
-    name: str, model: nn.Module, plan: PipelinePlan, split: Split, samples: Sequence[dict[str, Any]]
-) -> list[str]:
+def _compare(model: nn.Module, plan: PipelinePlan, split: Split, samples: Sequence[dict[str, Any]]) -> list[str]:
     """The product's own check, then an independent one; returns the parameters that several stages hold."""
     stages = cut(model, split.bounds, plan)
     held = Counter(parameter for stage in stages for parameter in stage.held)
