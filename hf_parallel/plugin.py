@@ -32,13 +32,12 @@ from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for, recompute_blocks
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.samples import probe_samples
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
+from hf_parallel.preflight import Probes, check_plans, compare_over_ranks, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -74,7 +73,13 @@ class Plans:
 
 
 def parallelize(
-    model: nn.Module, config: HFParallelConfig, mesh: Mesh, *, device: torch.device, watchdog: Watchdog
+    model: nn.Module,
+    config: HFParallelConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    watchdog: Watchdog,
+    sample: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Turn a whole model into this rank's part of it; collective.
 
@@ -84,6 +89,7 @@ def parallelize(
         mesh: This rank's mesh.
         device: Where the model is.
         watchdog: For waits.
+        sample: A small batch of the kind the model will be trained on; None for made-up text.
 
     Returns:
         The engine, installed as `model.forward`.
@@ -94,11 +100,14 @@ def parallelize(
     """
     refuse_model(model, mesh.shape.mp_size)
     watchdog.runs("plans the stages and shards")
-    plans = make_plans(model, config, mesh, device)
+    probes = Probes(model, device, sample) if _needs_probes(config) else None
+    plans = make_plans(model, config, mesh, probes)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
-    check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
+    if probes is not None:
+        placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
+        parts = (plans.stages, plans.bounds, placement, plans.tensor_parallel)
+        check_plans(model, config, *parts, probes=probes, watchdog=watchdog)
     pieces = transform(model, plans, mesh, config.pipeline.compile_blocks)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
@@ -108,8 +117,19 @@ def parallelize(
     return engine
 
 
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
+def _needs_probes(config: HFParallelConfig) -> bool:
+    """Whether anything has to be found out by running the model."""
+    return config.model_parallel_size > 1 or config.activation_checkpointing.every is not None
+
+
+def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, probes: Probes | None) -> Plans:
     """Calls 1 to 3: pure, on the whole model.
+
+    Args:
+        model: The whole model.
+        config: The settings.
+        mesh: This rank's mesh.
+        probes: The batches to try it with; None if nothing has to be found out.
 
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
@@ -118,18 +138,20 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     tensor_parallel, stages, schedule, bounds = None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
     loss_kind: LossKind = "sum_over_items"
-    if shape.tp_size > 1:
-        tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probe_batch(model, device))
-        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
-    if shape.pp_size > 1:
-        stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
-        schedule = ScheduleChoice(config.pipeline, shape.pp_size)
-        bounds = _bounds(model, stages, schedule)
-        loss_kind = loss_normalisation(model, probe_batch(model, device))
-    if recompute.every is not None:
-        found = stages or discover_stages(model, probe_batch(model, device))
-        whole = [0, found.num_blocks]
-        recomputed = (found.stack, groups_for(bounds if stages else whole, recompute.every, recompute.mode, found))
+    if probes is not None:
+        with probes.running():
+            if shape.tp_size > 1:
+                tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probes.batch)
+                expected = vocabulary_modules(model)
+                judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, expected)
+            found = discover_stages(model, probes.discovery) if shape.pp_size > 1 or recompute.every else None
+            if found is not None and shape.pp_size > 1:
+                stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
+                bounds = _bounds(model, stages, schedule)
+                loss_kind = loss_normalisation(model, probes.batch)
+            if found is not None and recompute.every is not None:
+                cuts = bounds if stages is not None else [0, found.num_blocks]
+                recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:

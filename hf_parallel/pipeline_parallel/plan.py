@@ -213,7 +213,8 @@ class PipelinePlan:
             + (f"; {extra} in this batch may take another path through the model" if extra else "")
             + (f"; {missing} is missing in this batch" if missing else "")
             + (f" (tried: {'; '.join(reasons)})" if reasons else "")
-            + ". Let the collator make the inputs that the model was planned for, or plan with a sample of this kind."
+            + ". Let the collator make the inputs that the model was planned for, or plan with a batch of this kind: "
+            "HFParallelCallback(sample=collator([data[0], data[1]]))."
         )
 
     def also_covers(self, other: PipelinePlan) -> str | None:
