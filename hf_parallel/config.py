@@ -167,7 +167,15 @@ class HFParallelConfig(Section):
         return [
             f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
             f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in ("schedule", "schedule_file", "stages_per_rank", "num_microbatches", "split", "transport")
+            for name in (
+                "schedule",
+                "schedule_file",
+                "stages_per_rank",
+                "num_microbatches",
+                "split",
+                "costs",
+                "transport",
+            )
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 

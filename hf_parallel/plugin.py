@@ -24,19 +24,19 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.costs import block_costs
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.partition import partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
+from hf_parallel.pipeline_parallel.predict import Holding, Prediction, describe, predict
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.samples import probe_samples
+from hf_parallel.pipeline_parallel.samples import probe_samples, typical_shape
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
+from hf_parallel.preflight import check_plans, compare_over_ranks, cut_costs, probe_batch, refuse_model, vocab_size
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -58,6 +58,7 @@ class Plans:
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
         loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
+        prediction: What the cut is expected to cost, None with pp_size 1.
     """
 
     forward: Callable[..., Any]
@@ -67,6 +68,7 @@ class Plans:
     bounds: list[int]
     ledger: Ledger
     loss_kind: LossKind
+    prediction: Prediction | None = None
 
 
 def parallelize(
@@ -90,7 +92,7 @@ def parallelize(
     """
     refuse_model(model, mesh.shape.mp_size)
     watchdog.runs("plans the stages and shards")
-    plans = make_plans(model, config, mesh, device)
+    plans = make_plans(model, config, mesh, device, watchdog)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
     check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
@@ -103,8 +105,10 @@ def parallelize(
     return engine
 
 
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
-    """Calls 1 to 3: pure, on the whole model.
+def make_plans(
+    model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device, watchdog: Watchdog
+) -> Plans:
+    """Calls 1 to 3: pure, on the whole model; collective where costs are measured.
 
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
@@ -117,12 +121,13 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
     if tensor_parallel is not None:
         judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
-    stages, schedule, bounds = None, None, [0, 1]
+    stages, schedule, costs, bounds = None, None, None, [0, 1]
     loss_kind: LossKind = "sum_over_items"
     if shape.pp_size > 1:
-        stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
+        samples = probe_samples(model, vocab_size(model), device)
+        stages = discover_stages(model, samples, cost_tokens=typical_shape(model))
         schedule = ScheduleChoice(config.pipeline, shape.pp_size)
-        costs = block_costs(model, stages)
+        costs = cut_costs(model, stages, config, device, watchdog)
         cuts = [b for b in stages.allowed_cuts() if b - 1 in stages.blocks]  # a stage must end with a block that runs
         bounds = partition(
             *(stages.num_blocks, len(schedule.placement), config.pipeline.split, costs),
@@ -143,7 +148,24 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     home = schedule.placement[0] if schedule is not None else 0
     ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
+    prediction = None
+    if stages is not None and schedule is not None and costs is not None:
+        holdings = [holding_of(model, ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+        prediction = predict(stages, bounds, costs, schedule.typical(), holdings)
+    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind, prediction)
+
+
+def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> Holding:
+    """What tp rank 0 of a pipeline rank keeps of a model that is still whole."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    sizes: list[tuple[int, int, bool]] = []
+    for entry in ledger.held_by(pp_rank, "param"):
+        count = math.prod(entry.shape)
+        if entry.spec is not None:
+            count = count // entry.spec.full_size * entry.spec.local_size(tp_size, 0)
+        sizes.append((count, count * entry.dtype.itemsize, entry.name in trained))
+    learned = sum(size for _, size, trains in sizes if trains)
+    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * learned)
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
@@ -174,11 +196,8 @@ def judge_fallbacks(
 def summary(plans: Plans) -> list[str]:
     """Lines that say what each stage holds and what share of the model is sharded."""
     lines = []
-    if plans.stages is not None and plans.schedule is not None:
-        for rank, stages in enumerate(plans.schedule.stages_of_ranks):
-            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(rank, "param"))
-            parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
-            lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
+    if plans.prediction is not None and plans.stages is not None:
+        lines += describe(plans.prediction, plans.stages.stack)
     if plans.tensor_parallel is not None:
         share = plans.tensor_parallel.coverage()
         lines.append(
@@ -186,10 +205,6 @@ def summary(plans: Plans) -> list[str]:
             f"with gathered outputs, {share.replicated:.0%} replicated"
         )
     return lines
-
-
-def _blocks_text(stage: int, lo: int, hi: int) -> str:
-    return f"stage {stage} with " + (f"blocks {lo} to {hi - 1}" if hi > lo else "the head alone, behind the blocks")
 
 
 def agree(plans: Plans, mesh: Mesh) -> None:

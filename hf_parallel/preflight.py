@@ -15,8 +15,10 @@ from torch import nn
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs
+from hf_parallel.pipeline_parallel.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
-from hf_parallel.pipeline_parallel.samples import tiny_samples
+from hf_parallel.pipeline_parallel.samples import tiny_samples, typical_sample
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 from hf_parallel.tensor_parallel.check import verify_model
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -95,6 +97,36 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) ->
             f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
             "same YAML file, load the same model and run the same versions of torch and transformers."
         )
+
+
+def cut_costs(
+    model: nn.Module, plan: PipelinePlan, config: HFParallelConfig, device: torch.device, watchdog: Watchdog
+) -> StageCosts:
+    """What each part of the model costs, the same on every rank; collective with `pipeline.costs: measured`.
+
+    Rank 0 measures while the others wait, so that all cut alike.
+
+    Raises:
+        PlanError: The model cannot run the batch that is measured.
+    """
+    if config.pipeline.costs == "analytic":
+        return block_costs(model, plan, recomputed=bool(getattr(model, "is_gradient_checkpointing", False)))
+    found: list[StageCosts | str] = [""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        watchdog.runs("measures the blocks")
+        try:
+            found[0] = measure_costs(model, plan, typical_sample(model, vocab_size(model), device))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever happens here
+            found[0] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        with watchdog.waiting("waits for rank 0 to measure the blocks"):
+            dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise PlanError(
+            f"pipeline.costs=measured: rank 0 could not train one row of the whole {type(model).__name__} on {device} "
+            f"({found[0]}). Set pipeline.costs to analytic."
+        )
+    return found[0]
 
 
 def check_plans(

@@ -106,6 +106,10 @@ class PipelineConfig(Section):
         BeforeValidator(as_tuple),
         Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
     ] = "balanced"
+    costs: Annotated[
+        Literal["analytic", "measured"],
+        Field(description="what 'balanced' weighs blocks by: 'analytic' (counted) or 'measured' (timed at the start)"),
+    ] = "analytic"
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],
