@@ -41,6 +41,7 @@ PIPELINE_ONLY = (
     "stages_per_rank",
     "num_microbatches",
     "split",
+    "costs",
     "compile_blocks",
     "transport",
 )

@@ -1,15 +1,14 @@
 """Where the strategies meet: one model, one config, five visible calls.
 
-`plan_tensor_parallel`, `discover_stages` and `build_ledger` read the whole model and change nothing; `transform` cuts it
-to this rank's stage and shards what is left, in place; `attach` puts the engine in. Plans are compared across ranks
-before anything is changed.
+`plan_tensor_parallel`, `discover_stages` and `build_ledger` read the whole model and change nothing (see `planning`);
+`transform` cuts it to this rank's stages and shards what is left, in place; `attach` puts the engine in. Plans are
+compared across ranks before anything is changed.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,55 +20,26 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
-from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.costs import block_costs
-from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
-from hf_parallel.pipeline_parallel.partition import partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
-from hf_parallel.pipeline_parallel.recompute import groups_for, recompute_blocks
+from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
+from hf_parallel.pipeline_parallel.selfcheck import LossKind
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.preflight import Probes, check_plans, compare_over_ranks, refuse_model
+from hf_parallel.planning import Plans, agree, make_plans, summary
+from hf_parallel.preflight import Probes, check_plans, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plans:
-    """What the pure calls found out, equal on every rank.
-
-    Args:
-        forward: The genuine forward of the model, as it is when it is parallelized.
-        tensor_parallel: Roles and shard layouts, None with tp_size 1.
-        stages: Crossings and readers, None with pp_size 1.
-        schedule: The schedule and where each stage runs, None with pp_size 1.
-        bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
-        recomputed: The stack and its groups of blocks that are checkpointed together.
-        ledger: The full model's parameters.
-        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
-    """
-
-    forward: Callable[..., Any]
-    tensor_parallel: TPPlan | None
-    stages: PipelinePlan | None
-    schedule: ScheduleChoice | None
-    bounds: list[int]
-    recomputed: tuple[str, list[range]]
-    ledger: Ledger
-    loss_kind: LossKind
 
 
 def parallelize(
@@ -101,7 +71,7 @@ def parallelize(
     refuse_model(model, mesh.shape.mp_size)
     watchdog.runs("plans the stages and shards")
     probes = Probes(model, device, sample) if _needs_probes(config) else None
-    plans = make_plans(model, config, mesh, probes)
+    plans = make_plans(model, config, mesh, probes, watchdog)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
     if probes is not None:
@@ -120,130 +90,6 @@ def parallelize(
 def _needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
     return config.model_parallel_size > 1 or config.activation_checkpointing.every is not None
-
-
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, probes: Probes | None) -> Plans:
-    """Calls 1 to 3: pure, on the whole model.
-
-    Args:
-        model: The whole model.
-        config: The settings.
-        mesh: This rank's mesh.
-        probes: The batches to try it with; None if nothing has to be found out.
-
-    Raises:
-        PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
-    """
-    shape, recompute = mesh.shape, config.activation_checkpointing
-    tensor_parallel, stages, schedule, bounds = None, None, None, [0, 1]
-    recomputed: tuple[str, list[range]] = ("", [])
-    loss_kind: LossKind = "sum_over_items"
-    if probes is not None:
-        with probes.running():
-            if shape.tp_size > 1:
-                tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probes.batch)
-                expected = vocabulary_modules(model)
-                judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, expected)
-            found = discover_stages(model, probes.discovery) if shape.pp_size > 1 or recompute.every else None
-            if found is not None and shape.pp_size > 1:
-                stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
-                bounds = _bounds(model, stages, schedule)
-                loss_kind = loss_normalisation(model, probes.batch)
-            if found is not None and recompute.every is not None:
-                cuts = bounds if stages is not None else [0, found.num_blocks]
-                recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
-    spans = spans_of(bounds)
-
-    def holds(pp_rank: int, name: str) -> bool:
-        if stages is None or schedule is None:
-            return True
-        return any(stages.holds(spans[s], name) for s in schedule.stages_of_ranks[pp_rank])
-
-    specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
-    home = schedule.placement[0] if schedule is not None else 0
-    ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, recomputed, ledger, loss_kind)
-
-
-def _bounds(model: nn.Module, plan: PipelinePlan, schedule: ScheduleChoice) -> list[int]:
-    """Where the stages begin and end.
-
-    Raises:
-        PlanError: A list of block counts does not fit, or names a cut that cannot be made.
-    """
-    bounds = partition(
-        *(plan.num_blocks, len(schedule.placement), schedule.settings.split, block_costs(model, plan)),
-        allowed=[b for b in plan.allowed_cuts() if b - 1 in plan.blocks],  # a stage must end with a block that runs
-        schedule=schedule.typical(),
-    )
-    for boundary in bounds[1:-1]:
-        plan.crossings(boundary)  # raises for a cut that cannot be addressed
-    return bounds
-
-
-def vocabulary_modules(model: nn.Module) -> frozenset[str]:
-    """Names of the input embedding and the head: replicated or gathered by design while the loss is on full logits."""
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
-
-
-def judge_fallbacks(
-    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
-) -> None:
-    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
-
-    Raises:
-        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
-    """
-    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
-    if not fallbacks or on_fallback == "ignore":
-        return
-    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
-    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
-    if on_fallback == "error":
-        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
-    if rank == 0:
-        logger.warning("hf_parallel: %s", text)
-
-
-def summary(plans: Plans) -> list[str]:
-    """Lines that say what each stage holds and what share of the model is sharded."""
-    lines = []
-    if plans.stages is not None and plans.schedule is not None:
-        for rank, stages in enumerate(plans.schedule.stages_of_ranks):
-            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(rank, "param"))
-            parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
-            lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
-    if plans.recomputed[1]:
-        sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
-        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
-    if plans.tensor_parallel is not None:
-        share = plans.tensor_parallel.coverage()
-        lines.append(
-            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
-            f"with gathered outputs, {share.replicated:.0%} replicated"
-        )
-    return lines
-
-
-def _blocks_text(stage: int, lo: int, hi: int) -> str:
-    return f"stage {stage} with " + (f"blocks {lo} to {hi - 1}" if hi > lo else "the head alone, behind the blocks")
-
-
-def agree(plans: Plans, mesh: Mesh) -> None:
-    """Compare the plans' fingerprints over the world before anything is cut; collective.
-
-    Raises:
-        RankMismatchError: On every rank.
-    """
-    mine = [
-        plans.ledger.fingerprint(),
-        plans.tensor_parallel.fingerprint() if plans.tensor_parallel else "",
-        plans.stages.fingerprint() if plans.stages else "",
-        str(plans.bounds),
-        str(plans.schedule.stages_of_ranks) if plans.schedule else "",
-    ]
-    compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from torch import nn
 from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ParallelError, PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs
+from hf_parallel.pipeline_parallel.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
 from hf_parallel.pipeline_parallel.programs import ScheduleChoice
-from hf_parallel.pipeline_parallel.samples import probe_samples, tiny_samples
+from hf_parallel.pipeline_parallel.samples import probe_samples, tiny_samples, typical_sample, typical_shape
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 from hf_parallel.tensor_parallel.check import verify_model
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -78,6 +80,12 @@ class Probes:
         device: Where it is.
         sample: A small batch of the kind it will be trained on, as the collator makes it; None for made-up text.
 
+    Attributes:
+        check: Batches of the self-check.
+        discovery: Batches for `discover_stages`.
+        typical: The batch that costs are measured with.
+        cost_tokens: (B, S) that costs are counted for; None for those of the sample.
+
     Raises:
         PlanError: No sample, and the vocabulary is not known.
     """
@@ -89,6 +97,8 @@ class Probes:
             size = vocab_size(model)
             self.check = list(tiny_samples(size, device=device, use_cache=False))
             self.discovery = probe_samples(model, size, device)
+            self.typical = typical_sample(model, size, device)
+            self.cost_tokens: tuple[int, int] | None = typical_shape(model)
             return
         batch = {"use_cache": False, **send_to_device(dict(sample), device)}
         rows = num_rows(batch)
@@ -96,6 +106,7 @@ class Probes:
         uniform = isinstance(labels, torch.Tensor) and len(labels) == rows > 1
         self.check = [batch, split_rows(batch, rows)[0]] if uniform else [batch]
         self.discovery = [batch, *self._text(model, device)]
+        self.typical, self.cost_tokens = batch, None
 
     @property
     def batch(self) -> dict[str, Any]:
@@ -159,6 +170,37 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) ->
             f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
             "same YAML file, load the same model and run the same versions of torch and transformers."
         )
+
+
+def cut_costs(
+    model: nn.Module, plan: PipelinePlan, config: HFParallelConfig, probes: Probes, watchdog: Watchdog
+) -> StageCosts:
+    """What each part of the model costs, the same on every rank; collective with `pipeline.costs: measured`.
+
+    Rank 0 measures while the others wait, so that all cut alike.
+
+    Raises:
+        PlanError: The model cannot run the batch that is measured.
+    """
+    if config.pipeline.costs == "analytic":
+        recomputed = config.activation_checkpointing.every is not None
+        return block_costs(model, plan, recomputed=recomputed or getattr(model, "is_gradient_checkpointing", False))
+    found: list[StageCosts | str] = [""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        watchdog.runs("measures the blocks")
+        try:
+            found[0] = measure_costs(model, plan, probes.typical)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever happens here
+            found[0] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        with watchdog.waiting("waits for rank 0 to measure the blocks"):
+            dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise PlanError(
+            f"pipeline.costs=measured: rank 0 could not train a small batch on the whole {type(model).__name__} "
+            f"({found[0]}). Set pipeline.costs to analytic."
+        )
+    return found[0]
 
 
 def check_plans(

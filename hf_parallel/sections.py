@@ -110,6 +110,10 @@ class PipelineConfig(Section):
         Literal["none", "inductor", "aot_eager"],
         Field(description="backend of torch.compile for each block: 'none', 'inductor' or 'aot_eager'"),
     ] = "none"
+    costs: Annotated[
+        Literal["analytic", "measured"],
+        Field(description="what 'balanced' weighs blocks by: 'analytic' (counted) or 'measured' (timed at the start)"),
+    ] = "analytic"
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],

@@ -220,6 +220,7 @@ def test_another_rank_order_is_refused_by_name() -> None:
         ("split", "even", "'balanced'"),
         ("split", [4], "'balanced'"),
         ("transport", "host", "'auto'"),
+        ("costs", "measured", "'analytic'"),
     ],
 )
 def test_a_pipeline_setting_without_a_pipeline_is_refused(key: str, value: object, neutral: str) -> None:

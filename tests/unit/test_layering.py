@@ -20,7 +20,7 @@ FLOORS = [
     {"ledger", "batches"},
     {"preflight", "gradients", "checkpoint"},
     {"engine"},
-    {"pipeline_engine"},
+    {"pipeline_engine", "planning"},
     {"plugin"},
     {"session"},
     {"accelerator"},
