@@ -28,6 +28,7 @@ from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
+from hf_parallel.pipeline_parallel.seeds import StepSeeds
 from hf_parallel.pipeline_parallel.selfcheck import LossKind
 
 
@@ -99,6 +100,8 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
+        self.seeds = StepSeeds(runtime.stages, self._common_seed())
+        runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
         self._programs = programs
         self._num_microbatches = num_microbatches
@@ -110,6 +113,13 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._needs_logits = True
+
+    def _common_seed(self) -> int:
+        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""
+        seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
+        first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
+        dist.broadcast(seed, src=first, group=self.mesh.mp_group)
+        return int(seed) + self.mesh.dp_rank
 
     @property
     def _loss_rank(self) -> int:
@@ -206,6 +216,7 @@ class PipelineEngine(Engine):
                 microbatches.append(microbatch)
                 shares.append(share)
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        self.seeds.next_step()
         losses = self.runtime.run(
             microbatches,
             self._programs.training(len(microbatches)),
@@ -281,6 +292,7 @@ class PipelineEngine(Engine):
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
+        self.seeds.next_step()
         program = self._programs.forwards(len(microbatches))
         state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])

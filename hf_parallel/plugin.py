@@ -95,7 +95,8 @@ def parallelize(
     plans = make_plans(model, config, mesh, device, watchdog)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    check_plans(model, config, plans.stages, plans.bounds, plans.tensor_parallel, watchdog)
+    placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
+    check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
     pieces = transform(model, plans, mesh)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()

@@ -6,7 +6,7 @@ Everything here leaves the model as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -134,7 +134,9 @@ def check_plans(
     config: HFParallelConfig,
     stages: PipelinePlan | None,
     bounds: list[int],
+    placement: Sequence[Sequence[int]],
     shards: TPPlan | None,
+    *,
     watchdog: Watchdog,
 ) -> None:
     """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
@@ -144,6 +146,7 @@ def check_plans(
         config: For the `self_check` settings.
         stages: How it will be cut, or None.
         bounds: Block boundaries of the stages.
+        placement: The stages of each rank.
         shards: How it will be sharded, or None.
         watchdog: For the wait.
 
@@ -154,7 +157,7 @@ def check_plans(
     if not dist.is_initialized() or dist.get_rank() == 0:
         watchdog.runs("compares the planned parts with the whole model")
         try:
-            _check_stages(model, config.pipeline.self_check, stages, bounds)
+            _check_stages(model, config.pipeline.self_check, stages, bounds, placement)
             _check_shards(model, config.tensor_parallel.self_check, shards)
         except PlanError as error:
             verdict[0] = str(error)
@@ -165,18 +168,24 @@ def check_plans(
         raise PlanError(verdict[0])
 
 
-def _check_stages(model: nn.Module, wish: Wish, stages: PipelinePlan | None, bounds: list[int]) -> None:
-    copies = 2 * len(bounds) + 1  # a reference and one model a stage, each with gradients
+def _check_stages(
+    model: nn.Module,
+    wish: Wish,
+    stages: PipelinePlan | None,
+    bounds: list[int],
+    placement: Sequence[Sequence[int]],
+) -> None:
+    copies = 2 * len(placement) + 3  # a reference and one model a rank, each with gradients, and one being cut
     if stages is None or not _affordable(model, copies, wish, "pipeline"):
         return
     samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
     try:
-        check_split(model, stages, bounds, samples, forward_of=lambda copied: copied.forward)
+        check_split(model, stages, bounds, samples, lambda copied: copied.forward, placement)
     except PlanError:
         if "forward" not in vars(model):
             raise
         # A function that was put over model.forward may call the forward of this very model, not that of a copy.
-        check_split(model, stages, bounds, samples, forward_of=lambda copied: type(copied).forward.__get__(copied))
+        check_split(model, stages, bounds, samples, lambda copied: type(copied).forward.__get__(copied), placement)
         logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
 
 

@@ -6,6 +6,7 @@ folder and renamed when all ranks have finished writing: at any moment `checkpoi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
 from hf_parallel.errors import CheckpointError
+from hf_parallel.pipeline_engine import PipelineEngine
 
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ else:
 
 STAGING = ".incomplete"
 SCHEDULER = "scheduler.pt"
+PIPELINE = "pipeline_state.json"
 ARGUMENTS = "training_args.json"
 
 
@@ -188,6 +191,8 @@ class SavingMixin(Base):
             save_optimizer(output_dir, optimizer, engine.attachment.parameters, session.mesh)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+        if self.args.should_save and isinstance(engine, PipelineEngine):
+            Path(output_dir, PIPELINE).write_text(json.dumps({"dropout_step": engine.seeds.step}))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         session, engine = self.hf_parallel_session, self._engine
@@ -202,6 +207,9 @@ class SavingMixin(Base):
             if not path.is_file():
                 raise CheckpointError(f"{path} does not exist: the checkpoint is incomplete. Resume from another one.")
             self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+        state = Path(checkpoint, PIPELINE)
+        if isinstance(engine, PipelineEngine) and state.is_file():  # absent: saved by another layout, without stages
+            engine.seeds.step = int(json.loads(state.read_text())["dropout_step"])
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer

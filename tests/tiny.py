@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3Config,
@@ -63,7 +67,38 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **router))
 
 
-MODELS = {"llama": llama, "llama_tied": lambda: llama(tied=True), "gpt2": gpt2, "qwen3": qwen3, "mixtral": mixtral}
+def gemma3n() -> Gemma3nForCausalLM:
+    """Six blocks, the last two of which read the key-value states of earlier ones."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "num_kv_shared_layers": 2}
+    per_layer = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "laurel_rank": 8}
+    kinds = {
+        "activation_sparsity_pattern": [0.0] * 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return Gemma3nForCausalLM(Gemma3nTextConfig(**SMALL, **sizes, **per_layer, **kinds))
+
+
+def mamba() -> MambaForCausalLM:
+    torch.manual_seed(0)
+    return MambaForCausalLM(
+        MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4, pad_token_id=0)
+    )
+
+
+MODELS = {
+    "llama": llama,
+    "llama_tied": lambda: llama(tied=True),
+    "llama_8": lambda: llama(tied=True, layers=8),
+    "gpt2": gpt2,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "gemma3n": gemma3n,
+    "mamba": mamba,
+}
 
 
 def rows(count: int, variable_length: bool = False) -> list[dict[str, list[int]]]:

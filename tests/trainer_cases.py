@@ -8,10 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from rank_runner import run_ranks
+from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+# A key bias shifts all scores of a query alike: its true gradient is zero, and AdamW would blow its rounding noise up to
+# whole steps. A larger epsilon keeps such noise small; everything else still moves.
+NO_NOISE = {"adam_epsilon": 1e-5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,3 +178,32 @@ def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
 
 def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(run_case(case, Path(folder) / case.name, world_size))) for case in cases]
+
+
+def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Run all cases in one launch; what rank 0 returned, by name."""
+    results = run_ranks(
+        ranks_main,
+        world_size,
+        cases,
+        str(folder),
+        tmp_path=folder,
+        timeout=400,
+        init_group=world_size > 1,
+        env=ENV,
+    )
+    return {case.name: result for case, result in zip(cases, results[0], strict=True)}
+
+
+def compare(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert len(mine["history"]) == len(reference["history"])
+    for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):
+        assert here.keys() == there.keys()
+        for key, value in there.items():
+            assert here[key] == pytest.approx(value, abs=1e-5), f"{key} of log {step}"
+    for file in ("gradients.safetensors", "parameters.safetensors"):
+        tensors, expected = (load_file(Path(run["folder"]) / file) for run in (mine, reference))
+        assert tensors.keys() == expected.keys(), file
+        for name, tensor in expected.items():
+            difference = float((tensors[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
+            assert difference <= 1e-5, f"{file}: {name} differs by {difference:.1e} relative"

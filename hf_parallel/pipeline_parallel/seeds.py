@@ -8,6 +8,9 @@ before such hooks run, and would then replay other masks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -63,3 +66,27 @@ class Streams:
         """Put back the random state from before the call."""
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
+
+
+class StepSeeds:
+    """Gives every microbatch of every step a seed of its own.
+
+    Args:
+        stages: The stages of this rank, by index; they have an attribute `seed`.
+        base: Seed of the run; the same on all ranks of a model copy.
+
+    Attributes:
+        step: Training steps begun; part of a checkpoint, so that a resumed run draws what an unbroken one would.
+    """
+
+    def __init__(self, stages: Mapping[int, Any], base: int) -> None:
+        self._stages, self._base = dict(stages), mix64(base & MASK)
+        self.step = 0
+
+    def next_step(self) -> None:
+        """Begin a training step: all its masks are new."""
+        self.step += 1
+
+    def set(self, stage: int, microbatch: int) -> None:
+        """Seed a stage for its next call: mix64(mix64(base) + step), then + microbatch, mixed again."""
+        self._stages[stage].seed = mix64((mix64((self._base + self.step) & MASK) + microbatch) & MASK)

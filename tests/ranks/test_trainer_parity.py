@@ -7,22 +7,14 @@ clipping, data sharding or saving is wrong for that row's settings.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_runner import run_ranks
-from safetensors.torch import load_file
-from trainer_cases import Case, ranks_main
+from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 PP2_TP2 = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
-
-# A key bias shifts all scores of a query alike: its true gradient is zero, and AdamW would blow its rounding noise up to
-# whole steps. A larger epsilon keeps such noise small; everything else still moves.
-NO_NOISE = {"adam_epsilon": 1e-5}
 
 TWO_RANKS = [
     Case("pp2", parallel=PP2),
@@ -111,33 +103,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         (2, [*TWO_RANKS, MOE_MICROBATCHES] + [stock(case) for case in cases if case.reference == 2]),
         (4, FOUR_RANKS),
     ):
-        folder = tmp_path_factory.mktemp(f"world{world_size}")
-        results = run_ranks(
-            ranks_main,
-            world_size,
-            chosen,
-            str(folder),
-            tmp_path=folder,
-            timeout=400,
-            init_group=world_size > 1,
-            env=ENV,
-        )
-        found |= {case.name: result for case, result in zip(chosen, results[0], strict=True)}
+        found |= run_cases(chosen, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
-
-
-def compare(mine: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert len(mine["history"]) == len(reference["history"])
-    for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):
-        assert here.keys() == there.keys()
-        for key, value in there.items():
-            assert here[key] == pytest.approx(value, abs=1e-5), f"{key} of log {step}"
-    for file in ("gradients.safetensors", "parameters.safetensors"):
-        tensors, expected = (load_file(Path(run["folder"]) / file) for run in (mine, reference))
-        assert tensors.keys() == expected.keys(), file
-        for name, tensor in expected.items():
-            difference = float((tensors[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
-            assert difference <= 1e-5, f"{file}: {name} differs by {difference:.1e} relative"
 
 
 @pytest.mark.parametrize("case", TWO_RANKS + FOUR_RANKS, ids=lambda case: case.name)

@@ -1,0 +1,112 @@
+"""Every schedule trains every kind of model as the stock Trainer does on one process.
+
+If a row fails, a schedule that is faster on paper trains something else: a weight gradient lost or counted twice, a
+payload handed to the wrong stage, a gradient reduced before it was complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_cases import NO_NOISE, Case, compare, run_cases
+
+from hf_parallel.pipeline_parallel.actions import format_schedule
+from hf_parallel.pipeline_parallel.schedules import build_schedule
+from hf_parallel.sections import STAGES_PER_RANK
+
+
+# Tied embeddings; Conv1D layers; a router's auxiliary loss; shared key-value states and per-layer embeddings; a scan.
+KINDS = ("llama_tied", "gpt2", "mixtral", "gemma3n", "mamba")
+SCHEDULES = (*STAGES_PER_RANK, "csv")
+
+
+def case_of(schedule: str, model: str) -> Case:
+    """Two ranks with two stages each where the schedule has them; six microbatches, their rows uneven."""
+    # A router's loss is no sum over rows: its microbatches are whole batches, as they are in one process.
+    cut = {"num_microbatches": 1} if model == "mixtral" else {"num_microbatches": 3}
+    windows = {"accumulation": 4, "batch": 4} if model == "mixtral" else {"accumulation": 2, "batch": 8}
+    parallel = {"pp_size": 2, "schedule": schedule, **cut}
+    return Case(
+        f"{schedule}_{model}",
+        model=model,
+        parallel=parallel,
+        steps=3,
+        variable_length=True,
+        arguments=NO_NOISE,
+        **windows,
+    )
+
+
+MATRIX = [case_of(schedule, model) for model in KINDS for schedule in SCHEDULES]
+SPLITTING = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+MESHES = [
+    *[
+        Case(f"pp4_{name}", model="llama_8", parallel={"pp_size": 4, "schedule": name, "num_microbatches": 8}, steps=3)
+        for name in ("interleaved_1f1b", *SPLITTING)
+    ],
+    *[
+        Case(
+            f"pp2_dp2_{name}",
+            model="llama_tied",
+            parallel={"pp_size": 2, "schedule": name, "num_microbatches": 2},
+            accumulation=2,
+            variable_length=True,
+            steps=3,
+        )
+        for name in SPLITTING
+    ],
+    Case(
+        "pp2_tp2_zbv",
+        model="llama_tied",
+        parallel={"pp_size": 2, "tp_size": 2, "schedule": "zbv_zero_bubble", "num_microbatches": 4},
+        evaluate=True,
+        metrics=True,
+        steps=3,
+    ),
+]
+EXTRA = [
+    Case("v_split_mode", parallel={"pp_size": 2, "schedule": "dualpipev"}, loss="subclass", steps=3),
+    Case("v_eval", parallel={"pp_size": 2, "schedule": "zbv_zero_bubble"}, evaluate=True, metrics=True, steps=4),
+    Case("head_alone", parallel={"pp_size": 2, "split": [4, 0]}, variable_length=True, steps=3),
+    Case(
+        "v_checkpointing",
+        model="llama_tied",
+        parallel={"pp_size": 2, "schedule": "zbv_zero_bubble"},
+        arguments={"gradient_checkpointing": True},
+        steps=3,
+    ),
+]
+
+
+def stock(case: Case) -> Case:
+    settings = {"parallel": None, "name": f"stock_{case.name}"}
+    return dataclasses.replace(case, **settings)
+
+
+def reference_of(case: Case) -> str:
+    return f"stock_1f1b_{case.model}" if case in MATRIX else f"stock_{case.name}"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    file = tmp_path_factory.mktemp("schedule") / "own.csv"
+    file.write_text(format_schedule(build_schedule("zbv_zero_bubble", 2, 6)))
+    mine = [with_file(case, file) for case in MATRIX] + EXTRA
+    references = [stock(case_of("1f1b", model)) for model in KINDS] + [stock(case) for case in MESHES + EXTRA]
+    found = run_cases(references, 1, tmp_path_factory.mktemp("world1"))
+    found |= run_cases(mine, 2, tmp_path_factory.mktemp("world2"))
+    return found | run_cases(MESHES, 4, tmp_path_factory.mktemp("world4"))
+
+
+def with_file(case: Case, file: Path) -> Case:
+    if not case.name.startswith("csv_"):
+        return case
+    return dataclasses.replace(case, parallel={**(case.parallel or {}), "schedule_file": str(file)})
+
+
+@pytest.mark.parametrize("case", MATRIX + MESHES + EXTRA, ids=lambda case: case.name)
+def test_a_schedule_trains_as_the_stock_trainer_does(case: Case, runs: dict[str, dict[str, Any]]) -> None:
+    compare(runs[case.name], runs[reference_of(case)])
