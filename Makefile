@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity zoo-pp bench-pipeline lint format types check clean help
+.PHONY: setup demo test test-all parity zoo-pp bench-pipeline bench-schedules lint format types check clean help
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -39,6 +39,9 @@ zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; w
 
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
+
+bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
+	$(BIN)/python benchmarks/bench_schedules.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .

@@ -13,6 +13,7 @@ from itertools import pairwise
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.costs import StageCosts, Unit, stage_costs
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
+from hf_parallel.pipeline_parallel.samples import TYPICAL_LENGTH
 from hf_parallel.pipeline_parallel.simulate import peak_held, peak_live, simulate
 
 
@@ -154,14 +155,18 @@ def describe(prediction: Prediction, stack: str) -> list[str]:
         sizes = [_bytes(size) for size in (own.weights, own.gradients, own.optimizer)]
         row = [str(number), f"{own.parameters / 1e6:.1f}M", f"{rank.share:.1%}", *sizes]
         ranks.append([*row, str(rank.live), _bytes(1000 * rank.activations)])
-    unit = "measured ms of one microbatch" if ms else "relative, 1 is the mean stage's forward and backward"
+    unit = (
+        f"measured ms for one row of at most {TYPICAL_LENGTH} tokens"
+        if ms
+        else "relative, 1 is the mean stage's forward and backward"
+    )
     return [
         f"cut of {stack} for steps of {prediction.num_microbatches} microbatches; times are {unit}",
         *_aligned(stages),
         *_aligned(ranks),
         f"predicted step {scale * prediction.step:.1f}{' ms' if ms else ''} without messages, bubble "
-        f"{prediction.bubble:.1%}; activations are for 1000 tokens a microbatch at the most live stage inputs, without "
-        "attention matrices; temporary buffers are not counted",
+        f"{prediction.bubble:.1%}",
+        "activations are for microbatches of 1000 tokens, without attention matrices; temporary buffers are not counted",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # no
 
 def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--output", str(output), *arguments]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True, env=None)
+    subprocess.run(
+        command, check=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     report: dict[str, Any] = json.loads(output.read_text())
     return report
 
@@ -59,3 +62,14 @@ def test_the_order_rotates_and_variants_that_differ_are_refused() -> None:
     check_agreement({"a": (1.0, None), "b": (1.00001, 2.0)}, "a")
     with pytest.raises(RuntimeError, match="variant b gives"):
         check_agreement({"a": (1.0,), "b": (1.1,)}, "a")
+
+
+def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
+    report = run("bench_schedules.py", tmp_path / "report.json")
+    assert len(report["schedules"]) == 2 * 7
+    for row in report["schedules"]:
+        assert 0 < row["simulated_bubble"] < 1
+        assert 0 < row["measured_bubble"] < 1
+        assert row["bubble_error"] == pytest.approx(row["measured_bubble"] - row["simulated_bubble"])
+    assert {row["cut"] for row in report["cuts"]} >= {"even", "balanced"}
+    assert set(report["bounds"]) == {"even", "balanced", "measured"}

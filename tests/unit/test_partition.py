@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs, stage_c
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.partition import partition, step_time
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
+from hf_parallel.pipeline_parallel.simulate import simulate
 
 
 GRID = [(n, s) for n in range(1, 10) for s in range(1, n + 1)]
@@ -203,3 +205,24 @@ def test_eighty_blocks_on_sixteen_stages_take_less_than_a_second() -> None:
     start = time.process_time()
     partition(80, 16, "balanced", costs, schedule=schedule)
     assert time.process_time() - start < 1.0
+
+
+def test_the_numbers_of_the_docs_are_the_simulators() -> None:
+    text = " ".join((Path(__file__).resolve().parents[2] / "docs" / "pipeline.md").read_text().split())
+    costs = StageCosts((1.0,) * 32, 0.0, 2.26)
+    figures = {}
+    for ranks in (4, 8):
+        schedule = build_schedule("1f1b", ranks, 4 * ranks)
+        even, mine = (partition(32, ranks, split, costs, schedule=schedule) for split in ("even", "balanced"))
+        timed = [simulate(schedule, stage_costs(b, costs), stage_costs(b, costs.of_backward())) for b in (even, mine)]
+        figures[ranks] = (*(t.bubble_fraction for t in timed), timed[0].makespan / timed[1].makespan)
+        if ranks == 4:
+            assert "Blocks of {}, {}, {} and {} give".format(*(b - a for a, b in itertools.pairwise(mine))) in text
+    assert f"gives {figures[4][0]:.1%} idle time".replace("%", " %") in text
+    assert f"give {figures[4][1]:.1%} and a step {figures[4][2]:.2f} times as fast".replace("%", " %") in text
+    assert f"it is {figures[8][2]:.2f} times." in text
+    small, schedule = StageCosts((1.0,) * 24, 0.0, 8.28), build_schedule("1f1b", 4, 16)
+    even, mine = (
+        step_time(partition(24, 4, s, small, schedule=schedule), small, schedule) for s in ("even", "balanced")
+    )
+    assert f"8.28 blocks for a Qwen2.5-0.5B, {even / mine:.2f} times on 4 ranks" in text

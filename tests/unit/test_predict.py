@@ -82,7 +82,7 @@ def test_peak_held_with_unit_sizes_is_peak_live() -> None:
 
 def test_lines_are_aligned_and_name_their_units() -> None:
     plan = discover_stages(build("llama_tied"), batch())
-    for unit, head in (("FLOPs", "1 is the mean stage's"), ("ms", "measured ms of one microbatch")):
+    for unit, head in (("FLOPs", "1 is the mean stage's"), ("ms", "measured ms for one row of at most 512 tokens")):
         costs = StageCosts(COSTS.blocks, COSTS.first, 9.0, unit=unit)  # type: ignore[arg-type]
         prediction = predict(plan, [0, 5, 5], costs, build_schedule("1f1b", 2, 4), [HOLDING, HOLDING])
         lines = describe(prediction, "model.layers")
@@ -100,7 +100,7 @@ def test_lines_are_aligned_and_name_their_units() -> None:
         ]
         assert "head alone" in lines[3]
         assert "without messages, bubble" in lines[7]
-        assert "temporary buffers are not counted" in lines[7]
+        assert "temporary buffers are not counted" in lines[8]
 
 
 def test_a_holding_counts_frozen_weights_without_gradients_and_adam_states_in_their_dtype() -> None:
