@@ -51,6 +51,7 @@ class Layout:
 LAYOUTS = (
     Layout("1 process"),
     Layout("pp2", "cpu_pp2.yaml"),
+    Layout("pp2 zbv", "cpu_pp2_zbv.yaml"),
     Layout("dp2", "cpu_dp2.yaml", dp_size=2),
     Layout("tp2", "cpu_tp2.yaml"),
     Layout("pp2xdp2", "cpu_pp2_dp2.yaml", dp_size=2),

@@ -37,7 +37,9 @@ def test_every_recipe_loads_and_fits_its_processes(name: str) -> None:
 def test_every_recipe_is_named_after_its_layout(name: str) -> None:
     config, (_, accelerate) = load_recipe(name), read_section(find_recipe(name))
     sizes = {"pp": config.pp_size, "dp": config.dp_size(accelerate["num_processes"]), "tp": config.tp_size}
-    assert name == "_".join(["cpu", *[f"{axis}{size}" for axis, size in sizes.items() if size > 1]])
+    schedule = config.pipeline.schedule.split("_")[0]
+    variant = [schedule] if config.pp_size > 1 and schedule != "1f1b" else []
+    assert name == "_".join(["cpu", *[f"{axis}{size}" for axis, size in sizes.items() if size > 1], *variant])
 
 
 @pytest.mark.parametrize("name", list_recipes())
