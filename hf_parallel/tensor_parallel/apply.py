@@ -6,7 +6,8 @@ model uses the copy's parameters. Names under which settings are kept start with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,8 +26,7 @@ from hf_parallel.tensor_parallel.functions import (
     take_heads,
 )
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, TPPlan
-from hf_parallel.tensor_parallel.propose import set_integer
+from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 
 
@@ -40,14 +40,49 @@ class _LinearState:
     lengths: list[int]
     replicated: list[bool]
     gather_sizes: list[int]
+    entry: bool
+    take: Ranges | None
+
+
+@dataclass
+class _Use:
+    """How a rank uses a parameter: times `share`, with the gradients of its `whole` sections along `dim` summed."""
+
+    share: float = 1.0
+    dim: int = 0
+    lengths: tuple[int, ...] = ()
+    whole: tuple[bool, ...] = (True,)
 
 
 @dataclass
 class _PartialState:
-    """Names of a module's partial parameters, and the forward that uses them; kept as `tp_partial`."""
+    """Parameters of the root of pairs that are wholly or partly held by all ranks; kept as `tp_partial`."""
 
     copy: SharedCopy
-    names: list[str]
+    uses: dict[str, _Use]
+
+
+@dataclass
+class _RowState:
+    """Settings of a row that is no linear (experts), kept as `tp_row`."""
+
+    group: TPGroup
+
+
+@dataclass
+class _EntryState:
+    """Settings of an entry that is no linear (experts), kept as `tp_entry`."""
+
+    copy: SharedCopy
+
+
+@dataclass
+class _NormState:
+    """Settings of a module that needs all channels, kept as `tp_norm`."""
+
+    group: TPGroup
+    sizes: list[int]
+    start: int
 
 
 @dataclass
@@ -100,14 +135,15 @@ def apply_tensor_parallel(
     for name, linear in held.items():
         _apply_linear(model.get_submodule(name), linear, shared, plan.tp_size, tp_rank)
     for pair in plan.pairs:
-        if pair.row in held:
-            _apply_pair(model, pair, shared, tp_rank)
+        if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
+            _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
-    _shard_parameter(module, "weight", linear.weight, tp_size, tp_rank)
-    if linear.bias is not None:
-        _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
+    if linear.role != "latent":
+        _shard_parameter(module, "weight", linear.weight, tp_size, tp_rank)
+        if linear.bias is not None:
+            _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
     vars(module)["tp_linear"] = _LinearState(
         copy=shared,
         transposed=linear.transposed,
@@ -115,8 +151,16 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
         lengths=linear.weight.local_sections(tp_size, tp_rank),
         replicated=[not section.sharded for section in linear.weight.sections],
         gather_sizes=[linear.weight.local_size(tp_size, rank) for rank in range(tp_size)],
+        entry=linear.entry,
+        take=linear.take[tp_rank] if linear.take else None,
     )
-    forwards = {"column": _column_forward, "row": _row_forward, "gather": _gather_forward}
+    forwards = {
+        "column": _column_forward,
+        "row": _row_forward,
+        "gather": _gather_forward,
+        "latent": _latent_forward,
+        "reduce": _reduce_forward,
+    }
     vars(module)["forward"] = MethodType(forwards[linear.role], module)
 
 
@@ -124,16 +168,42 @@ def _shard_parameter(module: nn.Module, key: str, spec: ShardSpec, tp_size: int,
     parameter = module._parameters[key]
     if parameter is None:
         raise PlanError(f"the plan shards {key} of {type(module).__name__}, which has none. Plan this very model.")
+    if parameter.shape[spec.dim] == spec.local_size(tp_size, tp_rank) != spec.full_size:
+        return  # another module that owns it too has sharded it
     grad, parameter.grad = parameter.grad, None
     parameter.data = spec.shard(parameter.data, tp_size, tp_rank)
     if grad is not None:
         parameter.grad = spec.shard(grad, tp_size, tp_rank)
 
 
-def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: int) -> None:
+def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: int, *, is_linear: bool) -> None:
     tp_size = shared.group.size()
     for rewrite in pair.rewrites:
-        set_integer(model.get_submodule(rewrite.module), rewrite.attribute, rewrite.value)
+        set_attribute(model.get_submodule(rewrite.module), rewrite.attribute, rewrite.values[tp_rank])
+    _slice_tensors(model, pair, tp_size, tp_rank)
+    root = model.get_submodule(pair.root)
+    uses = _uses(model, pair, tp_size, tp_rank)
+    if uses:
+        if "tp_partial" not in vars(root):
+            _replace_forward(root, "tp_partial", _PartialState(shared, {}), _partial_forward)
+        prefix = f"{pair.root}." if pair.root else ""
+        vars(root)["tp_partial"].uses.update({name.removeprefix(prefix): use for name, use in uses.items()})
+    for name, spec in pair.norms.items():
+        sizes = [spec.local_size(tp_size, rank) for rank in range(tp_size)]
+        state = _NormState(shared.group, sizes, sum(sizes[:tp_rank]))
+        _replace_forward(model.get_submodule(name), "tp_norm", state, _norm_forward)
+    for name in pair.entries:
+        _replace_forward(model.get_submodule(name), "tp_entry", _EntryState(shared), _entry_forward)
+    if not is_linear:
+        _replace_forward(model.get_submodule(pair.row), "tp_row", _RowState(shared.group), _sum_forward)
+    if pair.inputs:
+        if "tp_inputs" not in vars(root):
+            vars(root)["tp_inputs"] = _InputState(shared, (), tp_rank)
+            root.register_forward_pre_hook(_take_inputs, with_kwargs=True)
+        vars(root)["tp_inputs"].rules += pair.inputs
+
+
+def _slice_tensors(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int) -> None:
     for name, spec in pair.sliced.items():
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
@@ -141,45 +211,74 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
             _shard_parameter(module, key, spec, tp_size, tp_rank)
         else:
             module._buffers[key] = spec.shard(model.get_buffer(name), tp_size, tp_rank)
-    for name in pair.partial:
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        if "tp_partial" not in vars(module):
-            vars(module)["tp_partial"] = _PartialState(shared, [])
-            vars(module)["tp_whole_forward"] = module.forward
-            vars(module)["forward"] = MethodType(_partial_forward, module)
-        vars(module)["tp_partial"].names.append(key)
-    if pair.inputs:
-        root = model.get_submodule(pair.root)
-        if "tp_inputs" not in vars(root):
-            vars(root)["tp_inputs"] = _InputState(shared, (), tp_rank)
-            root.register_forward_pre_hook(_take_inputs, with_kwargs=True)
-        vars(root)["tp_inputs"].rules += pair.inputs
+
+
+def _uses(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int) -> dict[str, _Use]:
+    """Parameters of the pair of which all ranks hold the same elements, and how each rank uses them."""
+    uses = {name: _Use() for name in pair.partial} | {name: _Use(1.0 / tp_size) for name in pair.scaled}
+    for name, spec in pair.sliced.items():
+        whole = tuple(not section.sharded for section in spec.sections)
+        if any(whole) and name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+            uses[name] = _Use(1.0, spec.dim, tuple(spec.local_sections(tp_size, tp_rank)), whole)
+    return uses
+
+
+def set_attribute(module: nn.Module, attribute: str, value: int | tuple[int, ...]) -> None:
+    """Set `attribute` of `module`; `config.<key>` sets a key of a config that only this module sees."""
+    holder, _, key = attribute.rpartition(".")
+    if not holder:
+        old = getattr(module, key)
+        setattr(module, key, list(value) if isinstance(old, list) and isinstance(value, tuple) else value)
+        return
+    private = copy.copy(getattr(module, holder))
+    private.__dict__[key] = value
+    setattr(module, holder, private)
+
+
+def _replace_forward(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
+    """`forward` in place of the module's own, which it finds as `<key>_inner`; its settings as `<key>`."""
+    vars(module)[f"{key}_inner"] = module.forward
+    vars(module)[key] = state
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 def _linear(state: _LinearState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.t() if state.transposed else weight, bias)
 
 
-def _summed_where_whole(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
+def _summed_where_whole(
+    tensor: Tensor, dim: int, lengths: Sequence[int], whole: Sequence[bool], group: TPGroup
+) -> Tensor:
     """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
-    if not any(state.replicated):
+    if not any(whole):
         return tensor
-    if all(state.replicated):
-        return copy_to_tp(tensor, state.copy.group)
-    parts = torch.split(tensor, state.lengths, dim)
-    group = state.copy.group
+    if all(whole):
+        return copy_to_tp(tensor, group)
+    parts = torch.split(tensor, list(lengths), dim)
     return torch.cat(
-        [copy_to_tp(part, group) if whole else part for part, whole in zip(parts, state.replicated, strict=True)], dim
+        [copy_to_tp(part, group) if is_whole else part for part, is_whole in zip(parts, whole, strict=True)], dim
     )
 
 
 def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    weight = _summed_where_whole(state, self.weight, state.weight_dim)
-    bias = None if self.bias is None else _summed_where_whole(state, self.bias, 0)
-    return _linear(state, state.copy(x), weight, bias)
+    weight = _used(state, self.weight, state.weight_dim)
+    bias = None if self.bias is None else _used(state, self.bias, 0)
+    return _linear(state, state.copy(x) if state.entry else x, weight, bias)
+
+
+def _used(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
+    """The outputs of a column that this rank computes."""
+    tensor = _summed_where_whole(tensor, dim, state.lengths, state.replicated, state.copy.group)
+    return _taken(state, tensor, dim)
+
+
+def _taken(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
+    if state.take is None:
+        return tensor
+    parts = [tensor.narrow(dim, start, length) for start, length in state.take or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -189,6 +288,13 @@ def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
 
 
+def _reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    state: _LinearState = self.tp_linear
+    x = only_tensor(args, named)
+    total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
+    return _taken(state, copy_to_tp(total if self.bias is None else total + self.bias, state.copy.group), -1)
+
+
 def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
@@ -196,20 +302,59 @@ def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
 
 
+def _latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    state: _LinearState = self.tp_linear
+    return copy_to_tp(_linear(state, only_tensor(args, named), self.weight, self.bias), state.copy.group)
+
+
+def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """F on every input that carries a gradient."""
+    state: _EntryState = self.tp_entry
+
+    def enter(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
+        return copy_to_tp(tensor, state.copy.group)
+
+    return self.tp_entry_inner(*map_tensors(enter, args), **map_tensors(enter, kwargs))
+
+
+def _sum_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    state: _RowState = self.tp_row
+    return reduce_from_tp(self.tp_row_inner(*args, **kwargs), state.group)
+
+
+def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module on the channels of all ranks, of which this rank keeps its own."""
+    state: _NormState = self.tp_norm
+    local = state.sizes[state.group.rank()]
+
+    def gather(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.ndim < 2 or tensor.shape[-1] != local:
+            return tensor
+        return copy_to_tp(gather_from_tp(tensor, state.group, state.sizes), state.group)
+
+    whole: Tensor = self.tp_norm_inner(*map_tensors(gather, args), **map_tensors(gather, kwargs))
+    return whole.narrow(-1, state.start, local)
+
+
 def _partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's forward with f(parameter) in the place of each partial parameter.
+    """The root's forward with f(parameter) in the place of each partial parameter.
 
     An instance attribute shadows the registered parameter. Unlike a gradient hook this is right under accumulation and
     when something else (FSDP) replaces the parameter object.
     """
     state: _PartialState = self.tp_partial
+    shadowed: list[tuple[dict[str, Any], str]] = []
     try:
-        for name in state.names:
-            vars(self)[name] = copy_to_tp(self._parameters[name], state.copy.group)
-        return self.tp_whole_forward(*args, **kwargs)
+        for name, use in state.uses.items():
+            path, _, key = name.rpartition(".")
+            owner = self.get_submodule(path)
+            used = _summed_where_whole(owner._parameters[key], use.dim, use.lengths, use.whole, state.copy.group)
+            vars(owner)[key] = used if use.share == 1.0 else used * use.share
+            shadowed.append((vars(owner), key))
+        return self.tp_partial_inner(*args, **kwargs)
     finally:
-        for name in state.names:
-            vars(self).pop(name, None)
+        for holder, key in shadowed:
+            holder.pop(key, None)
 
 
 def _take_inputs(

@@ -7,7 +7,6 @@ on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ from hf_parallel.tensor_parallel.trace import (
     undisturbed,
     widen,
 )
+from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
 
 
 RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait for each other
@@ -54,28 +54,15 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     reference = _outputs_and_grads(_twin(model).cpu(), sample)
     if plan.tp_size == 1:
         return
-    ranks: list[Result | BaseException | None] = [None] * plan.tp_size
-    slots: list[Tensor | None] = [None] * plan.tp_size
-    barrier = threading.Barrier(plan.tp_size, timeout=RANK_TIMEOUT_S)
-
-    def rank_main(rank: int, twin: nn.Module) -> None:
-        try:
-            apply_tensor_parallel(twin, plan, VirtualGroup(slots, barrier, rank), rank, lambda name: True)
-            ranks[rank] = _outputs_and_grads(twin, sample)
-        except BaseException as error:  # noqa: BLE001  reported by the caller; the other ranks must not wait
-            ranks[rank] = error
-            barrier.abort()
-
-    threads = [threading.Thread(target=rank_main, args=(rank, _twin(model).cpu())) for rank in range(plan.tp_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [result for result in ranks if isinstance(result, BaseException)]
-    if errors:
-        first = next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
-        raise PlanError(f"the sharded model does not run: {type(first).__name__}: {first}") from first
-    results = [result for result in ranks if isinstance(result, tuple)]
+    groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
+    twins = []
+    for rank, group in enumerate(groups):
+        twins.append(_twin(model).cpu())
+        apply_tensor_parallel(twins[rank], plan, group, rank, lambda name: True)
+    try:
+        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(twins[rank], sample))
+    except Exception as error:  # the model's own code, on shards: may raise anything
+        raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
     _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
 
 

@@ -43,6 +43,10 @@ class VirtualGroup:
         """This rank."""
         return self._tp_rank
 
+    def abort(self) -> None:
+        """Let the ranks that wait for this one give up."""
+        self._barrier.abort()
+
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Copies of the tensor each rank passed, in rank order; all ranks of the group must call this."""
         self._slots[self._tp_rank] = x.detach()

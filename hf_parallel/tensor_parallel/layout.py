@@ -35,6 +35,26 @@ def split_sizes(size: int, parts: int) -> list[int]:
     return [max(0, min(piece, size - piece * part)) for part in range(parts)]
 
 
+def split_units(size: int, parts: int, unit: int) -> list[int]:
+    """Sizes of `parts` consecutive pieces of `size` elements that are not cut inside a unit.
+
+    With units of several elements (heads) the pieces are as even as they can be, the first ones one unit longer; with
+    single elements they are those of `split_sizes`.
+
+    Args:
+        size: Number of elements, a multiple of `unit`.
+        parts: Number of pieces, >= 1.
+        unit: Elements that belong together, >= 1.
+
+    Returns:
+        `parts` sizes that sum to `size`.
+    """
+    if unit == 1:
+        return split_sizes(size, parts)
+    each, more = divmod(size // unit, parts)
+    return [unit * (each + (part < more)) for part in range(parts)]
+
+
 @dataclass(frozen=True)
 class Section:
     """A run of consecutive positions: split over the ranks, or held whole by each of them.
@@ -42,10 +62,16 @@ class Section:
     Args:
         size: Number of positions in the full tensor.
         sharded: Whether the ranks split it.
+        unit: Positions that stay together, >= 1; divides `size`. A head, where the heads do not divide by the ranks.
     """
 
     size: int
     sharded: bool
+    unit: int = 1
+
+    def split(self, tp_size: int) -> list[int]:
+        """Positions each rank holds of a split section."""
+        return split_units(self.size, tp_size, self.unit)
 
 
 @dataclass(frozen=True)
@@ -70,13 +96,18 @@ class ShardSpec:
         """Extent of `dim` in the full tensor."""
         return sum(section.size for section in self.sections)
 
+    @property
+    def sharded_share(self) -> float:
+        """Share of the tensor in split sections, 0 to 1."""
+        return sum(section.size for section in self.sections if section.sharded) / max(1, self.full_size)
+
     def ranges(self, tp_size: int, tp_rank: int) -> list[tuple[int, int]]:
         """Per section, the (start, length) this rank holds in coordinates of the full tensor."""
         held, offset = [], 0
         for section in self.sections:
             start, length = 0, section.size
             if section.sharded:
-                sizes = split_sizes(section.size, tp_size)
+                sizes = section.split(tp_size)
                 start, length = sum(sizes[:tp_rank]), sizes[tp_rank]
             held.append((offset + start, length))
             offset += section.size
@@ -149,10 +180,11 @@ class ShardSpec:
         return counted
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: `{"dim": 0, "sections": [[size, sharded], ...]}`."""
-        return {"dim": self.dim, "sections": [[section.size, section.sharded] for section in self.sections]}
+        """Plain data: `{"dim": 0, "sections": [[size, sharded, unit], ...]}`."""
+        return {"dim": self.dim, "sections": [[part.size, part.sharded, part.unit] for part in self.sections]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ShardSpec:
         """The inverse of `to_json`."""
-        return cls(int(data["dim"]), tuple(Section(int(size), bool(sharded)) for size, sharded in data["sections"]))
+        sections = (Section(int(size), bool(sharded), int(unit)) for size, sharded, unit in data["sections"])
+        return cls(int(data["dim"]), tuple(sections))

@@ -10,45 +10,54 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
-Role = Literal["column", "row", "gather"]
+Role = Literal["column", "row", "gather", "latent", "reduce"]
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """One linear module whose weight is stored as a shard.
+    """One linear module with a part in tensor parallelism.
 
     Args:
-        role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column with gathered output.
+        role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column with gathered output,
+            `latent` is whole on every rank and its output is used in parts, `reduce` sums partial outputs that are
+            then used in parts again.
         transposed: Whether the weight is stored as [in, out] (Conv1D) instead of [out, in].
         weight: Layout of the weight.
-        bias: Layout of the bias; none if there is no bias or every rank holds it whole (`row`).
+        bias: Layout of the bias; none if there is no bias or every rank holds it whole.
+        entry: Of a column: whether its input is replicated. False if the input is already used in parts (it comes
+            from a `latent` or `reduce` linear), so that no sum of its gradient is due here.
+        take: Of a column that every rank stores whole: per rank, the (start, length) of the outputs that it computes,
+            in order, repeats allowed; empty: all.
     """
 
     role: Role
     transposed: bool
     weight: ShardSpec
     bias: ShardSpec | None
+    entry: bool = True
+    take: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True)
 class AttributeRewrite:
-    """An integer attribute that counts something the ranks split, and its value on a rank.
+    """An integer attribute that counts something the ranks split, and its values on the ranks.
 
     Args:
         module: Module that owns the attribute.
         attribute: Its name; `config.<key>` rewrites a private copy of the module's config.
-        value: Value on every rank.
+        values: Value on each rank, an integer or a sequence of integers.
     """
 
     module: str
     attribute: str
-    value: int
+    values: tuple[int | tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -68,16 +77,19 @@ class InputRule:
 
 @dataclass(frozen=True)
 class PairPlan:
-    """Column linears whose outputs meet in one row linear: two all-reduces, one forward and one backward.
+    """Linears whose outputs meet in one row: two all-reduces, one forward and one backward, plus what is listed here.
 
     Args:
         root: The innermost module that contains all of them.
-        columns: Names of the column linears.
-        row: Name of the row linear.
+        columns: Names of the linears before the row: column, latent and reduce ones.
+        row: Name of the row linear, or of another module (experts) whose output is a partial sum.
         rewrites: Attributes that change.
         partial: Replicated parameters that each rank uses for its part only, so that their gradients are summed.
-        sliced: Parameters and buffers with one entry per head, and their layouts.
+        sliced: Parameters and buffers of other modules that are stored as shards (per head, per channel, experts).
         inputs: Inputs of `root` that are sliced, or learned and used in parts.
+        norms: Modules that mix all channels: each runs on its gathered input and keeps this rank's channels.
+        entries: Modules that are no linears and whose inputs are replicated (experts).
+        scaled: Parameters that every rank adds to its partial sum, divided by the number of ranks.
     """
 
     root: str
@@ -87,6 +99,9 @@ class PairPlan:
     partial: tuple[str, ...] = ()
     sliced: dict[str, ShardSpec] = field(default_factory=dict)
     inputs: tuple[InputRule, ...] = ()
+    norms: dict[str, ShardSpec] = field(default_factory=dict)
+    entries: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,7 @@ class TPPlan:
         linears: Linear module -> role and layout; those not named stay replicated.
         pairs: The column -> row pairs.
         fallbacks: Module -> why it is not in a pair (it is then gathered or replicated).
+        whole: Module -> why it is replicated by choice (routers, latent projections).
         numel: Parameter -> number of elements of the full tensor.
         aliases: Stored-as-shard name -> other names of the same tensor (a module that sits at several places).
     """
@@ -117,14 +133,17 @@ class TPPlan:
     fallbacks: dict[str, str]
     numel: dict[str, int]
     aliases: dict[str, tuple[str, ...]]
+    whole: dict[str, str] = field(default_factory=dict)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Layout of every parameter and buffer that is stored as a shard, by name; all others are replicated."""
         specs: dict[str, ShardSpec] = {}
         for name, linear in self.linears.items():
-            specs[f"{name}.weight"] = linear.weight
+            if linear.role == "latent":
+                continue
+            specs[_join(name, "weight")] = linear.weight
             if linear.bias is not None:
-                specs[f"{name}.bias"] = linear.bias
+                specs[_join(name, "bias")] = linear.bias
         for pair in self.pairs:
             specs.update(pair.sliced)
         for name, others in self.aliases.items():
@@ -133,19 +152,23 @@ class TPPlan:
 
     def coverage(self) -> Coverage:
         """Shares of the parameters in pairs, in gathered linears, and replicated on every rank."""
-        role_of: dict[str, str] = {}
-        for name, linear in self.linears.items():
-            role_of[f"{name}.weight"] = linear.role
-            if linear.bias is not None:
-                role_of[f"{name}.bias"] = linear.role
-        sliced = {name for pair in self.pairs for name in pair.sliced}
-        counts = {"paired": 0, "gathered": 0, "replicated": 0}
+        gathered = {
+            _join(name, key)
+            for name, linear in self.linears.items()
+            for key in ("weight", "bias")
+            if linear.role == "gather"
+        }
+        specs = self.shard_specs()
+        paired, gathers, total = 0.0, 0.0, 0
         for name, numel in self.numel.items():
-            role = role_of.get(name)
-            paired = role in ("column", "row") or name in sliced
-            counts["paired" if paired else "gathered" if role == "gather" else "replicated"] += numel
-        total = max(1, sum(counts.values()))
-        return Coverage(**{kind: count / total for kind, count in counts.items()})
+            total += numel
+            share = numel * specs[name].sharded_share if name in specs else 0.0
+            if name in gathered:
+                gathers += share
+            else:
+                paired += share
+        total = max(1, total)
+        return Coverage(paired / total, gathers / total, 1.0 - (paired + gathers) / total)
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers, with deterministic order."""
@@ -157,11 +180,14 @@ class TPPlan:
                     "transposed": linear.transposed,
                     "weight": linear.weight.to_json(),
                     "bias": None if linear.bias is None else linear.bias.to_json(),
+                    "entry": linear.entry,
+                    "take": [[list(part) for part in ranges] for ranges in linear.take],
                 }
                 for name, linear in sorted(self.linears.items())
             },
             "pairs": [_pair_to_json(pair) for pair in self.pairs],
             "fallbacks": dict(sorted(self.fallbacks.items())),
+            "whole": dict(sorted(self.whole.items())),
             "numel": dict(sorted(self.numel.items())),
             "aliases": {name: list(others) for name, others in sorted(self.aliases.items())},
         }
@@ -175,6 +201,8 @@ class TPPlan:
                 transposed=item["transposed"],
                 weight=ShardSpec.from_json(item["weight"]),
                 bias=None if item["bias"] is None else ShardSpec.from_json(item["bias"]),
+                entry=item["entry"],
+                take=tuple(tuple((start, length) for start, length in ranges) for ranges in item["take"]),
             )
             for name, item in data["linears"].items()
         }
@@ -183,6 +211,7 @@ class TPPlan:
             linears=linears,
             pairs=tuple(_pair_from_json(pair) for pair in data["pairs"]),
             fallbacks=dict(data["fallbacks"]),
+            whole=dict(data["whole"]),
             numel=dict(data["numel"]),
             aliases={name: tuple(others) for name, others in data["aliases"].items()},
         )
@@ -198,11 +227,25 @@ def _pair_to_json(pair: PairPlan) -> dict[str, Any]:
         "root": pair.root,
         "columns": list(pair.columns),
         "row": pair.row,
-        "rewrites": [asdict(rewrite) for rewrite in pair.rewrites],
+        "rewrites": [
+            {"module": rewrite.module, "attribute": rewrite.attribute, "values": _plain(rewrite.values)}
+            for rewrite in pair.rewrites
+        ],
         "partial": list(pair.partial),
         "sliced": {name: spec.to_json() for name, spec in sorted(pair.sliced.items())},
         "inputs": [{"path": list(rule.path), "dim": rule.dim, "heads": rule.heads} for rule in pair.inputs],
+        "norms": {name: spec.to_json() for name, spec in sorted(pair.norms.items())},
+        "entries": list(pair.entries),
+        "scaled": list(pair.scaled),
     }
+
+
+def _plain(values: tuple[int | tuple[int, ...], ...]) -> list[int | list[int]]:
+    return [list(value) if isinstance(value, tuple) else value for value in values]
+
+
+def _join(module: str, key: str) -> str:
+    return f"{module}.{key}" if module else key
 
 
 def _pair_from_json(data: Mapping[str, Any]) -> PairPlan:
@@ -210,8 +253,18 @@ def _pair_from_json(data: Mapping[str, Any]) -> PairPlan:
         root=data["root"],
         columns=tuple(data["columns"]),
         row=data["row"],
-        rewrites=tuple(AttributeRewrite(**rewrite) for rewrite in data["rewrites"]),
+        rewrites=tuple(
+            AttributeRewrite(
+                rewrite["module"],
+                rewrite["attribute"],
+                tuple(tuple(value) if isinstance(value, list) else value for value in rewrite["values"]),
+            )
+            for rewrite in data["rewrites"]
+        ),
         partial=tuple(data["partial"]),
         sliced={name: ShardSpec.from_json(spec) for name, spec in data["sliced"].items()},
         inputs=tuple(InputRule(tuple(rule["path"]), rule["dim"], rule["heads"]) for rule in data["inputs"]),
+        norms={name: ShardSpec.from_json(spec) for name, spec in data["norms"].items()},
+        entries=tuple(data["entries"]),
+        scaled=tuple(data["scaled"]),
     )

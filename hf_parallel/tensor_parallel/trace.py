@@ -50,11 +50,13 @@ class Trace:
         producers: Called linear, in call order -> for each call the linears whose outputs reach its input directly.
         escaping: Linears whose output reaches the model's output without passing another linear.
         foreign: Parameters that are read while the module that owns them is not running.
+        called: Linears that run, with or without a gradient.
     """
 
     producers: dict[str, list[frozenset[str]]]
     escaping: frozenset[str]
     foreign: frozenset[str]
+    called: frozenset[str]
 
 
 def map_tensors(
@@ -86,6 +88,13 @@ def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
     """The input of a linear module: its first argument, positional or by whatever name its class gives it."""
     value: Tensor = args[0] if args else next(iter(named.values()))
     return value
+
+
+def private_copy(module: nn.Module) -> nn.Module:
+    """A deep copy; results of earlier calls that the module keeps as attributes are copied as constants."""
+    kept = [value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    memo = {id(value): value.detach().clone() for value in kept if not value.is_leaf}
+    return copy.deepcopy(module, memo)
 
 
 def perturb(module: nn.Module, *, only_constant: bool = False) -> None:
@@ -248,10 +257,12 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
     """
     name_of_node: dict[Any, str] = {}
     calls: list[tuple[str, Tensor]] = []
+    called: set[str] = set()
 
     def record(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             inputs = tensors_in([args, kwargs])
+            called.add(name)
             if inputs and isinstance(output, Tensor) and output.grad_fn is not None:
                 calls.append((name, inputs[0]))
                 name_of_node[output.grad_fn] = name
@@ -262,6 +273,7 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
     try:
         with torch.enable_grad(), _reader_stack(model) as foreign:
             output = run(model, sample)
+        foreign |= _read_in_training(model, sample)
     finally:
         for handle in handles:
             handle.remove()
@@ -269,7 +281,22 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
     for name, x in calls:
         producers.setdefault(name, []).append(_first_linears([x], name_of_node))
     escaping = _first_linears(tensors_in(output), name_of_node)
-    return Trace(producers, escaping, frozenset(foreign))
+    return Trace(producers, escaping, frozenset(foreign), frozenset(called))
+
+
+def _read_in_training(model: nn.Module, sample: Mapping[str, Any]) -> set[str]:
+    """Parameters read from outside their module in training mode only; the mode is left as it was."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        with torch.no_grad(), _reader_stack(model) as foreign:
+            run(model, sample)
+    except Exception:  # noqa: BLE001  a model may insist on labels in training; what was read until then counts
+        return foreign
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return foreign
 
 
 def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> frozenset[str]:
@@ -289,13 +316,28 @@ def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> fr
 
 
 class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
-    """Notes each parameter that an operation takes while its owner is not running."""
+    """Notes each parameter that an operation takes while its owner is not running; undoes changes of parameters."""
 
-    def __init__(self, owners: Mapping[int, tuple[str, list[nn.Module]]], running: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        owners: Mapping[int, tuple[str, list[nn.Module]]],
+        running: list[nn.Module],
+        parameters: list[nn.Parameter],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owners = owners
         self.running = running
         self.foreign: set[str] = set()
+        self.storages = {p.untyped_storage().data_ptr(): p for p in parameters}
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, tensors: list[Tensor]) -> None:
+        """Remember the values of parameters among `tensors`, which an operation is about to change."""
+        for tensor in tensors:
+            pointer = tensor.untyped_storage().data_ptr()
+            if pointer in self.storages and pointer not in self.before:
+                parameter = self.storages[pointer]
+                self.before[pointer] = parameter, parameter.detach().clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in([args, kwargs or {}]):
@@ -303,6 +345,8 @@ class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
                 name, modules = self.owners[id(tensor)]
                 if not any(module in self.running for module in modules):
                     self.foreign.add(name)
+        if func._schema.is_mutable:
+            self.keep(tensors_in([args[:1], kwargs or {}]))
         return func(*args, **(kwargs or {}))
 
 
@@ -327,13 +371,16 @@ def _reader_stack(model: nn.Module) -> Iterator[set[str]]:
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    recorder = _ReadRecorder(owners, running)
+    recorder = _ReadRecorder(owners, running, list(model.parameters()))
     try:
         with recorder:
             yield recorder.foreign
     finally:
         for handle in handles:
             handle.remove()
+        with torch.no_grad():
+            for parameter, value in recorder.before.values():
+                parameter.data.copy_(value)
 
 
 def capture_inputs(

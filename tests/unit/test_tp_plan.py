@@ -28,7 +28,7 @@ def test_everything_but_the_head_is_paired_where_heads_divide(case: str) -> None
     assert len(plan.pairs) == 4
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     expected = {} if tied else {"lm_head": "gather"}
-    assert {name: role for name, role in roles(plan).items() if role not in ("column", "row")} == expected
+    assert {name: role for name, role in roles(plan).items() if role not in ("column", "row", "latent")} == expected
     linear_like = {n for n, p in model.named_parameters() if p.ndim == 2 and ("layers" in n or ".h." in n)}
     assert linear_like == {f"{name}.weight" for name, role in roles(plan).items() if role != "gather"}
     assert "lm_head" in plan.fallbacks
@@ -37,13 +37,22 @@ def test_everything_but_the_head_is_paired_where_heads_divide(case: str) -> None
     assert coverage.paired + coverage.gathered + coverage.replicated == pytest.approx(1.0)
 
 
-def test_heads_that_do_not_divide_leave_attention_to_the_gather() -> None:
-    plan = plan_tensor_parallel(tiny_model("smollm2"), 2, plan_sample())
-    attention = {name: role for name, role in roles(plan).items() if "self_attn" in name}
-    assert len(attention) == 8
-    assert set(attention.values()) == {"gather"}
-    assert {role for name, role in roles(plan).items() if "mlp" in name} == {"column", "row"}
-    assert "rejected" in plan.fallbacks["model.layers.0.self_attn.q_proj"]
+@pytest.mark.parametrize(
+    ("tp_size", "heads", "key_values"),
+    [(2, [6, 3], [2, 1]), (3, [3, 3, 3], [1, 1, 1]), (4, [3, 2, 2, 2], [1, 1, 2, 1])],
+)
+def test_heads_that_do_not_divide_are_shared_out_unevenly(
+    tp_size: int, heads: list[int], key_values: list[int]
+) -> None:
+    plan = plan_tensor_parallel(tiny_model("smollm2"), tp_size, plan_sample())
+    assert len(plan.pairs) == 4
+    assert {role for name, role in roles(plan).items() if "layers" in name} == {"column", "row"}
+    query, key = (plan.linears[f"model.layers.0.self_attn.{kind}_proj"] for kind in "qk")
+    assert [query.weight.local_size(tp_size, rank) for rank in range(tp_size)] == [4 * count for count in heads]
+    held = [key.weight.local_size(tp_size, rank) for rank in range(tp_size)]
+    used = [sum(length for _, length in ranges) for ranges in key.take] if key.take else held
+    assert used == [4 * count for count in key_values]
+    assert held == (used if tp_size < 4 else [12] * 4), "three key-value heads are stored whole by four ranks"
 
 
 def test_fused_and_shared_projections_are_cut_by_section() -> None:
@@ -61,7 +70,7 @@ def test_fused_and_shared_projections_are_cut_by_section() -> None:
     )
     assert phi3["model.layers.1.mlp.gate_up_proj.weight"].sections == (Section(48, True),) * 2
     mqa = plan_tensor_parallel(tiny_model("llama_kv1"), 2, plan_sample()).shard_specs()
-    assert mqa["model.layers.0.self_attn.k_proj.weight"].sections == (Section(8, False),)
+    assert "model.layers.0.self_attn.k_proj.weight" not in mqa, "the only key head is whole on every rank"
     assert mqa["model.layers.0.self_attn.q_proj.weight"].sections == (Section(32, True),)
 
 
@@ -174,12 +183,14 @@ def test_a_tp_size_below_one_is_refused() -> None:
 
 @pytest.mark.parametrize(("wish", "refused"), [("error", True), ("warn", False), ("ignore", False)])
 def test_on_fallback_decides_what_layers_without_a_pair_mean(wish: Any, refused: bool) -> None:
-    model = tiny_model("smollm2")
-    plan = plan_tensor_parallel(model, 2, plan_sample())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    plan = plan_tensor_parallel(model, 2, {"input": torch.randn(3, 5, 8)})
+    assert set(plan.fallbacks) == {"0", "2"}, "no module contains the two"
     if refused:
-        with pytest.raises(PlanError, match=r"q_proj.*on_fallback to warn"):
-            judge_fallbacks(plan, wish, 0, vocabulary_modules(model))
+        with pytest.raises(PlanError, match=r"0: gathered.*on_fallback to warn"):
+            judge_fallbacks(plan, wish, 0, frozenset())
     else:
-        judge_fallbacks(plan, wish, 0, vocabulary_modules(model))
-    even = tiny_model("llama")
-    judge_fallbacks(plan_tensor_parallel(even, 2, plan_sample()), "error", 0, vocabulary_modules(even))
+        judge_fallbacks(plan, wish, 0, frozenset())
+    for case in ("llama", "llama_kv1", "smollm2"):
+        even = tiny_model(case)
+        judge_fallbacks(plan_tensor_parallel(even, 2, plan_sample()), "error", 0, vocabulary_modules(even))
