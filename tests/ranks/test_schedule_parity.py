@@ -18,6 +18,10 @@ from hf_parallel.pipeline_parallel.schedules import build_schedule
 from hf_parallel.sections import STAGES_PER_RANK
 
 
+# All runs happen in the set-up of the first test.
+pytestmark = pytest.mark.timeout(900)
+
+
 # Tied embeddings; Conv1D layers; a router's auxiliary loss; shared key-value states and per-layer embeddings; a scan.
 KINDS = ("llama_tied", "gpt2", "mixtral", "gemma3n", "mamba")
 SCHEDULES = (*STAGES_PER_RANK, "csv")

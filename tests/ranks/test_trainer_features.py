@@ -20,6 +20,10 @@ from rank_runner import run_ranks
 from safetensors.torch import load_file
 
 
+# All runs happen in the set-up of the first test.
+pytestmark = pytest.mark.timeout(900)
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 MESHES: dict[str, tuple[int, dict[str, Any] | None]] = {

@@ -13,6 +13,10 @@ import pytest
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
+# All runs happen in the set-up of the first test.
+pytestmark = pytest.mark.timeout(900)
+
+
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 PP2_TP2 = {"pp_size": 2, "tp_size": 2, "num_microbatches": 3}
 
