@@ -37,8 +37,10 @@ from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.share import plan_on_one_rank
 from hf_parallel.watchdog import Watchdog
 
 
@@ -57,6 +59,7 @@ class Plans:
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         ledger: The full model's parameters.
         loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
+        element_size: Bytes of one element of the parameters.
     """
 
     forward: Callable[..., Any]
@@ -66,6 +69,7 @@ class Plans:
     bounds: list[int]
     ledger: Ledger
     loss_kind: LossKind
+    element_size: int = 4
 
 
 def parallelize(
@@ -114,7 +118,9 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
         ledger = build_ledger(model, pp_size=1, holds=lambda pp_rank, name: True, specs={})
         return Plans(model.forward, None, None, None, [0, 1], ledger, "sum_over_items")
     sample = probe_batch(model, device)
-    tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
+    tensor_parallel = None
+    if shape.tp_size > 1:
+        tensor_parallel = plan_on_one_rank(lambda: plan_tensor_parallel(model, shape.tp_size, sample))
     if tensor_parallel is not None:
         judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     stages, schedule, bounds = None, None, [0, 1]
@@ -138,7 +144,8 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     home = schedule.placement[0] if schedule is not None else 0
     ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
+    element_size = next(model.parameters()).element_size()
+    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind, element_size)
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
@@ -175,11 +182,7 @@ def summary(plans: Plans) -> list[str]:
             parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
             lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
     if plans.tensor_parallel is not None:
-        share = plans.tensor_parallel.coverage()
-        lines.append(
-            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
-            f"with gathered outputs, {share.replicated:.0%} replicated"
-        )
+        lines += report(plans.tensor_parallel, plans.element_size)
     return lines
 
 
