@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity zoo-pp bench-pipeline bench-schedules lint format types check clean help
+.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules lint format types check clean help
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -36,6 +36,9 @@ parity: setup  ## compare parallel training with one process, layout by layout
 
 zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_pp.py
+
+zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_tp.py
 
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py

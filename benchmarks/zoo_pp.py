@@ -32,6 +32,7 @@ from rich.table import Table  # noqa: E402
 from zoo import all_types, entries  # noqa: E402
 from zoo.page import page, ranks_cell, split_cell, totals  # noqa: E402
 from zoo.ranks import TOLERANCE, ranks_main  # noqa: E402
+from zoo.shards_page import shards_of, with_shards  # noqa: E402
 from zoo.sweep import Row, sweep  # noqa: E402
 
 
@@ -99,7 +100,10 @@ def main() -> int:
         versions = (
             f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
         )
-        (ROOT / "docs" / "coverage.md").write_text(page(rows, all_types(), versions))
+        path = ROOT / "docs" / "coverage.md"
+        shards = shards_of(path.read_text()) if path.exists() else ""
+        text = page(rows, all_types(), versions)
+        path.write_text(with_shards(text, shards) if shards else text)
     return 1 if any(row.verdict == "failed" for row in rows) else 0
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,8 +27,10 @@ from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
+from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.share import plan_on_one_rank
 from hf_parallel.watchdog import Watchdog
 
 
@@ -47,6 +50,7 @@ class Plans:
         recomputed: The stack and its groups of blocks that are checkpointed together.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
+        element_size: Bytes of one element of the parameters.
         loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
     """
 
@@ -58,6 +62,7 @@ class Plans:
     recomputed: tuple[str, list[range]]
     prediction: Prediction | None
     ledger: Ledger
+    element_size: int
     loss_kind: LossKind
 
 
@@ -83,7 +88,7 @@ def make_plans(
     if probes is not None:
         with probes.running():
             if shape.tp_size > 1:
-                tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probes.batch)
+                tensor_parallel = _shards(model, shape.tp_size, probes.batch, mesh.rank, watchdog)
                 expected = vocabulary_modules(model)
                 judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, expected)
             found = None
@@ -120,8 +125,16 @@ def make_plans(
         recomputed=recomputed,
         prediction=prediction,
         ledger=ledger,
+        element_size=next(model.parameters()).element_size(),
         loss_kind=loss_kind,
     )
+
+
+def _shards(model: nn.Module, tp_size: int, sample: Mapping[str, Any], rank: int, watchdog: Watchdog) -> TPPlan:
+    """The plan that rank 0 makes, on every rank; collective."""
+    waiting = watchdog.waiting("waits for rank 0 to plan the shards") if rank else nullcontext()
+    with waiting:
+        return plan_on_one_rank(lambda: plan_tensor_parallel(model, tp_size, sample))
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
@@ -187,11 +200,7 @@ def summary(plans: Plans) -> list[str]:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
         lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
     if plans.tensor_parallel is not None:
-        share = plans.tensor_parallel.coverage()
-        lines.append(
-            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
-            f"with gathered outputs, {share.replicated:.0%} replicated"
-        )
+        lines += report(plans.tensor_parallel, plans.element_size)
     return lines
 
 

@@ -7,19 +7,20 @@ module that is not in a pair is reported with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
+from hf_parallel.tensor_parallel.overrides import Override, decided, hinted_rows
 from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, proposals
 from hf_parallel.tensor_parallel.trace import (
-    LinearInfo,
     Trace,
     capture_inputs,
     find_linears,
@@ -32,21 +33,9 @@ from hf_parallel.tensor_parallel.verify import BlockVerifier, RejectedError
 NARROW = 8  # a gather of a linear with so many times fewer outputs than inputs (a router) costs more than it saves
 
 
-@dataclass
-class _Draft:
-    """The plan while it is made."""
-
-    model: nn.Module
-    tp_size: int
-    linears: dict[str, LinearInfo]
-    trace: Trace
-    tied: dict[str, str]
-    reasons: dict[str, str] = field(default_factory=dict)
-    plans: dict[str, LinearPlan] = field(default_factory=dict)
-    pairs: list[PairPlan] = field(default_factory=list)
-
-
-def plan_tensor_parallel(model: nn.Module, tp_size: int, sample: Mapping[str, Any]) -> TPPlan:
+def plan_tensor_parallel(
+    model: nn.Module, tp_size: int, sample: Mapping[str, Any], overrides: Mapping[str, Override] | None = None
+) -> TPPlan:
     """Plan how `tp_size` ranks share the linear modules of `model`.
 
     Pure: the model, its buffers, training flags, gradients and the random state are as before. Deterministic: every
@@ -59,30 +48,72 @@ def plan_tensor_parallel(model: nn.Module, tp_size: int, sample: Mapping[str, An
         tp_size: Number of tensor-parallel ranks, >= 1.
         sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A
             few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
+        overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived.
 
     Returns:
         The plan; with `tp_size=1` it shards nothing.
 
     Raises:
-        PlanError: If `tp_size` is below 1 or the model has no values (meta device).
+        PlanError: If `tp_size` is below 1 or above the model's width, if the model has no values (meta device) or
+            quantised ones, if an override names nothing or asks for a pair that does not verify.
     """
     if tp_size < 1:
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
     if tp_size == 1:
-        return _finish(_Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset()), {}))
+        return _finish(Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset(), {}), {}))
     with undisturbed(model):
         linears = find_linears(model)
+        _refuse_quantised(model)
         trace = trace_linears(model, linears, sample)
         linears = {name: info for name, info in linears.items() if not _is_only_read(name, trace)}
-        draft = _Draft(model, tp_size, linears, trace, _tied_modules(model))
-        draft.reasons = _unusable(draft)
-        for candidates in (_candidates(draft), expert_candidates(draft)):
+        draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
+        _refuse_widths(draft)
+        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft)])
+        draft.reasons = _unusable(draft) | {
+            name: "whole: the user wants it replicated" if wish == "replicate" else "gathered: the user wants it"
+            for name, wish in wanted.items()
+            if wish != "pair"
+        }
+        draft.hinted = hinted_rows(model, linears)
+        for candidates in (pair_candidates(draft), expert_candidates(draft)):
             _pair_up(draft, candidates, sample)
     _drop_unequal_ties(draft)
     for name in linears:
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
+    _require_pairs(draft, wanted)
     return _finish(draft)
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and not parameter.is_floating_point():
+            raise PlanError(
+                f"parameter {name} holds {parameter.dtype} values of shape {tuple(parameter.shape)}: quantised weights "
+                "cannot be sharded. Load the model without quantization_config, or set tp_size to 1."
+            )
+
+
+def _refuse_widths(draft: Draft) -> None:
+    widths = [info.in_features for info in draft.linears.values()]
+    if not widths:
+        return
+    hidden = max(sorted(set(widths)), key=widths.count)
+    if draft.tp_size > hidden:
+        raise PlanError(
+            f"tp_size={draft.tp_size} is larger than {hidden}, the width of most linear layers: ranks would hold "
+            f"nothing. Set tp_size to a divisor of {hidden}."
+        )
+
+
+def _require_pairs(draft: Draft, wanted: Mapping[str, Override]) -> None:
+    for name, wish in wanted.items():
+        paired = name in draft.plans and draft.plans[name].role != "gather"
+        if wish == "pair" and not paired and not any(n.startswith(f"{name}.") for p in draft.pairs for n in p.sliced):
+            raise PlanError(
+                f"the override wants {name} in a pair with tp_size={draft.tp_size}, but it is "
+                f"{draft.reasons.get(name, 'not shardable')}. Remove the override, or choose another tp_size."
+            )
 
 
 def _is_only_read(name: str, trace: Trace) -> bool:
@@ -106,7 +137,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
-def _drop_unequal_ties(draft: _Draft) -> None:
+def _drop_unequal_ties(draft: Draft) -> None:
     """Give up pairs whose linears share a parameter with a module that does not store it in the same way."""
     while True:
         unequal = set()
@@ -126,13 +157,13 @@ def _drop_unequal_ties(draft: _Draft) -> None:
                 )
 
 
-def _unusable(draft: _Draft) -> dict[str, str]:
+def _unusable(draft: Draft) -> dict[str, str]:
     """Linears that must stay replicated, and why."""
     reasons = {}
     reached = frozenset().union(
         draft.trace.escaping, *(call for calls in draft.trace.producers.values() for call in calls)
     )
-    for name, info in draft.linears.items():
+    for name in draft.linears:
         own = {f"{name}.weight", f"{name}.bias"} if name else {"weight", "bias"}
         if name in draft.tied and draft.tied[name] not in draft.linears:
             reasons[name] = f"replicated: its parameter is tied to {draft.tied[name]}"
@@ -140,16 +171,14 @@ def _unusable(draft: _Draft) -> dict[str, str]:
             reasons[name] = "whole: no gradient reaches it"
         elif own & draft.trace.foreign:
             reasons[name] = "replicated: its parameter is read by code outside the module"
-        elif 0 in split_sizes(info.out_features, draft.tp_size):
-            reasons[name] = f"replicated: {info.out_features} outputs leave a rank of {draft.tp_size} without any"
     return reasons
 
 
-def _pair_up(draft: _Draft, candidates: list[Candidate], sample: Mapping[str, Any]) -> None:
+def _pair_up(draft: Draft, candidates: list[Candidate], sample: Mapping[str, Any]) -> None:
     roots = {_kind(draft, candidate): candidate.root for candidate in reversed(candidates)}
     arguments = capture_inputs(draft.model, sorted(set(roots.values())), sample)
     verdicts: dict[Any, Proposal | str] = {}
-    for candidate in sorted(candidates, key=lambda candidate: -len(candidate.columns)):
+    for candidate in sorted(candidates, key=lambda c: (f"{c.root}.{c.row}" not in draft.hinted, -len(c.columns))):
         if candidate.parameter and _is_sliced(draft, f"{candidate.root}.{candidate.parameter}"):
             continue
         kind = _kind(draft, candidate)
@@ -158,74 +187,11 @@ def _pair_up(draft: _Draft, candidates: list[Candidate], sample: Mapping[str, An
         _settle(draft, candidate, verdicts[kind])
 
 
-def _is_sliced(draft: _Draft, name: str) -> bool:
+def _is_sliced(draft: Draft, name: str) -> bool:
     return any(name in pair.sliced for pair in draft.pairs)
 
 
-def _candidates(draft: _Draft) -> list[Candidate]:
-    """Rows whose producers feed nothing else, in call order; names relative to the innermost common module."""
-    consumers: dict[str, set[str]] = {}
-    for row, calls in draft.trace.producers.items():
-        for column in frozenset().union(*calls):
-            consumers.setdefault(column, set()).add(row)
-    order = {name: position for position, name in enumerate(draft.trace.producers)}
-    found = []
-    for row, calls in draft.trace.producers.items():
-        columns = sorted(calls[0], key=order.__getitem__)
-        members = (*columns, row)
-        known = set(members)
-        exclusive = all(consumers[name] <= known and name not in draft.trace.escaping for name in columns)
-        if not columns or row in columns or len(set(calls)) > 1 or not exclusive:
-            continue
-        if any(name in draft.reasons for name in members):
-            continue
-        root = _common_parent(members)
-        if root:
-            feeds = [frozenset().union(*draft.trace.producers[name]) & set(columns) for name in columns]
-            found.append(
-                Candidate(
-                    root,
-                    tuple(name.removeprefix(f"{root}.") for name in columns),
-                    row.removeprefix(f"{root}."),
-                    tuple(frozenset(name.removeprefix(f"{root}.") for name in feed) for feed in feeds),
-                )
-            )
-    return found
-
-
-def expert_candidates(draft: _Draft) -> list[Candidate]:
-    """Modules that own several matrices, or stacks of them, which are not linears: each could act as the row."""
-    found = []
-    taken = set(draft.plans) | {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced}
-    for owner, module in draft.model.named_modules():
-        matrices = [
-            key for key, p in module._parameters.items() if p is not None and p.ndim >= 2 and p.is_floating_point()
-        ]
-        known = owner in draft.linears or type(module).__module__.startswith("torch.nn") or owner in taken
-        if not owner or known or not matrices or any(f"{owner}.{key}" in draft.tied for key in matrices):
-            continue
-        stack = len(matrices) == 1 and module._parameters[matrices[0]].ndim == 3
-        if len(matrices) < 2 and not stack:
-            continue
-        foreign = any(f"{owner}.{key}" in draft.trace.foreign for key in matrices)
-        root = owner.rpartition(".")[0] if foreign or stack else owner
-        row = "" if root == owner or foreign else owner.removeprefix(f"{root}.")
-        prefix = owner.removeprefix(root).removeprefix(".")
-        if root:
-            found += [Candidate(root, (), row, (), f"{prefix}.{key}" if prefix else key) for key in reversed(matrices)]
-    return found
-
-
-def _common_parent(names: Iterable[str]) -> str:
-    shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
-def _kind(draft: _Draft, candidate: Candidate) -> tuple[Any, ...]:
+def _kind(draft: Draft, candidate: Candidate) -> tuple[Any, ...]:
     """Blocks of one kind share a verdict: equal class, names, shapes and settings of their modules."""
     root = draft.model.get_submodule(candidate.root)
     shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in root.named_parameters())
@@ -238,7 +204,7 @@ def _kind(draft: _Draft, candidate: Candidate) -> tuple[Any, ...]:
     return type(root), replace(candidate, root=""), shapes, settings
 
 
-def _judge(draft: _Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:
+def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:
     """The first proposal that verifies, or why none does."""
     if arguments is None:
         return f"{candidate.root} is not called as a module"
@@ -261,7 +227,7 @@ def _judge(draft: _Draft, candidate: Candidate, arguments: Arguments | None) -> 
     return "; ".join(list(failures)[:3]) or "no cut of the row's input splits what feeds it"
 
 
-def _check_reads(draft: _Draft, candidate: Candidate, proposal: Proposal) -> None:
+def _check_reads(draft: Draft, candidate: Candidate, proposal: Proposal) -> None:
     """Partial parameters must belong to the block alone: they are handled where their module runs."""
     for name in (*proposal.pair.partial, *proposal.pair.scaled):
         owner = f"{candidate.root}.{name}".rpartition(".")[0]
@@ -273,7 +239,7 @@ def _check_reads(draft: _Draft, candidate: Candidate, proposal: Proposal) -> Non
             raise RejectedError(f"{name} is per head and shares its module with a tied parameter")
 
 
-def _settle(draft: _Draft, candidate: Candidate, verdict: Proposal | str) -> None:
+def _settle(draft: Draft, candidate: Candidate, verdict: Proposal | str) -> None:
     """Enter an accepted pair into the draft, unless it collides with one that is already there."""
     root = candidate.root
     members = (*candidate.columns, candidate.row)
@@ -317,7 +283,7 @@ def _absolute(root: str, pair: PairPlan) -> PairPlan:
     )
 
 
-def _collision(draft: _Draft, root: str, proposal: Proposal) -> str | None:
+def _collision(draft: Draft, root: str, proposal: Proposal) -> str | None:
     """Pairs are verified one at a time, so they may not share linears, per-head tensors or rewritten attributes."""
     pair = _absolute(root, proposal.pair)
     for name in proposal.linears:
@@ -334,7 +300,7 @@ def _collision(draft: _Draft, root: str, proposal: Proposal) -> str | None:
     return None
 
 
-def _fall_back(draft: _Draft, name: str) -> None:
+def _fall_back(draft: Draft, name: str) -> None:
     if name in draft.plans or draft.reasons.get(name, "").startswith(("replicated", "whole")):
         return
     info = draft.linears[name]
@@ -342,6 +308,9 @@ def _fall_back(draft: _Draft, name: str) -> None:
     into_pairs = [row in draft.plans and draft.plans[row].role == "column" for row in consumers]
     if consumers and all(into_pairs) and info.out_features < info.in_features:
         draft.reasons[name] = "whole: a narrow projection that only feeds columns"
+        return
+    if 0 in split_sizes(info.out_features, draft.tp_size):
+        draft.reasons[name] = f"whole: {info.out_features} outputs leave a rank of {draft.tp_size} without any"
         return
     if info.in_features >= NARROW * info.out_features:
         draft.reasons[name] = f"whole: {info.out_features} outputs of {info.in_features} inputs"
@@ -358,7 +327,7 @@ def _fall_back(draft: _Draft, name: str) -> None:
     )
 
 
-def _finish(draft: _Draft) -> TPPlan:
+def _finish(draft: Draft) -> TPPlan:
     for name, module in draft.model.named_modules():
         widest = max((p.ndim for p in module._parameters.values() if p is not None), default=0)
         if widest >= 2 and name not in draft.linears:
@@ -373,6 +342,7 @@ def _finish(draft: _Draft) -> TPPlan:
         whole={
             name: reason.removeprefix("whole: ") for name, reason in reasons.items() if reason.startswith("whole: ")
         },
+        flops=draft.trace.flops,
         numel={name: parameter.numel() for name, parameter in draft.model.named_parameters()},
         aliases={},
     )

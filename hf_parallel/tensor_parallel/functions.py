@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from hf_parallel.tensor_parallel.layout import split_units
+
 
 class VirtualGroup:
     """One rank of a tensor-parallel group whose ranks are threads of this process.
@@ -107,15 +109,16 @@ def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> T
     Args:
         x: Tensor with a heads dim.
         dim: The heads dim, negative; or 0 for a first dim that folds batch and heads, `[B * N, ...]`.
-        heads: Number of heads N of the full tensor, divisible by `tp_size`.
+        heads: Number of heads N of the full tensor, at least `tp_size`.
         tp_size: Number of ranks.
         tp_rank: This rank.
     """
-    local = heads // tp_size
+    sizes = split_units(heads, tp_size, 0)
+    start, local = sum(sizes[:tp_rank]), sizes[tp_rank]
     if dim:
-        return x.narrow(dim, tp_rank * local, local)
+        return x.narrow(dim, start, local)
     folded = x.reshape(-1, heads, *x.shape[1:])
-    return folded.narrow(1, tp_rank * local, local).flatten(0, 1)
+    return folded.narrow(1, start, local).flatten(0, 1)
 
 
 class SharedCopy:

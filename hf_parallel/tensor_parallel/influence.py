@@ -309,8 +309,8 @@ def sections_of(used: Tensor) -> tuple[Section, ...] | None:
 def _split_section(lengths: list[int]) -> Section | None:
     size, ranks = sum(lengths), len(lengths)
     smallest = min(lengths)
-    for unit in [1, *range(smallest, 1, -1)]:
-        if size % unit == 0 and split_units(size, ranks, unit) == lengths:
+    for unit in [1, 0, *range(smallest, 1, -1)]:
+        if size % max(1, unit) == 0 and split_units(size, ranks, unit) == lengths:
             return Section(size, True, unit)
     return None
 

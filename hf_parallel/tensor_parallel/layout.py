@@ -44,15 +44,16 @@ def split_units(size: int, parts: int, unit: int) -> list[int]:
     Args:
         size: Number of elements, a multiple of `unit`.
         parts: Number of pieces, >= 1.
-        unit: Elements that belong together, >= 1.
+        unit: Elements that belong together, >= 1; 0 for single elements that are to be shared out like units.
 
     Returns:
         `parts` sizes that sum to `size`.
     """
     if unit == 1:
         return split_sizes(size, parts)
-    each, more = divmod(size // unit, parts)
-    return [unit * (each + (part < more)) for part in range(parts)]
+    together = max(1, unit)
+    each, more = divmod(size // together, parts)
+    return [together * (each + (part < more)) for part in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Section:
     Args:
         size: Number of positions in the full tensor.
         sharded: Whether the ranks split it.
-        unit: Positions that stay together, >= 1; divides `size`. A head, where the heads do not divide by the ranks.
+        unit: Positions that stay together; divides `size`. A head, where the heads do not divide by the ranks; 0 for
+            one entry per such head.
     """
 
     size: int

@@ -123,6 +123,7 @@ class TPPlan:
         pairs: The column -> row pairs.
         fallbacks: Module -> why it is not in a pair (it is then gathered or replicated).
         whole: Module -> why it is replicated by choice (routers, latent projections).
+        flops: Module -> operations of the matrix products it runs itself, per token of the sample, forward.
         numel: Parameter -> number of elements of the full tensor.
         aliases: Stored-as-shard name -> other names of the same tensor (a module that sits at several places).
     """
@@ -134,6 +135,7 @@ class TPPlan:
     numel: dict[str, int]
     aliases: dict[str, tuple[str, ...]]
     whole: dict[str, str] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Layout of every parameter and buffer that is stored as a shard, by name; all others are replicated."""
@@ -188,6 +190,7 @@ class TPPlan:
             "pairs": [_pair_to_json(pair) for pair in self.pairs],
             "fallbacks": dict(sorted(self.fallbacks.items())),
             "whole": dict(sorted(self.whole.items())),
+            "flops": dict(sorted(self.flops.items())),
             "numel": dict(sorted(self.numel.items())),
             "aliases": {name: list(others) for name, others in sorted(self.aliases.items())},
         }
@@ -212,6 +215,7 @@ class TPPlan:
             pairs=tuple(_pair_from_json(pair) for pair in data["pairs"]),
             fallbacks=dict(data["fallbacks"]),
             whole=dict(data["whole"]),
+            flops=dict(data["flops"]),
             numel=dict(data["numel"]),
             aliases={name: tuple(others) for name, others in data["aliases"].items()},
         )

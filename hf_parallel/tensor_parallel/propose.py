@@ -94,12 +94,12 @@ def proposals(block: Block, candidate: Candidate, tp_size: int) -> Iterator[Prop
 def _with_idle_heads(block: Block, candidate: Candidate, layouts: Layouts, tp_size: int) -> Layouts | None:
     """`layouts` with tensors of one entry per head on top that had no influence in the sample (a decay of zeros)."""
     heads = _head_count(_sites(block, candidate, set(), set()))
-    if not heads or heads % tp_size:
+    if heads < tp_size:
         return None
     owners = {name.rpartition(".")[0] for name in layouts.sliced} | {""}
     tensors = [*block.module.named_parameters(), *block.module.named_buffers()]
     idle = {
-        name: ShardSpec.contiguous(0, heads)
+        name: ShardSpec(0, (Section(heads, True, 0 if heads % tp_size else 1),))
         for name, tensor in tensors
         if name not in layouts.sliced
         and name.rpartition(".")[0] in owners - set(block.linears)
@@ -362,7 +362,7 @@ def _head_count(sites: dict[str, nn.Module]) -> int:
 
 def _per_head_inputs(arguments: Arguments, heads: int, tp_size: int) -> tuple[InputRule, ...]:
     """Inputs with a heads dim: the third from the end, or dim 0 that folds batch and heads."""
-    if not heads or heads % tp_size:
+    if heads < tp_size:
         return ()
     tensors: list[tuple[tuple[str | int, ...], Tensor]] = []
     for part in arguments:

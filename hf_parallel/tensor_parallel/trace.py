@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_parallel.errors import PlanError
 
 
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # matrix products, and the position of their left factor
 NOISE_SEED = 20  # any fixed number: analysis must give the same plan every time
 
 
@@ -51,12 +52,14 @@ class Trace:
         escaping: Linears whose output reaches the model's output without passing another linear.
         foreign: Parameters that are read while the module that owns them is not running.
         called: Linears that run, with or without a gradient.
+        flops: Module -> operations of its own matrix products, per token of the sample, forward.
     """
 
     producers: dict[str, list[frozenset[str]]]
     escaping: frozenset[str]
     foreign: frozenset[str]
     called: frozenset[str]
+    flops: dict[str, float]
 
 
 def map_tensors(
@@ -271,9 +274,9 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
 
     handles = [model.get_submodule(name).register_forward_hook(record(name), with_kwargs=True) for name in linears]
     try:
-        with torch.enable_grad(), _reader_stack(model) as foreign:
+        with torch.enable_grad(), _reader_stack(model) as reads:
             output = run(model, sample)
-        foreign |= _read_in_training(model, sample)
+        foreign = reads.foreign | _read_in_training(model, sample)
     finally:
         for handle in handles:
             handle.remove()
@@ -281,7 +284,7 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
     for name, x in calls:
         producers.setdefault(name, []).append(_first_linears([x], name_of_node))
     escaping = _first_linears(tensors_in(output), name_of_node)
-    return Trace(producers, escaping, frozenset(foreign), frozenset(called))
+    return Trace(producers, escaping, frozenset(foreign), frozenset(called), _per_token(model, reads.flops, sample))
 
 
 def _read_in_training(model: nn.Module, sample: Mapping[str, Any]) -> set[str]:
@@ -289,14 +292,19 @@ def _read_in_training(model: nn.Module, sample: Mapping[str, Any]) -> set[str]:
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        with torch.no_grad(), _reader_stack(model) as foreign:
+        with torch.no_grad(), _reader_stack(model) as reads:
             run(model, sample)
     except Exception:  # noqa: BLE001  a model may insist on labels in training; what was read until then counts
-        return foreign
+        return reads.foreign
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return foreign
+    return reads.foreign
+
+
+def _per_token(model: nn.Module, flops: Mapping[nn.Module, int], sample: Mapping[str, Any]) -> dict[str, float]:
+    tokens = max((tensor.numel() for tensor in tensors_in(sample) if not tensor.is_floating_point()), default=1)
+    return {name: flops[module] / tokens for name, module in model.named_modules() if module in flops}
 
 
 def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> frozenset[str]:
@@ -330,6 +338,7 @@ class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
         self.foreign: set[str] = set()
         self.storages = {p.untyped_storage().data_ptr(): p for p in parameters}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.flops: dict[nn.Module, int] = {}
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Remember the values of parameters among `tensors`, which an operation is about to change."""
@@ -339,6 +348,10 @@ class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
                 parameter = self.storages[pointer]
                 self.before[pointer] = parameter, parameter.detach().clone()
 
+    def _with_weight(self, args: Any, kind: str) -> bool:
+        """Whether a product is one with a weight; those of attention scores depend on the kernel and are not counted."""
+        return "bmm" not in kind or any(t.untyped_storage().data_ptr() in self.storages for t in tensors_in(args))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tensors_in([args, kwargs or {}]):
             if id(tensor) in self.owners:
@@ -347,12 +360,17 @@ class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
                     self.foreign.add(name)
         if func._schema.is_mutable:
             self.keep(tensors_in([args[:1], kwargs or {}]))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        factors = PRODUCTS.get(func.overloadpacket.__name__)
+        if factors is not None and self.running and self._with_weight(args, func.overloadpacket.__name__):
+            module = self.running[-1]
+            self.flops[module] = self.flops.get(module, 0) + 2 * result.numel() * args[factors].shape[-1]
+        return result
 
 
 @contextlib.contextmanager
-def _reader_stack(model: nn.Module) -> Iterator[set[str]]:
-    """Yields the set of parameter names read from outside their module, filled while the model runs."""
+def _reader_stack(model: nn.Module) -> Iterator[_ReadRecorder]:
+    """Yields what is read and computed by whom, filled while the model runs."""
     owners: dict[int, tuple[str, list[nn.Module]]] = {}
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -374,7 +392,7 @@ def _reader_stack(model: nn.Module) -> Iterator[set[str]]:
     recorder = _ReadRecorder(owners, running, list(model.parameters()))
     try:
         with recorder:
-            yield recorder.foreign
+            yield recorder
     finally:
         for handle in handles:
             handle.remove()

@@ -23,6 +23,7 @@ from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.check import check_on_ranks
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.share import plan_on_one_rank
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -105,7 +106,7 @@ def test_accumulated_gradients_equal_one_process(tmp_path: Path) -> None:
 
 
 def four_ranks(rank: int, world_size: int) -> None:
-    parity(rank, world_size, ["llama_kv4", "llama_kv1", "llama"], 1)
+    parity(rank, world_size, ["llama_kv4", "llama_kv1", "llama", "smollm2"], 1)
 
 
 def test_loss_and_gradients_on_four_ranks_equal_one_process(tmp_path: Path) -> None:
@@ -259,3 +260,25 @@ def stages_and_errors(rank: int, world_size: int) -> None:
 
 def test_only_held_parameters_are_touched_and_misuse_is_refused(tmp_path: Path) -> None:
     run_ranks(stages_and_errors, 2, tmp_path=tmp_path)
+
+
+def one_plan_for_all(rank: int, world_size: int) -> None:
+    made = []
+
+    def make() -> TPPlan:
+        made.append(rank)
+        return plan_tensor_parallel(tiny_model("smollm2"), world_size, plan_sample())
+
+    plan = plan_on_one_rank(make)
+    assert made == ([0] if rank == 0 else [])
+    assert plan == plan_tensor_parallel(tiny_model("smollm2"), world_size, plan_sample())
+
+    def fail() -> TPPlan:
+        raise PlanError("no plan fits")
+
+    with pytest.raises(PlanError, match="no plan fits"):
+        plan_on_one_rank(fail)
+
+
+def test_the_plan_is_made_on_one_rank_and_failures_reach_all(tmp_path: Path) -> None:
+    run_ranks(one_plan_for_all, 2, tmp_path=tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.layout import Section, ShardSpec, split_sizes
+from hf_parallel.tensor_parallel.layout import Section, ShardSpec, split_sizes, split_units
 
 
 SPECS = [
@@ -20,6 +20,8 @@ SPECS = [
     ShardSpec(0, (Section(8, True), Section(3, False), Section(2, False))),
     ShardSpec(1, (Section(2, False), Section(9, True), Section(1, False), Section(4, True))),
     ShardSpec(0, (Section(5, False),)),
+    ShardSpec(0, (Section(36, True, 4), Section(12, True, 4))),
+    ShardSpec(2, (Section(9, True, 0), Section(2, False))),
 ]
 
 
@@ -31,6 +33,12 @@ def test_pieces_cover_the_size_and_the_first_ranks_get_the_ceil(size: int, parts
     assert len(sizes) == parts
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == -(-size // parts)
+
+
+def test_units_are_shared_out_evenly_and_never_cut() -> None:
+    assert split_units(36, 4, 4) == [12, 8, 8, 8]
+    assert split_units(9, 4, 0) == [3, 2, 2, 2]
+    assert split_units(9, 4, 1) == split_sizes(9, 4) == [3, 3, 3, 0]
 
 
 def test_pieces_after_the_elements_run_out_are_empty() -> None:

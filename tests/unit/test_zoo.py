@@ -14,6 +14,8 @@ import torch
 import zoo
 from zoo.overrides import OVERRIDES, VARIANTS
 from zoo.page import totals
+from zoo.shards import sweep_shards
+from zoo.shards_page import shards_of
 from zoo.sweep import Row, sweep
 
 from hf_parallel.compat import loss_shifts_labels
@@ -103,3 +105,21 @@ def test_the_page_lists_every_type_once_and_its_totals_match_its_rows() -> None:
         rows.append(Row(name, class_name, verdict, ranks="exact" if ranks == "exact" else ""))
     for line in totals(rows, zoo.all_types()):
         assert line in text
+
+
+def test_the_page_lists_every_entry_as_two_ranks_and_none_failed() -> None:
+    part = shards_of(PAGE.read_text())
+    rows = re.findall(r"^\| (\S+) \| (\d) \| (\w+)", part, flags=re.MULTILINE)
+    assert sorted(name for name, tp_size, _ in rows if tp_size == "2") == sorted(zoo.entries())
+    assert {tp_size for _, tp_size, _ in rows} == {"2", "3", "4"}
+    assert {verdict for *_, verdict in rows} <= {"exact", "refused", "unusable"}
+    of_types = [verdict for name, tp_size, verdict in rows if tp_size == "2" and name in zoo.all_types()]
+    assert f"2 ranks: types: {len(of_types)}. Exact: {of_types.count('exact')} (" in part
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", zoo.entries())
+def test_every_entry_is_exact_on_two_tensor_parallel_ranks(name: str) -> None:
+    row = sweep_shards(name, 2)
+    assert row.verdict in ("exact", "unusable", "refused"), row.note

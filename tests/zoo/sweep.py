@@ -94,19 +94,19 @@ def sweep(name: str, stage_counts: Sequence[int] = STAGE_COUNTS, seconds: int = 
     """
     row = Row(name)
     try:
-        with _deadline(seconds), quiet():
+        with deadline(seconds), quiet():
             row.note = why_not(name) or ""
             if row.note:
                 row.verdict = "unusable"
                 return row
             _examine(row, build(name), stage_counts)
     except Exception as error:
-        row.verdict, row.note = _verdict(error)
+        row.verdict, row.note = verdict_of(error)
     return row
 
 
 @contextmanager
-def _deadline(seconds: int) -> Iterator[None]:
+def deadline(seconds: int) -> Iterator[None]:
     def expire(*_: Any) -> None:
         raise TimeoutError(f"no result after {seconds} s")
 
@@ -119,7 +119,7 @@ def _deadline(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _verdict(error: Exception) -> tuple[str, str]:
+def verdict_of(error: Exception) -> tuple[str, str]:
     if isinstance(error, ParallelError):
         return "refused", str(error)
     return "failed", f"{type(error).__name__}: {error}"
@@ -138,7 +138,7 @@ def _examine(row: Row, model: nn.Module, stage_counts: Sequence[int]) -> None:
             shared = _compare(model, plan, split, samples)
             row.shared = shared if count == 2 else row.shared
         except Exception as error:
-            split.verdict, split.note = _verdict(error)
+            split.verdict, split.note = verdict_of(error)
     worst = max(row.splits.values(), key=lambda s: ("exact", "refused", "failed").index(s.verdict))
     row.verdict, row.note = worst.verdict, worst.note
 
@@ -176,12 +176,12 @@ def difference(whole: nn.Module, stages: Sequence[Stage], sample: dict[str, Any]
     got = run_stages(stages, sample)
     found = summed(stages, list(expected))
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
-    errors = [_relative(loss, got, 0.0)]
-    errors += [_relative(grad, found[name], FLOOR * largest) for name, grad in expected.items()]
+    errors = [relative(loss, got, 0.0)]
+    errors += [relative(grad, found[name], FLOOR * largest) for name, grad in expected.items()]
     return max(errors)
 
 
-def _relative(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
+def relative(expected: Tensor | None, got: Tensor | None, floor: float) -> float:
     some = got if expected is None else expected
     if some is None or not some.numel():
         return 0.0
@@ -203,7 +203,7 @@ def _evaluation(whole: nn.Module, stages: Sequence[Stage], sample: dict[str, Any
             for stage in stages:
                 payload = stage(payload, **sample)
         pairs = [(expected.logits, payload.logits), (loss_of(expected), loss_of(payload))]
-        error = max(_relative(left, right, 0.0) for left, right in pairs)
+        error = max(relative(left, right, 0.0) for left, right in pairs)
     except Exception as error_:
-        return ": ".join(_verdict(error_))
+        return ": ".join(verdict_of(error_))
     return "exact" if error <= TOLERANCE else f"failed: differs by {error:.2g} relative"

@@ -1,0 +1,111 @@
+"""What a plan costs and saves, from the plan alone: shares of the computation, memory per rank, bytes on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_parallel.tensor_parallel.plan import Coverage, PairPlan, TPPlan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank sends in one forward and backward pass.
+
+    Args:
+        per_token: For activations, per token of the batch.
+        per_pass: For gradients of weights that all ranks hold, per backward pass whatever its size.
+    """
+
+    per_token: float
+    per_pass: float
+
+
+def flops_coverage(plan: TPPlan) -> Coverage:
+    """Shares of the forward's matrix products in pairs, in gathered linears, and repeated on every rank."""
+    totals = {"paired": 0.0, "gathered": 0.0, "replicated": 0.0}
+    roots = tuple(f"{pair.root}." for pair in plan.pairs)
+    normed = {name for pair in plan.pairs for name in pair.norms}
+    for name, flops in plan.flops.items():
+        linear = plan.linears.get(name)
+        if linear is not None:
+            split = 0.0 if linear.role == "latent" else 1.0 if linear.take else linear.weight.sharded_share
+            totals["gathered" if linear.role == "gather" else "paired"] += flops * split
+            totals["replicated"] += flops * (1.0 - split)
+        else:
+            inside = f"{name}.".startswith(roots) and name not in plan.whole and name not in normed
+            totals["paired" if inside else "replicated"] += flops
+    total = sum(totals.values()) or 1.0
+    return Coverage(**{kind: value / total for kind, value in totals.items()})
+
+
+def bytes_per_rank(plan: TPPlan, element_size: int) -> list[int]:
+    """Bytes of parameters on each rank."""
+    specs = plan.shard_specs()
+    held = []
+    for rank in range(plan.tp_size):
+        parts = (
+            numel * specs[name].local_size(plan.tp_size, rank) // specs[name].full_size if name in specs else numel
+            for name, numel in plan.numel.items()
+        )
+        held.append(element_size * sum(parts))
+    return held
+
+
+def traffic(plan: TPPlan, element_size: int) -> Traffic:
+    """Bytes on the wire, with ring collectives: an all-reduce of n bytes sends 2 n (t - 1) / t, an all-gather half."""
+    reduced, gathered, weights = 0.0, 0.0, 0.0
+    for pair in plan.pairs:
+        reduced += _reduced_per_token(plan, pair)
+        gathered += sum(spec.full_size for spec in pair.norms.values())
+        weights += sum(plan.numel.get(name, 0) for name in (*pair.partial, *pair.scaled))
+    for name, linear in plan.linears.items():
+        numel = plan.numel.get(f"{name}.weight", 0)
+        if linear.role == "gather":
+            gathered += linear.weight.full_size
+            reduced += numel / linear.weight.full_size
+        elif linear.role == "column":
+            weights += numel * (1.0 - linear.weight.sharded_share)
+    ring = element_size * (plan.tp_size - 1) / plan.tp_size
+    return Traffic(ring * (2 * reduced + gathered), ring * 2 * weights)
+
+
+def _reduced_per_token(plan: TPPlan, pair: PairPlan) -> float:
+    """Elements all-reduced per token in one pair, forward and backward."""
+    total = float(sum(spec.full_size for spec in pair.norms.values()))
+    widths = []
+    for name in pair.columns:
+        linear = plan.linears[name]
+        numel, full = plan.numel.get(f"{name}.weight", 0), linear.weight.full_size
+        if linear.role == "latent":
+            total += full
+        elif linear.role == "reduce":
+            total += 2 * numel / full
+        elif linear.entry:
+            widths.append(numel / full)
+    total += max(widths, default=0.0)  # columns that read the same tensor share one sum of its gradient
+    row = plan.linears.get(pair.row)
+    if row is not None:
+        return total + plan.numel.get(f"{pair.row}.weight", 0) / row.weight.full_size
+    return total + 2 * _expert_width(plan, pair)
+
+
+def _expert_width(plan: TPPlan, pair: PairPlan) -> float:
+    """Width of what enters and leaves experts: that of the linears of the same layer is not recorded, the model's is."""
+    rows = [linear for linear in plan.linears.values() if linear.role == "row"]
+    names = [name for name, linear in plan.linears.items() if linear.role == "row"]
+    if not rows:
+        return 0.0
+    return plan.numel.get(f"{names[0]}.weight", 0) / rows[0].weight.full_size
+
+
+def report(plan: TPPlan, element_size: int) -> list[str]:
+    """Lines for the start of a run."""
+    share, work, wire = plan.coverage(), flops_coverage(plan), traffic(plan, element_size)
+    held, full = bytes_per_rank(plan, element_size), element_size * sum(plan.numel.values())
+    return [
+        f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded with "
+        f"gathered outputs, {share.replicated:.0%} replicated; of the matrix products {work.paired:.0%}, "
+        f"{work.gathered:.0%}, {work.replicated:.0%}",
+        f"tensor parallel: {max(held) / 1e6:.1f} MB of parameters per rank instead of {full / 1e6:.1f} MB; each rank "
+        f"sends {wire.per_token / 1e3:.1f} kB per token and {wire.per_pass / 1e6:.2f} MB per backward pass",
+    ]

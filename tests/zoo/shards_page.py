@@ -1,0 +1,78 @@
+"""The tensor-parallel part of docs/coverage.md. The same rows give the same text: no timings, no rounding noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zoo.shards import ShardRow
+
+
+MARK = "# Tensor parallelism"
+INTRO = f"""{MARK}
+
+The same models and batches as all ranks of a tensor-parallel group, threads of one process that run the code of real
+ranks, compared with the plain model. Written by `make zoo-tp`; do not edit.
+
+* *exact*: loss and every gradient on every rank (whole, or its very shard), in training mode: to 1e-5 relative in fp32,
+  or, where the model itself is worse conditioned than that, to 1e-9 in fp64 (its own casts to fp32 lifted).
+* *paired / gathered / replicated*: shares of the parameters without embedding and head; *paired* needs no more than two
+  all-reduces a pair, *gathered* is a column with an all-gather. Tiny models: latents, norms and position tables weigh
+  more than in real ones. *work*: share of the weight products that the ranks split.
+* *full*: nothing in a numbered layer that the batch reaches is gathered, and no experts are whole; routers and latent
+  projections are replicated by choice.
+"""
+HEADER = "| type | ranks | verdict | paired | gathered | replicated | work | full | not in a pair |"
+
+
+def shard_totals(rows: Sequence[ShardRow], types: Sequence[str], tp_size: int = 2) -> list[str]:
+    """Counts over the types at `tp_size` ranks."""
+    of_types = [row for row in rows if row.name in types and row.tp_size == tp_size]
+    ran = [row for row in of_types if row.verdict == "exact"]
+    usable = [row for row in of_types if row.verdict != "unusable"]
+    mean = sum(1.0 - row.replicated for row in usable) / max(1, len(usable))
+    whole = sum(row.with_vocabulary for row in usable) / max(1, len(usable))
+    full = sum(row.fully_paired for row in usable)
+    return [
+        f"{tp_size} ranks: types: {len(of_types)}. Exact: {len(ran)} ({sum(row.dtype == 'fp32' for row in ran)} in "
+        f"fp32). Refused: {sum(row.verdict == 'refused' for row in of_types)}. Failed: "
+        f"{sum(row.verdict == 'failed' for row in of_types)}. Not trainable from their configuration: "
+        f"{len(of_types) - len(usable)}.",
+        f"{tp_size} ranks: sharded on average: {mean:.1%} of the parameters without embedding and head, {whole:.1%} with "
+        f"both if those were sharded. Fully paired: {full} of {len(usable)} ({full / max(1, len(usable)):.0%}).",
+    ]
+
+
+def shard_page(rows: Sequence[ShardRow], types: Sequence[str]) -> str:
+    """The whole part, from its mark to the end of the page."""
+    sizes = sorted({row.tp_size for row in rows})
+    lines = [INTRO, *(f"* {line}" for size in sizes for line in shard_totals(rows, types, size)), "", HEADER]
+    lines.append("|" + "---|" * HEADER.count(" | ") + "---|")
+    ordered = sorted(rows, key=lambda row: (row.tp_size, row.name not in types))
+    return "\n".join([*lines, *(_line(row) for row in ordered), ""])
+
+
+def _line(row: ShardRow) -> str:
+    verdict = f"{row.verdict} ({row.dtype})" if row.dtype == "fp64" else row.verdict
+    shares = [f"{value:.2f}" for value in (row.paired, row.gathered, row.replicated, row.work)]
+    if row.verdict == "unusable":
+        shares = [""] * 4
+    why = row.note if row.verdict != "exact" else _left(row)
+    return f"| {row.name} | {row.tp_size} | {verdict} | {' | '.join(shares)} | {'yes' if row.fully_paired else ''} | {why} |"
+
+
+def _left(row: ShardRow) -> str:
+    """Names of what is gathered, or replicated without being wanted so, shortened."""
+    names = [name for name, why in row.left.items() if why.startswith("gathered") or "acts as a row" in why]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shown.replace("|", "\\|")
+
+
+def with_shards(page: str, part: str) -> str:
+    """`page` with its tensor-parallel part replaced by `part`, or with it at the end."""
+    return page.partition(MARK)[0].rstrip() + "\n\n" + part
+
+
+def shards_of(page: str) -> str:
+    """The tensor-parallel part of `page`, empty if it has none."""
+    _, mark, tail = page.partition(MARK)
+    return mark + tail
