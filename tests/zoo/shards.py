@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.errors import ParallelError
-from hf_parallel.plugin import vocabulary_modules
+from hf_parallel.planning import vocabulary_modules
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.cost import flops_coverage
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
