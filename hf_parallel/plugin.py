@@ -39,6 +39,8 @@ from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, 
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.vocab import labelled
+from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
 from hf_parallel.watchdog import Watchdog
 
 
@@ -115,7 +117,12 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
         return Plans(model.forward, None, None, None, [0, 1], ledger, "sum_over_items")
     sample = probe_batch(model, device)
     tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
+    forward: Callable[..., Any] = model.forward
     if tensor_parallel is not None:
+        wish = config.tensor_parallel.vocab_parallel_loss
+        tensor_parallel = shard_vocabulary(model, tensor_parallel, sample, wish)
+        # A pipeline's last stage knows that the logits are parts; nobody else sees them.
+        forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
         judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
     stages, schedule, bounds = None, None, [0, 1]
     loss_kind: LossKind = "sum_over_items"
@@ -138,11 +145,11 @@ def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: t
     specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
     home = schedule.placement[0] if schedule is not None else 0
     ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(model.forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
+    return Plans(forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
-    """Names of the input embedding and the head: replicated or gathered by design while the loss is on full logits."""
+    """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
 
@@ -180,6 +187,8 @@ def summary(plans: Plans) -> list[str]:
             f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
             f"with gathered outputs, {share.replicated:.0%} replicated"
         )
+        whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
+        lines += [f"tensor parallel: {line}" for line in whole]
     return lines
 
 
@@ -226,7 +235,7 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
     if plans.stages is not None and plans.schedule is not None:
         mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
-        # Before sharding: a sharded layer calls the forward that it finds.
+        # Before sharding: it knows plain layers only, and a sharded layer takes over what it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
@@ -235,6 +244,7 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
             mesh.tp_group,
             mesh.tp_rank,
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
+            deferral=None if pieces is None else pieces.weights,
         )
     return pieces
 

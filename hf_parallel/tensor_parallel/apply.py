@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import (
+    Deferral,
     SharedCopy,
     TPGroup,
     copy_to_tp,
@@ -25,9 +25,11 @@ from hf_parallel.tensor_parallel.functions import (
     take_heads,
 )
 from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.tensor_parallel.linear import column_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, TPPlan
 from hf_parallel.tensor_parallel.propose import set_integer
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
+from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
 
 @dataclass
@@ -60,7 +62,13 @@ class _InputState:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, holds: Callable[[str], bool]
+    model: nn.Module,
+    plan: TPPlan,
+    group: TPGroup,
+    tp_rank: int,
+    holds: Callable[[str], bool],
+    *,
+    deferral: Deferral | None = None,
 ) -> None:
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
@@ -81,6 +89,7 @@ def apply_tensor_parallel(
         group: The tensor-parallel group.
         tp_rank: This rank in `group`.
         holds: Whether this stage holds the parameter (or per-head buffer) of that name; the others are not touched.
+        deferral: Puts off the weight gradients of sharded layers, for a schedule that splits backward passes.
 
     Raises:
         PlanError: If the plan is for another number of ranks, was applied before, or does not fit the parameters.
@@ -92,20 +101,30 @@ def apply_tensor_parallel(
             f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
             f"Make a plan for {group.size()}."
         )
-    shared = SharedCopy(group)
+    shared = SharedCopy(group, deferral)
     held = {name: linear for name, linear in plan.linears.items() if holds(f"{name}.weight")}
     for name in held:
-        if "tp_linear" in vars(model.get_submodule(name)):
+        if vars(model.get_submodule(name)).keys() & {"tp_linear", "tp_embedding"}:
             raise PlanError(f"module {name} is already tensor parallel. Apply a plan once, to a fresh model.")
+    tied: set[int] = set()
     for name, linear in held.items():
-        _apply_linear(model.get_submodule(name), linear, shared, plan.tp_size, tp_rank)
+        module = model.get_submodule(name)
+        if id(module._parameters["weight"]) not in tied:
+            _shard_parameter(module, "weight", linear.weight, plan.tp_size, tp_rank)
+            tied.add(id(module._parameters["weight"]))
+        ((start, length), *_) = linear.weight.ranges(plan.tp_size, tp_rank)
+        if linear.role == "vocab_embedding":
+            install_embedding(module, shared, start, length)
+            continue
+        _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
+        if linear.role == "vocab_head":
+            install_loss(model, module, shared, start)
     for pair in plan.pairs:
         if pair.row in held:
             _apply_pair(model, pair, shared, tp_rank)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
-    _shard_parameter(module, "weight", linear.weight, tp_size, tp_rank)
     if linear.bias is not None:
         _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
     vars(module)["tp_linear"] = _LinearState(
@@ -116,7 +135,12 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
         replicated=[not section.sharded for section in linear.weight.sections],
         gather_sizes=[linear.weight.local_size(tp_size, rank) for rank in range(tp_size)],
     )
-    forwards = {"column": _column_forward, "row": _row_forward, "gather": _gather_forward}
+    forwards = {
+        "column": _column_forward,
+        "row": _row_forward,
+        "gather": _gather_forward,
+        "vocab_head": _vocab_head_forward,
+    }
     vars(module)["forward"] = MethodType(forwards[linear.role], module)
 
 
@@ -157,10 +181,6 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
         vars(root)["tp_inputs"].rules += pair.inputs
 
 
-def _linear(state: _LinearState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.t() if state.transposed else weight, bias)
-
-
 def _summed_where_whole(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
     """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
     if not any(state.replicated):
@@ -179,21 +199,25 @@ def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     x = only_tensor(args, named)
     weight = _summed_where_whole(state, self.weight, state.weight_dim)
     bias = None if self.bias is None else _summed_where_whole(state, self.bias, 0)
-    return _linear(state, state.copy(x), weight, bias)
+    return column_product(state.copy, x, weight, bias, state.transposed)
 
 
 def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
+    total = reduce_from_tp(row_product(state.copy, x, self.weight, state.transposed), state.copy.group)
     return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
 
 
 def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    local = _linear(state, state.copy(x), self.weight, self.bias)
+    local = column_product(state.copy, x, self.weight, self.bias, state.transposed)
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
+
+
+def _vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    return (_column_forward if self.tp_vocab.local else _gather_forward)(self, *args, **named)
 
 
 def _partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
-Role = Literal["column", "row", "gather"]
+Role = Literal["column", "row", "gather", "vocab_embedding", "vocab_head"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class LinearPlan:
 
     Args:
         role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column with gathered output.
+            `vocab_embedding` looks up the tokens it has and sums; `vocab_head` is a gather whose output stays local
+            in training with labels, where the loss works on parts of the vocabulary.
         transposed: Whether the weight is stored as [in, out] (Conv1D) instead of [out, in].
         weight: Layout of the weight.
         bias: Layout of the bias; none if there is no bias or every rank holds it whole (`row`).
@@ -91,7 +93,7 @@ class PairPlan:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of a model's parameters, each in [0, 1]; they sum to 1."""
+    """Shares of a model's parameters, each in [0, 1]; they sum to 1. Vocabulary-parallel ends count as paired."""
 
     paired: float
     gathered: float
@@ -142,7 +144,7 @@ class TPPlan:
         counts = {"paired": 0, "gathered": 0, "replicated": 0}
         for name, numel in self.numel.items():
             role = role_of.get(name)
-            paired = role in ("column", "row") or name in sliced
+            paired = role in ("column", "row", "vocab_embedding", "vocab_head") or name in sliced
             counts["paired" if paired else "gathered" if role == "gather" else "replicated"] += numel
         total = max(1, sum(counts.values()))
         return Coverage(**{kind: count / total for kind, count in counts.items()})
