@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity bench-pipeline lint format types check clean help
+.PHONY: setup demo test test-all parity zoo-pp bench-pipeline bench-schedules lint format types check clean help
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -34,8 +34,14 @@ test-all: setup  ## every test this machine can run
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py
 
+zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_pp.py
+
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
+
+bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
+	$(BIN)/python benchmarks/bench_schedules.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .

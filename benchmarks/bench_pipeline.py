@@ -4,44 +4,38 @@
     python benchmarks/bench_pipeline.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
 
 The three variants run the same stage modules on the same batch, interleaved in rotating order within one run, and are
-compared by the median of paired ratios. Each sample records how much CPU other processes used meanwhile: a sample with
-more than ``--foreign`` cores of it is unclean and left out where enough clean ones remain. The bar to beat is not 2m / (m + 1)
-but the makespan of the schedule at the stage times measured in the same run, because an uneven cut costs more than any
-message does.
+compared by the median of paired ratios (see timing.py for the guard against other load). The bar to beat is not
+2m / (m + 1) but the makespan of the schedule at the stage times measured in the same run, because an uneven cut costs
+more than any message does.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.schedules import one_f_one_b
 from hf_parallel.pipeline_parallel.simulate import simulate
 from hf_parallel.pipeline_parallel.transport import make_transport
+from hf_parallel.sections import PipelineConfig
 
 
 VARIANTS = ("ours", "torch", "single")
 CPU = torch.device("cpu")
-Spans: TypeAlias = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -75,19 +69,6 @@ class Settings:
             max_position_embeddings=self.length,
             tie_word_embeddings=False,
         )
-
-
-@dataclass
-class Sample:
-    """One timed step of one variant."""
-
-    variant: str
-    microbatches: int
-    round: int
-    seconds: float
-    foreign: float
-    loss: float
-    spans: list[Spans] = field(default_factory=list)
 
 
 class FirstStage(nn.Module):
@@ -135,21 +116,17 @@ class Bench:
         model = LlamaForCausalLM(settings.config()).train()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.stages = nn.ModuleList([FirstStage(model, settings.cut), LastStage(model, settings.cut)])
-        self.spans: Spans = {}
-        self.patience = settings.quiet_budget
-        transport = make_transport("auto", CPU, dist.new_group([0, 1]))
-        self.runtime = PipelineRuntime(self._stage, rank, 2, transport, transport)
-        self.runtime.probe.trace = self._record
+        self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
+        down, up = (make_transport("auto", CPU, dist.new_group([0, 1])) for _ in range(2))
+        self.runtime = PipelineRuntime({rank: self._stage}, (0, 1), rank, (down, up))
+        self.runtime.probe.trace = self.clock.trace
+        self.programs = Programs(ScheduleChoice(PipelineConfig(schedule="1f1b"), 2), rank)
         self.schedules: dict[int, Schedule1F1B] = {}
         count = max(settings.microbatches) * settings.rows
         self.ids = torch.randint(0, settings.vocab, (count, settings.length))
 
     def _stage(self, payload: tuple[Tensor, ...], ids: Tensor) -> Any:
         return (self.stages[0](ids),) if self.rank == 0 else self.stages[1](payload[0])
-
-    def _record(self, name: str, wall: float, cpu: float) -> None:
-        kind = name[1] if name[0].isdigit() else name.split()[0]
-        self.spans.setdefault(kind, []).append(wall)
 
     def loss(self, logits: Tensor, ids: Tensor, microbatches: int) -> Tensor:
         """Return the summed cross entropy of the next token over the number of tokens of the whole batch."""
@@ -162,7 +139,7 @@ class Bench:
         parts = ids.chunk(microbatches)
         losses = self.runtime.run(
             [{"ids": part} for part in parts],
-            one_f_one_b(2, microbatches)[self.rank],
+            self.programs.training(microbatches),
             backward=True,
             loss_of=lambda logits, i: self.loss(logits, parts[i], microbatches),
         )
@@ -198,24 +175,16 @@ class Bench:
         return torch.stack(losses).sum()
 
     def sample(self, variant: str, microbatches: int, number: int) -> Sample:
-        """Time one step of a variant, from one barrier to the next, once the machine is quiet."""
-        step: Callable[[Tensor, int], Tensor | None] = getattr(self, variant)
+        """Time one step of a variant."""
+        run: Callable[[Tensor, int], Tensor | None] = getattr(self, variant)
         ids = self.ids[: microbatches * self.settings.rows]
         self.stages.zero_grad()
-        self.spans.clear()
-        if self.rank == 0:
-            self.patience -= wait_for_quiet(self.patience, self.settings.foreign)
-        dist.barrier()
-        busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
-        loss = step(ids, microbatches)
-        dist.barrier()
-        seconds, mine = time.perf_counter() - start, time.process_time() - own
-        total = busy_seconds() - busy
-        facts: list[Any] = [None, None]
-        dist.all_gather_object(facts, (mine, None if loss is None else float(loss), dict(self.spans)))
-        foreign = max(0.0, total - facts[0][0] - facts[1][0]) / seconds
-        value = next(value for _, value, _ in facts if value is not None)
-        return Sample(variant, microbatches, number, seconds, foreign, value, [spans for _, _, spans in facts])
+
+        def step() -> float | None:
+            loss = run(ids, microbatches)
+            return None if loss is None else float(loss)
+
+        return self.clock.sample(variant, microbatches, number, step)
 
     def gradient_norm(self) -> float:
         """Return the norm of this rank's stage's gradients, to prove that the variants do the same work."""
@@ -223,116 +192,51 @@ class Bench:
         return float(torch.nn.utils.get_total_norm(grads))
 
 
-def busy_seconds() -> float:
-    """Return the CPU seconds that all processes of the machine have used."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system + times.nice + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
-
-
-def wait_for_quiet(limit: float, foreign: float) -> float:
-    """Return when the machine uses less than ``foreign`` cores, or after ``limit`` seconds; the seconds waited."""
-    start = time.monotonic()
-    while time.monotonic() - start < limit:
-        if psutil.cpu_percent(interval=0.3) / 100.0 * (psutil.cpu_count() or 1) < foreign:
-            break
-    return time.monotonic() - start
-
-
 def check_variants_agree(bench: Bench, microbatches: int) -> None:
-    """Run each variant once, which also warms it up, and compare losses and gradients.
-
-    Raises:
-        RuntimeError: If two variants differ: their times would then compare nothing.
-    """
-    facts = {}
+    """Run each variant once, which also warms it up, and compare losses and gradients."""
+    facts: dict[str, tuple[float | None, ...]] = {}
     for variant in VARIANTS:
         loss = bench.sample(variant, microbatches, -1).loss
         facts[variant] = (loss, bench.gradient_norm() if variant != "single" or bench.rank == 0 else None)
-    for variant, values in facts.items():
-        for value, reference in zip(values, facts["ours"], strict=True):
-            if value is not None and reference is not None and abs(value - reference) > 1e-4 * abs(reference):
-                raise RuntimeError(f"variant {variant} gives {values} and ours {facts['ours']}: loss, gradient norm.")
+    check_agreement(facts, "ours")
 
 
-def rotated(names: tuple[str, ...], number: int) -> tuple[str, ...]:
-    """Return the names in an order that starts one further each round."""
-    shift = number % len(names)
-    return names[shift:] + names[:shift]
-
-
-def worker(rank: int, settings: Settings, store: str, output: str) -> None:
-    """Run one rank; rank 0 writes the samples to ``output``."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def worker(rank: int, settings: Settings) -> dict[str, Any]:
+    """Run one rank; return the samples."""
     bench = Bench(rank, settings)
     for microbatches in settings.microbatches:
         check_variants_agree(bench, microbatches)
-    samples = [
-        bench.sample(variant, microbatches, number)
-        for number in range(max(map(settings.rounds_of, settings.microbatches)))
-        for microbatches in settings.microbatches
-        if number < settings.rounds_of(microbatches)
-        for variant in rotated(VARIANTS, number)
-    ]
-    if rank == 0:
-        facts = {"parameters": bench.parameters, "samples": [asdict(sample) for sample in samples]}
-        Path(output).write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_both_ranks(settings: Settings, store: str, output: str) -> None:
-    """Run `worker` in two fresh processes.
-
-    Raises:
-        SystemExit: If one of them failed; its traceback is on stderr.
-    """
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=worker, args=(r, settings, store, output), daemon=True) for r in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"ranks exited with {[process.exitcode for process in processes]}")
+    samples = all_samples(VARIANTS, settings.microbatches, settings.rounds_of, bench.sample)
+    return {"parameters": bench.parameters, "samples": [asdict(sample) for sample in samples]}
 
 
 def summarise(samples: Sequence[Sample], microbatches: int, foreign: float) -> dict[str, Any]:
-    """Return the medians of one number of microbatches: paired ratios, and the bar that the cut allows.
+    """Return the medians of one number of microbatches: paired ratios, and the bar that the cut allows."""
+    rounds = Rounds.of(samples, microbatches, foreign)
 
-    A pair is two samples of one round. Unclean pairs are left out when at least three clean ones remain; ``clean``
-    tells.
-    """
-    here = [sample for sample in samples if sample.microbatches == microbatches]
-    rounds = {number: {s.variant: s for s in here if s.round == number} for number in {s.round for s in here}}
-    clean = [group for group in rounds.values() if all(sample.foreign < foreign for sample in group.values())]
-    enough = len(clean) >= 3
-    used = clean if enough else list(rounds.values())
+    def seconds_of(rank: int, kind: str) -> float:
+        spans = [group["ours"].spans[rank] for group in rounds.used]
+        return statistics.median(t for own in spans for name, times in own.items() if name[1] == kind for t in times)
 
-    def median(value: Callable[[dict[str, Sample]], float]) -> float:
-        return statistics.median(value(group) for group in used)
-
-    costs = {
-        kind: [statistics.median(t for group in used for t in group["ours"].spans[rank][kind]) for rank in (0, 1)]
-        for kind in "FB"
-    }
+    costs = {kind: [seconds_of(rank, kind) for rank in (0, 1)] for kind in "FB"}
     predicted = simulate(one_f_one_b(2, microbatches), costs["F"], costs["B"])
     cut_bound = microbatches * sum(costs["F"] + costs["B"]) / predicted.makespan
-    speedup = median(lambda group: group["single"].seconds / group["ours"].seconds)
+    speedup = rounds.median(lambda group: group["single"].seconds / group["ours"].seconds)
     return {
         "microbatches": microbatches,
-        "rounds_used": len(used),
-        "clean": enough,
-        "seconds": {variant: statistics.median(group[variant].seconds for group in used) for variant in VARIANTS},
-        "ours_over_torch": median(lambda group: group["ours"].seconds / group["torch"].seconds),
+        "rounds_used": len(rounds.used),
+        "clean": rounds.clean,
+        "seconds": {variant: rounds.median(lambda group, v=variant: group[v].seconds) for variant in VARIANTS},
+        "ours_over_torch": rounds.median(lambda group: group["ours"].seconds / group["torch"].seconds),
         "speedup": speedup,
-        "torch_speedup": median(lambda group: group["single"].seconds / group["torch"].seconds),
+        "torch_speedup": rounds.median(lambda group: group["single"].seconds / group["torch"].seconds),
         "ideal_speedup": 2 * microbatches / (microbatches + 1),
         "cut_speedup": cut_bound,
         "of_cut_speedup": speedup / cut_bound,
         "predicted_seconds": predicted.makespan,
         "stage_seconds": costs,
-        "foreign_cores": median(lambda group: max(sample.foreign for sample in group.values())),
+        "foreign_cores": rounds.foreign,
+        "verdict": rounds.verdict,
     }
 
 
@@ -353,34 +257,28 @@ def table_of(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{row['cut_speedup']:.2f}",
             f"{row['ideal_speedup']:.2f}",
             stage,
-            f"{row['rounds_used']} {'clean' if row['clean'] else 'UNCLEAN'}",
+            row["verdict"],
         )
     return table
 
 
 def parse_arguments() -> tuple[Settings, Path]:
     """Return the settings and the report's path."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny model, two rounds: seconds")
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=list(Settings.microbatches))
+    parser = parser_of(__doc__, "build/reports/bench-pipeline.json")
     parser.add_argument("--cut", type=int, default=Settings.cut, help="blocks on the first stage")
-    parser.add_argument(
-        "--foreign", type=float, default=Settings.foreign, help="cores of other load a clean sample allows"
-    )
-    parser.add_argument(
-        "--quiet-budget", type=float, default=Settings.quiet_budget, help="seconds in all to wait for quiet"
-    )
-    parser.add_argument("--output", type=Path, default=Path("build/reports/bench-pipeline.json"))
     given = parser.parse_args()
     if given.smoke:
         small = Settings(
             (2, 4), 2, hidden=64, blocks=2, cut=1, vocab=64, length=16, quiet_budget=0.0, foreign=given.foreign
         )
         return small, given.output
-    microbatches = tuple(given.microbatches)
+    microbatches = tuple(given.microbatches or Settings.microbatches)
     settings = Settings(
-        microbatches, given.rounds, cut=given.cut, quiet_budget=given.quiet_budget, foreign=given.foreign
+        microbatches,
+        given.rounds or Settings.rounds,
+        cut=given.cut,
+        quiet_budget=given.quiet_budget,
+        foreign=given.foreign,
     )
     return settings, given.output
 
@@ -388,25 +286,12 @@ def parse_arguments() -> tuple[Settings, Path]:
 def main() -> None:
     """Run both ranks, print the table and write the report."""
     settings, output = parse_arguments()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        raw = Path(folder) / "samples.json"
-        run_both_ranks(settings, str(Path(folder) / "store"), str(raw))
-        facts = json.loads(raw.read_text())
+    facts = run_both_ranks(worker, settings)
     samples = [Sample(**sample) for sample in facts["samples"]]
     rows = [summarise(samples, microbatches, settings.foreign) for microbatches in settings.microbatches]
     title = f"{facts['parameters'] / 1e6:.1f}M parameters, 2 gloo ranks, {settings.rows} x {settings.length} tokens a microbatch"
     Console(width=140).print(table_of(rows, title))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    report = {
-        "settings": asdict(settings),
-        "parameters": facts["parameters"],
-        "torch": torch.__version__,
-        "cores": psutil.cpu_count(),
-        "summary": rows,
-        "samples": facts["samples"],
-    }
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    write_report(output, {"settings": asdict(settings), "summary": rows, **facts})
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import resolve_config
+from hf_parallel.preflight import check_schedule
 from hf_parallel.session import Session
 
 
@@ -36,6 +37,8 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
 
     Args:
         config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
+        sample: A small batch of the kind you train on, as the collator makes it, for models that need more than text
+            (images, cross-attention states) or other inputs than a language model's; None plans with made-up text.
         **overrides: Settings that win over `config`, such as `pp_size=2`.
 
     Raises:
@@ -43,9 +46,15 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
+        self,
+        config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        sample: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
+        check_schedule(self.config)
+        self._sample = sample
         self._session: Session | None = None
         self._of_trainer = False
         self._present(dp_size=1)
@@ -89,6 +98,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
             )
         if self._session is None:
             self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
+            self._session.sample = self._sample
             self._present(self._session.mesh.shape.dp_size)
         attach_accelerator(accelerator, self._session)
 

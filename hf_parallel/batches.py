@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.errors import ConfigError, RankMismatchError
+from hf_parallel.errors import ConfigError, RankMismatchError, UnsupportedError
 from hf_parallel.mesh import Mesh
 
 
@@ -38,11 +38,21 @@ def split_rows(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str
 
     Tensors with one entry a row along dim 0 are cut; everything else (a broadcast position_ids of one row, flags) goes
     to every microbatch.
+
+    Raises:
+        UnsupportedError: Labels have another number of rows than the inputs (one row a codebook, for example).
     """
     rows = num_rows(batch)
     parts = min(num_microbatches, rows)
     if parts <= 1:
         return [dict(batch)]
+    labels = batch.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.shape[0] != rows:
+        raise UnsupportedError(
+            f"num_microbatches={num_microbatches}: the inputs of this batch have {rows} rows and its labels "
+            f"{labels.shape[0]}, so it cannot be cut along its rows. Set pipeline.num_microbatches to 1 and "
+            "gradient_accumulation_steps to the number of microbatches."
+        )
     sizes = [rows // parts + (index < rows % parts) for index in range(parts)]
     microbatches: list[dict[str, Any]] = [{} for _ in sizes]
     for name, value in batch.items():

@@ -22,7 +22,7 @@ from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
-from hf_parallel.preflight import refuse_model
+from hf_parallel.preflight import check_schedule, refuse_model
 from hf_parallel.session import Session
 from hf_parallel.trainer_mixin import HFParallelTrainerMixin
 
@@ -36,6 +36,8 @@ class HFParallelCallback(TrainerCallback):
     Args:
         config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
             `HFParallelConfig`.
+        sample: A small batch of the kind you train on, such as `collator([data[0], data[1]])`, for models that need more
+            than text (images, cross-attention states) or take other inputs; None plans with made-up text.
         **overrides: Settings that win over `config`, such as `pp_size=2` or `num_microbatches=8`.
 
     Raises:
@@ -46,9 +48,15 @@ class HFParallelCallback(TrainerCallback):
     """
 
     def __init__(
-        self, config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
+        self,
+        config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        sample: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
+        check_schedule(self.config)
+        self.sample = sample
         self.session: Session | None = None
         self._armed = False
 
@@ -73,6 +81,7 @@ class HFParallelCallback(TrainerCallback):
         if trainer.model is not None:
             refuse_model(trainer.model, self.config.model_parallel_size)
         self.session = Session.start(self.config, self.explanation, args.device)
+        self.session.sample = self.sample
         attach_trainer(trainer, self.session)
 
     def on_train_begin(

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, ScheduleError
+from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.schedule_cli import schedule
 
@@ -35,7 +36,7 @@ def validate(
     """Check a config file; exit with 1 and every problem if it cannot work."""
     try:
         facts = _facts(file)
-    except ConfigError as error:
+    except (ConfigError, ScheduleError) as error:
         if as_json:
             typer.echo(json.dumps({"valid": False, "error": str(error)}, indent=2))
         else:
@@ -157,6 +158,8 @@ def _facts(name_or_path: str) -> dict[str, Any]:
     """Return what there is to say about a valid file."""
     path = find_recipe(name_or_path)
     checked = load_recipe(path)
+    if checked.pp_size > 1:
+        ScheduleChoice(checked.pipeline, checked.pp_size)
     _, accelerate = read_section(path)
     first_line = path.read_text(encoding="utf-8").splitlines()[0]
     processes = accelerate.get("num_processes")

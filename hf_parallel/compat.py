@@ -6,6 +6,7 @@ Each function checks what it relies on and says which package moved when the che
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -141,5 +142,13 @@ def loss_shifts_labels(model: Any) -> bool:
     """Whether the model's loss predicts token i+1 at position i, so that labels[..., 0] is never a target."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss and not encoder_decoder
+    base = getattr(model, "get_base_model", None)  # of a PEFT wrapper
+    model = base() if callable(base) else model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is not None and "loss_function" not in code.co_names:
+        # A loss of its own: those of decoder halves (BartForCausalLM) do not shift; code that does names it so.
+        return any(name.startswith("shift") for name in code.co_varnames)
+    # transformers takes the causal loss for a class name that it cannot place (GPT2LMHeadModel).
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss

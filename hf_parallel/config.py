@@ -34,6 +34,19 @@ from hf_parallel.sections import (
 )
 
 
+# Settings that nothing reads without stages.
+PIPELINE_ONLY = (
+    "schedule",
+    "schedule_file",
+    "stages_per_rank",
+    "num_microbatches",
+    "split",
+    "costs",
+    "compile_blocks",
+    "transport",
+)
+
+
 def _section(model: type[Section]) -> Any:
     return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
 
@@ -95,6 +108,22 @@ class HFParallelConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         problems = [*self._schedule_problems(), *self._split_problems()]
+        if self.pipeline.compile_blocks != "none" and self.tp_size > 1:
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
+                "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
+            )
+        recompute = self.activation_checkpointing
+        if recompute.every is None and recompute.mode != "block":
+            problems.append(
+                f"activation_checkpointing.mode={recompute.mode} without activation_checkpointing.every has no effect. Set "
+                "activation_checkpointing.every to 1 or more, or remove the mode."
+            )
+        if recompute.every is not None and self.pipeline.compile_blocks != "none":
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
+                f"{recompute.every} is not available yet. Set one of them to its default."
+            )
         if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
             problems.append(
                 f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
@@ -167,7 +196,7 @@ class HFParallelConfig(Section):
         return [
             f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
             f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in ("schedule", "schedule_file", "stages_per_rank", "num_microbatches", "split", "transport")
+            for name in PIPELINE_ONLY
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 

@@ -1,15 +1,14 @@
 """Where the strategies meet: one model, one config, five visible calls.
 
-`plan_tensor_parallel`, `discover_stages` and `build_ledger` read the whole model and change nothing; `transform` cuts it
-to this rank's stage and shards what is left, in place; `attach` puts the engine in. Plans are compared across ranks
-before anything is changed.
+`plan_tensor_parallel`, `discover_stages` and `build_ledger` read the whole model and change nothing (see `planning`);
+`transform` cuts it to this rank's stages and shards what is left, in place; `attach` puts the engine in. Plans are
+compared across ranks before anything is changed.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,57 +20,36 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
-from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.messages import Probe
-from hf_parallel.pipeline_parallel.partition import block_costs, partition
-from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
+from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.samples import probe_samples
-from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
+from hf_parallel.pipeline_parallel.selfcheck import LossKind
+from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.preflight import check_plans, compare_over_ranks, probe_batch, refuse_model, vocab_size
+from hf_parallel.planning import Plans, agree, make_plans, summary
+from hf_parallel.preflight import Probes, check_plans, refuse_model
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.vocab import labelled
-from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
 from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Plans:
-    """What the pure calls found out, equal on every rank.
-
-    Args:
-        forward: The genuine forward of the model, as it is when it is parallelized.
-        tensor_parallel: Roles and shard layouts, None with tp_size 1.
-        stages: Crossings and readers, None with pp_size 1.
-        schedule: The schedule and where each stage runs, None with pp_size 1.
-        bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
-        ledger: The full model's parameters.
-        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
-    """
-
-    forward: Callable[..., Any]
-    tensor_parallel: TPPlan | None
-    stages: PipelinePlan | None
-    schedule: ScheduleChoice | None
-    bounds: list[int]
-    ledger: Ledger
-    loss_kind: LossKind
-
-
 def parallelize(
-    model: nn.Module, config: HFParallelConfig, mesh: Mesh, *, device: torch.device, watchdog: Watchdog
+    model: nn.Module,
+    config: HFParallelConfig,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    watchdog: Watchdog,
+    sample: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Turn a whole model into this rank's part of it; collective.
 
@@ -81,6 +59,7 @@ def parallelize(
         mesh: This rank's mesh.
         device: Where the model is.
         watchdog: For waits.
+        sample: A small batch of the kind the model will be trained on; None for made-up text.
 
     Returns:
         The engine, installed as `model.forward`.
@@ -91,12 +70,15 @@ def parallelize(
     """
     refuse_model(model, mesh.shape.mp_size)
     watchdog.runs("plans the stages and shards")
-    plans = make_plans(model, config, mesh, device)
+    probes = Probes(model, device, sample) if _needs_probes(config) else None
+    plans = make_plans(model, config, mesh, probes, watchdog)
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
-    check_plans(model, config, plans.stages, plans.bounds, placement, plans.tensor_parallel, watchdog=watchdog)
-    pieces = transform(model, plans, mesh)
+    if probes is not None:
+        placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
+        parts = (plans.stages, plans.bounds, placement, plans.tensor_parallel)
+        check_plans(model, config, *parts, probes=probes, watchdog=watchdog)
+    pieces = transform(model, plans, mesh, config.pipeline.compile_blocks)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
     if mesh.rank == 0:
@@ -105,111 +87,9 @@ def parallelize(
     return engine
 
 
-def make_plans(model: nn.Module, config: HFParallelConfig, mesh: Mesh, device: torch.device) -> Plans:
-    """Calls 1 to 3: pure, on the whole model.
-
-    Raises:
-        PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
-    """
-    shape = mesh.shape
-    if shape.mp_size == 1:
-        ledger = build_ledger(model, pp_size=1, holds=lambda pp_rank, name: True, specs={})
-        return Plans(model.forward, None, None, None, [0, 1], ledger, "sum_over_items")
-    sample = probe_batch(model, device)
-    tensor_parallel = plan_tensor_parallel(model, shape.tp_size, sample) if shape.tp_size > 1 else None
-    forward: Callable[..., Any] = model.forward
-    if tensor_parallel is not None:
-        wish = config.tensor_parallel.vocab_parallel_loss
-        tensor_parallel = shard_vocabulary(model, tensor_parallel, sample, wish)
-        # A pipeline's last stage knows that the logits are parts; nobody else sees them.
-        forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
-        judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, vocabulary_modules(model))
-    stages, schedule, bounds = None, None, [0, 1]
-    loss_kind: LossKind = "sum_over_items"
-    if shape.pp_size > 1:
-        stages = discover_stages(model, probe_samples(model, vocab_size(model), device))
-        schedule = ScheduleChoice(config.pipeline, shape.pp_size)
-        num_stages = len(schedule.placement)
-        bounds = partition(stages.num_blocks, num_stages, config.pipeline.split, block_costs(model, stages))
-        for boundary in bounds[1:-1]:
-            stages.crossings(boundary)  # raises for a cut that cannot be addressed
-        loss_kind = loss_normalisation(model, sample)
-
-    spans = spans_of(bounds)
-
-    def holds(pp_rank: int, name: str) -> bool:
-        if stages is None or schedule is None:
-            return True
-        return any(stages.holds(spans[s], name) for s in schedule.stages_of_ranks[pp_rank])
-
-    specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
-    home = schedule.placement[0] if schedule is not None else 0
-    ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
-    return Plans(forward, tensor_parallel, stages, schedule, bounds, ledger, loss_kind)
-
-
-def vocabulary_modules(model: nn.Module) -> frozenset[str]:
-    """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
-
-
-def judge_fallbacks(
-    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
-) -> None:
-    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
-
-    Raises:
-        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
-    """
-    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
-    if not fallbacks or on_fallback == "ignore":
-        return
-    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
-    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
-    if on_fallback == "error":
-        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
-    if rank == 0:
-        logger.warning("hf_parallel: %s", text)
-
-
-def summary(plans: Plans) -> list[str]:
-    """Lines that say what each stage holds and what share of the model is sharded."""
-    lines = []
-    if plans.stages is not None and plans.schedule is not None:
-        for rank, stages in enumerate(plans.schedule.stages_of_ranks):
-            held = sum(math.prod(entry.shape) for entry in plans.ledger.held_by(rank, "param"))
-            parts = ", ".join(_blocks_text(stage, *plans.bounds[stage : stage + 2]) for stage in stages)
-            lines.append(f"pp {rank}: {parts} of {plans.stages.stack}, {held / 1e6:.1f}M parameters")
-    if plans.tensor_parallel is not None:
-        share = plans.tensor_parallel.coverage()
-        lines.append(
-            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
-            f"with gathered outputs, {share.replicated:.0%} replicated"
-        )
-        whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
-        lines += [f"tensor parallel: {line}" for line in whole]
-    return lines
-
-
-def _blocks_text(stage: int, lo: int, hi: int) -> str:
-    return f"stage {stage} with " + (f"blocks {lo} to {hi - 1}" if hi > lo else "the head alone, behind the blocks")
-
-
-def agree(plans: Plans, mesh: Mesh) -> None:
-    """Compare the plans' fingerprints over the world before anything is cut; collective.
-
-    Raises:
-        RankMismatchError: On every rank.
-    """
-    mine = [
-        plans.ledger.fingerprint(),
-        plans.tensor_parallel.fingerprint() if plans.tensor_parallel else "",
-        plans.stages.fingerprint() if plans.stages else "",
-        str(plans.bounds),
-        str(plans.schedule.stages_of_ranks) if plans.schedule else "",
-    ]
-    compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)
+def _needs_probes(config: HFParallelConfig) -> bool:
+    """Whether anything has to be found out by running the model."""
+    return config.model_parallel_size > 1 or config.activation_checkpointing.every is not None
 
 
 @dataclass(frozen=True)
@@ -225,18 +105,33 @@ class Pieces:
     weights: WeightGradients | None
 
 
-def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
+def transform(
+    model: nn.Module, plans: Plans, mesh: Mesh, compile_blocks: Literal["none", "inductor", "aot_eager"] = "none"
+) -> Pieces | None:
     """Call 4: cut to this rank's stages, then shard what they hold. In place; Parameter identity survives.
+
+    Args:
+        model: The whole model.
+        plans: What was found out about it.
+        mesh: This rank's mesh.
+        compile_blocks: Backend of torch.compile for the blocks of this rank.
 
     Returns:
         The stages of this rank; None with pp_size 1.
     """
-    pieces = None
+    pieces, spans = None, None
     if plans.stages is not None and plans.schedule is not None:
         mine = plans.schedule.stages_of_ranks[mesh.pp_rank]
+        spans = [spans_of(plans.bounds)[stage] for stage in mine]
+        if compile_blocks != "none":
+            _compile(model, plans.stages, spans, compile_blocks)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
         # Before sharding: it knows plain layers only, and a sharded layer takes over what it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
+    stack, groups = plans.recomputed
+    if groups:
+        held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
+        recompute_blocks(model, stack, held)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -247,6 +142,13 @@ def transform(model: nn.Module, plans: Plans, mesh: Mesh) -> Pieces | None:
             deferral=None if pieces is None else pieces.weights,
         )
     return pieces
+
+
+def _compile(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], backend: str) -> None:
+    """Compile each block by itself: a stage ends by an exception, which breaks a graph of the whole stage."""
+    for index, block in enumerate(blocks_of(model, plan.stack)):
+        if any(span.lo <= index < span.hi for span in spans):
+            block.forward = torch.compile(block.forward, backend=backend)
 
 
 def attach(

@@ -6,17 +6,23 @@ Everything here leaves the model as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 from torch import nn
 
+from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.errors import ParallelError, PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs
+from hf_parallel.pipeline_parallel.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
-from hf_parallel.pipeline_parallel.samples import tiny_samples
+from hf_parallel.pipeline_parallel.programs import ScheduleChoice
+from hf_parallel.pipeline_parallel.samples import probe_samples, tiny_samples, typical_sample, typical_shape
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 from hf_parallel.tensor_parallel.check import verify_model
 from hf_parallel.tensor_parallel.plan import TPPlan
@@ -29,6 +35,16 @@ Wish: TypeAlias = Literal["auto", "on", "off"]
 
 # `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
 SELF_CHECK_MEMORY_SHARE = 0.25
+
+
+def check_schedule(config: HFParallelConfig) -> None:
+    """Read a schedule file, if there is one, and prove the schedule of the first steps.
+
+    Raises:
+        ScheduleError: It cannot be read, breaks a rule, or contradicts another setting; names the action.
+    """
+    if config.pp_size > 1:
+        ScheduleChoice(config.pipeline, config.pp_size)
 
 
 def refuse_model(model: nn.Module, mp_size: int) -> None:
@@ -56,13 +72,72 @@ def refuse_model(model: nn.Module, mp_size: int) -> None:
         )
 
 
-def probe_batch(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """A tiny batch, i[2 8], that every rank makes alike without touching the global random state.
+class Probes:
+    """The batches a model is tried with before it is changed; every rank makes them alike.
+
+    Args:
+        model: The whole model.
+        device: Where it is.
+        sample: A small batch of the kind it will be trained on, as the collator makes it; None for made-up text.
+
+    Attributes:
+        check: Batches of the self-check.
+        discovery: Batches for `discover_stages`.
+        typical: The batch that costs are measured with.
+        cost_tokens: (B, S) that costs are counted for; None for those of the sample.
 
     Raises:
-        PlanError: The vocabulary is not known.
+        PlanError: No sample, and the vocabulary is not known.
     """
-    return tiny_samples(vocab_size(model), device=device, use_cache=False)[0]
+
+    def __init__(self, model: nn.Module, device: torch.device, sample: Mapping[str, Any] | None = None) -> None:
+        self._name = type(model).__name__
+        self._given = sample is not None
+        if sample is None:
+            size = vocab_size(model)
+            self.check = list(tiny_samples(size, device=device, use_cache=False))
+            self.discovery = probe_samples(model, size, device)
+            self.typical = typical_sample(model, size, device)
+            self.cost_tokens: tuple[int, int] | None = typical_shape(model)
+            return
+        batch = {"use_cache": False, **send_to_device(dict(sample), device)}
+        rows = num_rows(batch)
+        labels = batch.get("labels")
+        uniform = isinstance(labels, torch.Tensor) and len(labels) == rows > 1
+        self.check = [batch, split_rows(batch, rows)[0]] if uniform else [batch]
+        self.discovery = [batch, *self._text(model, device)]
+        self.typical, self.cost_tokens = batch, None
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The batch that plans are made with."""
+        return self.check[0]
+
+    def _text(self, model: nn.Module, device: torch.device) -> list[dict[str, Any]]:
+        """Text alone: covered as well if it takes the same path."""
+        try:
+            return probe_samples(model, vocab_size(model), device)
+        except PlanError:
+            return []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, an error of the model's own code says that the batch may be the cause.
+
+        Raises:
+            PlanError: From any error that is not ours.
+        """
+        try:
+            yield
+        except ParallelError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"cannot plan {self._name}: its forward fails on "
+                f"{'the given sample' if self._given else 'a made-up batch of text'} with {type(error).__name__}: {error}. "
+                "Pass a small batch of the kind you train on, such as HFParallelCallback(sample=collator([data[0], "
+                "data[1]]))."
+            ) from error
 
 
 def vocab_size(model: Any) -> int:
@@ -97,6 +172,37 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) ->
         )
 
 
+def cut_costs(
+    model: nn.Module, plan: PipelinePlan, config: HFParallelConfig, probes: Probes, watchdog: Watchdog
+) -> StageCosts:
+    """What each part of the model costs, the same on every rank; collective with `pipeline.costs: measured`.
+
+    Rank 0 measures while the others wait, so that all cut alike.
+
+    Raises:
+        PlanError: The model cannot run the batch that is measured.
+    """
+    if config.pipeline.costs == "analytic":
+        recomputed = config.activation_checkpointing.every is not None
+        return block_costs(model, plan, recomputed=recomputed or getattr(model, "is_gradient_checkpointing", False))
+    found: list[StageCosts | str] = [""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        watchdog.runs("measures the blocks")
+        try:
+            found[0] = measure_costs(model, plan, probes.typical)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever happens here
+            found[0] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        with watchdog.waiting("waits for rank 0 to measure the blocks"):
+            dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise PlanError(
+            f"pipeline.costs=measured: rank 0 could not train a small batch on the whole {type(model).__name__} "
+            f"({found[0]}). Set pipeline.costs to analytic."
+        )
+    return found[0]
+
+
 def check_plans(
     model: nn.Module,
     config: HFParallelConfig,
@@ -105,6 +211,7 @@ def check_plans(
     placement: Sequence[Sequence[int]],
     shards: TPPlan | None,
     *,
+    probes: Probes,
     watchdog: Watchdog,
 ) -> None:
     """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
@@ -116,6 +223,7 @@ def check_plans(
         bounds: Block boundaries of the stages.
         placement: The stages of each rank.
         shards: How it will be sharded, or None.
+        probes: The batches to compare on.
         watchdog: For the wait.
 
     Raises:
@@ -125,8 +233,9 @@ def check_plans(
     if not dist.is_initialized() or dist.get_rank() == 0:
         watchdog.runs("compares the planned parts with the whole model")
         try:
-            _check_stages(model, config.pipeline.self_check, stages, bounds, placement)
-            _check_shards(model, config.tensor_parallel.self_check, shards)
+            with probes.running():
+                _check_stages(model, config.pipeline.self_check, stages, bounds, placement, probes.check)
+                _check_shards(model, config.tensor_parallel.self_check, shards, probes.batch)
         except PlanError as error:
             verdict[0] = str(error)
     if dist.is_initialized():
@@ -142,11 +251,11 @@ def _check_stages(
     stages: PipelinePlan | None,
     bounds: list[int],
     placement: Sequence[Sequence[int]],
+    samples: Sequence[Mapping[str, Any]],
 ) -> None:
     copies = 2 * len(placement) + 3  # a reference and one model a rank, each with gradients, and one being cut
     if stages is None or not _affordable(model, copies, wish, "pipeline"):
         return
-    samples = tiny_samples(vocab_size(model), device=next(model.parameters()).device, use_cache=False)
     try:
         check_split(model, stages, bounds, samples, lambda copied: copied.forward, placement)
     except PlanError:
@@ -157,10 +266,10 @@ def _check_stages(
         logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
 
 
-def _check_shards(model: nn.Module, wish: Wish, shards: TPPlan | None) -> None:
+def _check_shards(model: nn.Module, wish: Wish, shards: TPPlan | None, sample: Mapping[str, Any]) -> None:
     if shards is None or not _affordable(model, 2 * (shards.tp_size + 1), wish, "tensor_parallel"):
         return
-    verify_model(model, shards, probe_batch(model, torch.device("cpu")))
+    verify_model(model, shards, sample)
 
 
 def _affordable(model: nn.Module, copies: int, wish: Wish, section: str) -> bool:

@@ -106,6 +106,14 @@ class PipelineConfig(Section):
         BeforeValidator(as_tuple),
         Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
     ] = "balanced"
+    compile_blocks: Annotated[
+        Literal["none", "inductor", "aot_eager"],
+        Field(description="backend of torch.compile for each block: 'none', 'inductor' or 'aot_eager'"),
+    ] = "none"
+    costs: Annotated[
+        Literal["analytic", "measured"],
+        Field(description="what 'balanced' weighs blocks by: 'analytic' (counted) or 'measured' (timed at the start)"),
+    ] = "analytic"
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],
@@ -165,13 +173,11 @@ class ActivationCheckpointingConfig(Section):
     every: Annotated[
         Count | None,
         BeforeValidator(number),
-        available(None, reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
         Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
     ] = None
     mode: Annotated[
         Literal["block", "alternate"],
-        available("block", reason="use TrainingArguments(gradient_checkpointing=True) for every block"),
-        Field(description="'block' or 'alternate'"),
+        Field(description="'block' (one checkpoint per `every` blocks) or 'alternate' (one block in `every`)"),
     ] = "block"
 
 

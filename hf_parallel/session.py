@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,10 @@ class Session:
         config: Validated settings, equal on every rank.
         mesh: This rank's mesh.
         watchdog: Started.
+
+    Attributes:
+        engine: Of the attached model, None before.
+        sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -42,6 +47,7 @@ class Session:
         self.mesh = mesh
         self.watchdog = watchdog
         self.engine: Engine | None = None
+        self.sample: Mapping[str, Any] | None = None
 
     @classmethod
     def start(
@@ -84,7 +90,9 @@ class Session:
             UnsupportedError: A second model.
         """
         if self.engine is None:
-            self.engine = parallelize(model, self.config, self.mesh, device=device, watchdog=self.watchdog)
+            self.engine = parallelize(
+                model, self.config, self.mesh, device=device, watchdog=self.watchdog, sample=self.sample
+            )
         elif self.engine.model is not model:
             raise UnsupportedError(
                 f"a second model ({type(model).__name__}) in one run: the stages and shards of this rank belong to the "

@@ -17,13 +17,14 @@ class HFParallelTrainer(HFParallelTrainerMixin, Trainer):
         *args: As `transformers.Trainer`.
         config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
             `HFParallelConfig`.
+        sample: As for `HFParallelCallback`.
         **kwargs: As `transformers.Trainer`.
 
     Raises:
         ConfigError: All problems of the settings at once.
     """
 
-    def __init__(self, *args: Any, config: Any = None, **kwargs: Any) -> None:
-        callbacks = [*(kwargs.pop("callbacks", None) or []), HFParallelCallback(config)]
+    def __init__(self, *args: Any, config: Any = None, sample: Any = None, **kwargs: Any) -> None:
+        callbacks = [*(kwargs.pop("callbacks", None) or []), HFParallelCallback(config, sample=sample)]
         kwargs["callbacks"] = callbacks
         super().__init__(*args, **kwargs)

@@ -83,8 +83,7 @@ def run_ranks(
             try:
                 succeeded, payload = pending.pop(rank).recv()
             except EOFError:
-                processes[rank].join(5)
-                succeeded, payload = False, f"exited with code {processes[rank].exitcode} and no report"
+                succeeded, payload = False, _exit_of(processes[rank])
             if succeeded:
                 results[rank] = payload
             else:
@@ -95,7 +94,7 @@ def run_ranks(
             try:
                 failures.append(f"rank {rank}: {reader.recv()[1]}")
             except EOFError:
-                failures.append(f"rank {rank}: exited with no report")
+                failures.append(f"rank {rank}: {_exit_of(processes[rank])}")
     for process in processes:
         if failures:
             process.kill()
@@ -103,6 +102,11 @@ def run_ranks(
     if failures:
         raise RankError("\n".join(failures))
     return [results[rank] for rank in range(world_size)]
+
+
+def _exit_of(process: Any) -> str:
+    process.join(5)
+    return f"exited with code {process.exitcode} and no report"
 
 
 def _stacks(run_dir: Path, rank: int) -> str:

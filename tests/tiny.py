@@ -38,9 +38,9 @@ def llama(tied: bool = False, layers: int = 4, **overrides: Any) -> LlamaForCaus
     return LlamaForCausalLM(LlamaConfig(**SMALL, **sizes, **overrides))
 
 
-def gpt2(tied: bool = True) -> GPT2LMHeadModel:
+def gpt2(tied: bool = True, dropout_rate: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropout = {"resid_pdrop": dropout_rate, "embd_pdrop": dropout_rate, "attn_pdrop": dropout_rate}
     config = GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -94,6 +94,7 @@ MODELS = {
     "llama_tied": lambda: llama(tied=True),
     "llama_8": lambda: llama(tied=True, layers=8),
     "gpt2": gpt2,
+    "gpt2_dropout": lambda: gpt2(dropout_rate=0.2),
     "qwen3": qwen3,
     "mixtral": mixtral,
     "gemma3n": gemma3n,

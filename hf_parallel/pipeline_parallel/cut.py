@@ -46,12 +46,24 @@ class ZeroOutput(Uncopyable):
         return given.new_zeros(*given.shape[:-1], width)
 
 
+class _Placeholder(Uncopyable, Tensor):
+    """Stands for a dropped weight. Writing in place does nothing: RWKV rescales all its blocks before an evaluation."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], cls):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def drop(module: nn.Module, key: str) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
     table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
     tensor = table.pop(key)
     module._non_persistent_buffers_set.discard(key)
-    placeholder = tensor.detach().new_zeros(()).expand(tensor.shape)
+    placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 

@@ -137,6 +137,15 @@ class _Forward(Uncopyable):
         return self.genuine(*args, **kwargs)
 
 
+def wrap_forward(block: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a block's own forward by `wrapper` of it; a stage that hands the block through is not affected."""
+    installed = vars(block).get("forward")
+    if not isinstance(installed, _Forward):
+        block.forward = wrapper(block.forward)
+    elif installed.genuine is not None:
+        installed.genuine = wrapper(installed.genuine)
+
+
 class _InnerHook(Uncopyable):
     """Keeps the outputs of one hooked module of an own block that later stages need."""
 

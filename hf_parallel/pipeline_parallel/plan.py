@@ -76,6 +76,9 @@ class PipelinePlan:
         zero_outputs: modules outside the stack whose unneeded output can be zeros of a known shape.
         flops: forward matmul FLOPs of the sample by epoch (0 prologue, 2j+1 block j, 2L tail).
         num_tokens: tokens in the sample those FLOPs belong to.
+        traffic: forward bytes of activations moved by ops without FLOPs, by epoch.
+        saved: bytes of activations kept for the backward, by epoch.
+        sample_tokens: tokens in the sample that `traffic` and `saved` belong to.
         discovered_on: "meta", or the device on which the tiny batch had to run.
     """
 
@@ -94,7 +97,8 @@ class PipelinePlan:
         self.blocks: dict[int, BlockTrace] = record.blocks
         self.zero_outputs = record.zero_outputs
         self.flops = record.flops
-        self.num_tokens = count_tokens(sample)
+        self.traffic, self.saved = record.traffic, record.saved
+        self.num_tokens = self.sample_tokens = count_tokens(sample)
         self._ops: list[Op] = record.ops
         self._outputs = record.outputs
         self._storage = record.parameters
@@ -209,7 +213,8 @@ class PipelinePlan:
             + (f"; {extra} in this batch may take another path through the model" if extra else "")
             + (f"; {missing} is missing in this batch" if missing else "")
             + (f" (tried: {'; '.join(reasons)})" if reasons else "")
-            + ". Let the collator make the inputs that the model was planned for, or plan with a sample of this kind."
+            + ". Let the collator make the inputs that the model was planned for, or plan with a batch of this kind: "
+            "HFParallelCallback(sample=collator([data[0], data[1]]))."
         )
 
     def also_covers(self, other: PipelinePlan) -> str | None:

@@ -28,7 +28,8 @@ class ScheduleChoice:
         stages_of_ranks: Stages of each rank, ascending.
 
     Raises:
-        ScheduleError: The schedule file cannot be read, is no schedule, or is for another number of ranks.
+        ScheduleError: The schedule file cannot be read, is no schedule, or is for another number of ranks, or the
+            schedule contradicts another setting.
     """
 
     def __init__(self, settings: PipelineConfig, pp_size: int) -> None:
@@ -39,6 +40,22 @@ class ScheduleChoice:
             if self._file is not None
             else stages_of_ranks(settings.schedule, pp_size, settings.stages_on_a_rank())
         )
+
+        self._check()
+
+    def _check(self) -> None:
+        split, count = self.settings.split, len(self.placement)
+        if not isinstance(split, str) and len(split) != count:
+            raise ScheduleError(
+                f"pipeline.split={list(split)} has {len(split)} entries, but pipeline.schedule={self.settings.schedule} "
+                f"has {count} stages. Give {count} integers."
+            )
+        if self.settings.compile_blocks != "none" and self.splits_backward:
+            raise ScheduleError(
+                f"pipeline.compile_blocks={self.settings.compile_blocks} with pipeline.schedule="
+                f"{self.settings.schedule}: a compiled block computes its weight gradients in its backward, so they "
+                "cannot be put off. Set pipeline.compile_blocks to none, or pipeline.schedule to interleaved_1f1b."
+            )
 
     @property
     def splits_backward(self) -> bool:
@@ -66,7 +83,7 @@ class ScheduleChoice:
                 num_microbatches,
                 stages_per_rank=self.settings.stages_on_a_rank(),
             )
-        made_for = 1 + max(action.microbatch for actions in self._file for action in actions)
+        made_for = self._made_for(num_microbatches)
         if num_microbatches > made_for:
             raise ScheduleError(
                 f"pipeline.schedule_file={self.settings.schedule_file!r} is for {made_for} microbatches, but a step has "
@@ -74,6 +91,21 @@ class ScheduleChoice:
                 f"{num_microbatches}, or lower pipeline.num_microbatches."
             )
         return [[a for a in actions if a.microbatch < num_microbatches] for actions in self._file]
+
+    def typical(self) -> Schedule:
+        """The schedule of a step whose batch is not known yet, to plan with: for `pipeline.num_microbatches`.
+
+        "auto" is twice the ranks. A schedule file is never asked for more than it has.
+        """
+        wish = self.settings.num_microbatches
+        count = 2 * self.pp_size if wish == "auto" else wish
+        return self.training(min(count, self._made_for(count)))
+
+    def _made_for(self, num_microbatches: int) -> int:
+        """Most microbatches of the schedule file; any number without one."""
+        if self._file is None:
+            return num_microbatches
+        return 1 + max(action.microbatch for actions in self._file for action in actions)
 
 
 class Programs:

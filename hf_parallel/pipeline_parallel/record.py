@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -68,6 +69,8 @@ class Record:
     parameters: dict[str, int]  # every parameter and buffer name (aliases too) -> storage number
     zero_outputs: dict[str, str]  # module -> "rows" | "features": its output is a table look-up / a 2-D projection
     flops: dict[int, float]  # matmul FLOPs by epoch, forward
+    traffic: dict[int, float]  # bytes of activations that ops without FLOPs read and write, by epoch, forward
+    saved: dict[int, int]  # bytes that autograd keeps for the backward, parameters and buffers left out, by epoch
 
 
 class _OpLog(TorchDispatchMode):
@@ -77,7 +80,12 @@ class _OpLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.flops: dict[int, float] = {}
+        self.traffic: dict[int, float] = {}
+        self.saved: dict[int, int] = {}
+        self.weights: frozenset[int] = frozenset()  # storages of parameters and buffers
         self.epoch = 0
+        self._kept: set[int] = set()
+        self._silent = False
         self._numbers: dict[int, int] = {}
         self._storages: list[Any] = []  # kept alive, else a freed address would be taken for an old tensor
 
@@ -96,6 +104,8 @@ class _OpLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._silent:
+            return out
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         mutated = _mutated(func, args, kwargs)
@@ -103,8 +113,36 @@ class _OpLog(TorchDispatchMode):
         writes = frozenset(map(self.number, outputs + mutated))
         is_view = not mutated and bool(writes) and writes <= reads
         self.ops.append(Op(self.epoch, reads, writes, str(func), is_view))
-        self.flops[self.epoch] = self.flops.get(self.epoch, 0.0) + _flops(func, args, kwargs, out)
+        flops = _flops(func, args, kwargs, out)
+        self.flops[self.epoch] = self.flops.get(self.epoch, 0.0) + flops
+        if not flops and not is_view:
+            self.traffic[self.epoch] = self.traffic.get(self.epoch, 0.0) + self._bytes([*inputs, *outputs])
         return out
+
+    def _bytes(self, tensors: list[Tensor]) -> int:
+        """Bytes of activations; of an expanded tensor those that exist."""
+        moved = [t for t in tensors if self.number(t) not in self.weights]
+        return sum(min(t.nbytes, _memory(t)) for t in moved if t.layout == torch.strided)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count what autograd saves; a storage that is saved several times counts once, where it was saved first."""
+        number = self.number(tensor)
+        if number not in self.weights and number not in self._kept and tensor.layout == torch.strided:
+            self._kept.add(number)
+            self.saved[self.epoch] = self.saved.get(self.epoch, 0) + _memory(tensor)
+        self._silent = True  # the model does not run this op
+        try:
+            return tensor.detach()  # an output that its own node keeps would never be freed
+        finally:
+            self._silent = False
+
+
+def _memory(tensor: Tensor) -> int:
+    """Bytes of the storage behind a strided tensor."""
+    try:
+        return tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # a wrapper subclass without storage
+        return tensor.nbytes
 
 
 def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -304,12 +342,24 @@ def record_forward(
     log = _OpLog()
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name: log.number(t) for name, t in tensors}
+    log.weights = frozenset(parameters.values())
     watcher = _Watcher(model, stack, candidates, log)
     try:
-        with torch.enable_grad(), log:
+        with torch.enable_grad(), log, saved_tensors_hooks(log.keep, lambda tensor: tensor):
             out = forward(**sample)
     finally:
         watcher.remove()
     ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ("past_key_values",))
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
-    return Record(stack, log.ops, watcher.calls, watcher.blocks, outputs, parameters, watcher.zero_outputs, log.flops)
+    return Record(
+        stack=stack,
+        ops=log.ops,
+        calls=watcher.calls,
+        blocks=watcher.blocks,
+        outputs=outputs,
+        parameters=parameters,
+        zero_outputs=watcher.zero_outputs,
+        flops=log.flops,
+        traffic=log.traffic,
+        saved=log.saved,
+    )

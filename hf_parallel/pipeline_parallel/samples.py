@@ -14,6 +14,8 @@ from hf_parallel.pipeline_parallel.structure import leaves
 
 # Read by the loss only, which the last stage computes with the model's own code.
 LOSS_INPUTS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
+# Costs are compared at this length; what changes with it, attention, is small in most models below some thousands.
+TYPICAL_LENGTH = 512
 # Settings, of the config or of a call, that change what blocks and model return.
 OUTPUT_FLAGS = ("output_router_logits", "use_cache", "output_hidden_states", "output_attentions", "return_dict")
 
@@ -61,6 +63,21 @@ def probe_samples(
     samples = [base, {name: value for name, value in base.items() if name != "attention_mask"}]
     samples += [base | {name: value} for name, value in extras.items()]
     return samples + ([base | extras] if len(extras) > 1 else [])
+
+
+def typical_shape(model: nn.Module) -> tuple[int, int]:
+    """(B, S) of the batch that costs are counted or measured with: one row of 512 tokens, or of what the model takes."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return 1, min(TYPICAL_LENGTH, limit) if isinstance(limit, int) and limit > 0 else TYPICAL_LENGTH
+
+
+def typical_sample(model: nn.Module, vocab_size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """One full row of `typical_shape`, without padding, to measure with."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, typical_shape(model), generator=generator).to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(), "use_cache": False}
 
 
 def path_inputs(inputs: Mapping[str, Any]) -> frozenset[str]:

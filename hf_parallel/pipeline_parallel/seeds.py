@@ -34,6 +34,15 @@ def stream_seed(seed: int, segment: int) -> int:
     return mix64((mix64(seed & MASK) + segment) & MASK)
 
 
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """The default random generators of the CPU and, for a module on a CUDA device, of that device."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 class Streams:
     """The random generators of a model's device and the CPU, taken over for one call.
 
@@ -44,11 +53,7 @@ class Streams:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.seed = seed
-        self._generators = [torch.default_generator]
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators_of(model)
         self._before: list[Tensor] = [generator.get_state() for generator in self._generators]
 
     def enter(self, segment: int) -> None:

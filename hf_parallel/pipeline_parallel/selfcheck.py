@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
@@ -34,19 +35,33 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 4e-3, torc
 FLOOR = 1e-3  # gradients smaller than this share of the largest one are compared at that scale
 
 
-class NoDropout(TorchFunctionMode):
-    """Switches dropout off without leaving training mode, so that both runs take the paths of training."""
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
-            return args[0] if args else kwargs["input"]
-        if name == "scaled_dot_product_attention":
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            if "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
+
+@contextmanager
+def no_dropout() -> Iterator[None]:
+    """Switch dropout off without leaving training mode, so that both runs take the paths of training.
+
+    The functions themselves are replaced: a torch function mode would be off where a checkpointed block is recomputed.
+    """
+    genuine = {name: getattr(functional, name) for name in (*DROPOUTS, "scaled_dot_product_attention")}
+
+    def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return input
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **how: Any
+    ) -> Any:
+        return genuine["scaled_dot_product_attention"](query, key, value, attn_mask, 0.0, **how)
+
+    try:
+        for name in DROPOUTS:
+            setattr(functional, name, keep)
+        setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 (its type is narrower)
+        yield
+    finally:
+        for name, function in genuine.items():
+            setattr(functional, name, function)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -114,7 +129,7 @@ def check_split(
     Raises:
         PlanError: A loss or a gradient differs; names how many and the first parameters.
     """
-    with unchanged(model), NoDropout(), torch.enable_grad():
+    with unchanged(model), no_dropout(), torch.enable_grad():
         reference = _pristine(model)
         expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
         del reference
@@ -247,7 +262,7 @@ def loss_normalisation(
     run = model if forward is None else forward
     losses = []
     for count in (16, 32, 64):
-        with unchanged(model), NoDropout(), torch.no_grad():
+        with unchanged(model), no_dropout(), torch.no_grad():
             torch.manual_seed(0)
             losses.append(float(loss_of(run(**{**sample, "num_items_in_batch": count}))))
     first, second = losses[0] - losses[1], losses[1] - losses[2]

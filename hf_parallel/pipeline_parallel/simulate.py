@@ -120,14 +120,19 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 
     Without any backward (evaluation) nothing is held and every entry is 0.
     """
+    return tuple(int(peak) for peak in peak_held(schedule, [1.0] * len(placement_of(schedule))))
+
+
+def peak_held(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
+    """Return the most that each rank holds at once if a microbatch on stage s weighs ``sizes[s]``; see `peak_live`."""
     peaks = []
     for actions in schedule:
-        live = peak = 0
+        live = peak = 0.0
         trains = any(action.kind in "BW" for action in actions)
         for action in actions:
-            live += 1 if action.kind == "F" else 0 if action.kind == "I" else -1
+            live += sizes[action.stage] * (1 if action.kind == "F" else 0 if action.kind == "I" else -1)
             peak = max(peak, live)
-        peaks.append(peak if trains else 0)
+        peaks.append(peak if trains else 0.0)
     return tuple(peaks)
 
 

@@ -70,6 +70,7 @@ MESHES = [
 EXTRA = [
     Case("v_split_mode", parallel={"pp_size": 2, "schedule": "dualpipev"}, loss="subclass", steps=3),
     Case("v_eval", parallel={"pp_size": 2, "schedule": "zbv_zero_bubble"}, evaluate=True, metrics=True, steps=4),
+    Case("compiled", parallel={"pp_size": 2, "compile_blocks": "aot_eager"}, variable_length=True, steps=3),
     Case("head_alone", parallel={"pp_size": 2, "split": [4, 0]}, variable_length=True, steps=3),
     Case(
         "v_checkpointing",
@@ -78,6 +79,29 @@ EXTRA = [
         arguments={"gradient_checkpointing": True},
         steps=3,
     ),
+]
+
+
+EXTRA += [  # the stages of a rank of 6 blocks: groups of two, and one block in two
+    Case(
+        f"{mode}_{schedule}_{model}",
+        model=model,
+        parallel={"pp_size": 2, "schedule": schedule, "activation_checkpointing": {"every": 2, "mode": mode}},
+        variable_length=True,
+        arguments=NO_NOISE,
+        steps=3,
+    )
+    for mode, schedule, model in [
+        ("block", "1f1b", "gpt2"),
+        ("alternate", "1f1b", "llama_tied"),
+        ("block", "zbv_zero_bubble", "llama_8"),
+        ("block", "interleaved_1f1b", "llama_8"),
+        ("block", "1f1b", "gemma3n"),
+        ("alternate", "dualpipev", "gemma3n"),
+    ]
+]
+EXTRA += [
+    Case("block_tp2", parallel={"tp_size": 2, "activation_checkpointing": {"every": 2}}, steps=3),
 ]
 
 

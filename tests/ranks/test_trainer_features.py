@@ -158,6 +158,7 @@ def test_a_checkpoint_has_the_usual_files_and_no_pickled_objects(runs: dict[tupl
             "training_args.json",
             *(f"rng_state_{rank}.pth" for rank in range(world_size)),
             *optimizer_files(MESHES[mesh][1]),
+            *(["pipeline_state.json"] if mesh.startswith("pp") else []),
         }
 
 

@@ -21,6 +21,7 @@ TWO_RANKS = [
     Case("pp2_no_clip", parallel=PP2, clip=0.0),
     Case("pp2_gpipe", parallel={**PP2, "schedule": "gpipe"}),
     Case("pp2_accumulation", parallel=PP2, accumulation=4, steps=4),
+    Case("pp2_measured", parallel={**PP2, "costs": "measured"}, steps=3),
     Case("pp2_host_transport", parallel={**PP2, "transport": "host"}, steps=3),
     Case("pp2_variable_tied", model="llama_tied", parallel=PP2, accumulation=2, variable_length=True, steps=8),
     Case("pp2_short_last_batch", parallel=PP2, count=61, steps=20),

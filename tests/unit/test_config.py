@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.config import HFParallelConfig, PipelineConfig
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
 from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
 
@@ -52,8 +54,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
         ("gradient_compression", "method", "int8", "'none'"),
         ("local_sgd", "sync_every", 4, "1"),
         ("tensor_parallel", "sequence_parallel", True, "false"),
-        ("activation_checkpointing", "every", 2, "null"),
-        ("activation_checkpointing", "mode", "alternate", "'block'"),
     ],
 )
 def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:
@@ -61,11 +61,6 @@ def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: obj
         ConfigError, match=rf"{section}\.{key}=.* is not available yet: .*Set {section}\.{key} to {fix}\."
     ):
         parse(**{section: {key: value}})
-
-
-def test_checkpointing_points_to_the_trainer_argument() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=True"):
-        parse(activation_checkpointing={"every": 1})
 
 
 def test_checkpoint_has_no_options_yet() -> None:
@@ -143,12 +138,51 @@ def test_on_and_off_survive_yaml(given: object, meant: str) -> None:
             r"2 entries for pp_size=2 \* 2 stages per rank = 4.*Give 4 integers",
         ),
         ({"split": [0, 4]}, r"only the last stage may have no block"),
+        ({"compile_blocks": "cudagraphs"}, r"expected backend of torch\.compile for each block"),
         ({"schedule": "zb1p"}, r"pipeline\.schedule='zb1p': expected the order .*zbv_zero_bubble"),
     ],
 )
 def test_schedule_settings_that_contradict_each_other_are_refused(pipeline: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(pp_size=2, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("0F0,0B0\n1F0\n", {}, r"own\.csv.*1B0 is missing"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", {}, r"own\.csv.*deadlocks: rank 0 stops at 0B0, waiting for 1B0"),
+        ("0F0,0B0,0F1,0B1\n", {}, r"schedule_file='.*own\.csv' has 1 lines for pp_size=2.*Set pp_size to 1"),
+        ("0F0,0X0\n1F0,1B0\n", {}, r"own\.csv.*line 1.*0X0"),
+        (None, {}, r"own\.csv: cannot be read"),
+        ("0F0,0B0\n1F0,1B0\n", {"split": [1, 1, 2]}, r"split=\[1, 1, 2\] has 3 entries.*has 2 stages. Give 2"),
+        ("0F0,0I0,0W0\n1F0,1B0\n", {"compile_blocks": "inductor"}, r"compile_blocks=inductor .*cannot be put off"),
+    ],
+)
+def test_a_schedule_file_is_proven_before_anything_starts(
+    text: str | None, settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "own.csv"
+    if text is not None:
+        file.write_text(text)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ScheduleError, match=message):
+        HFParallelCallback({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": str(file), **settings}})
+    with pytest.raises(ScheduleError, match=message):
+        HFParallelPlugin({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": str(file), **settings}})
+
+
+def test_checkpointing_settings_without_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mode=alternate without activation_checkpointing\.every has no effect"):
+        parse(activation_checkpointing={"mode": "alternate"})
+    with pytest.raises(ConfigError, match=r"compile_blocks=inductor with activation_checkpointing\.every=2"):
+        parse(pp_size=2, activation_checkpointing={"every": 2}, pipeline={"compile_blocks": "inductor"})
+    with pytest.raises(ConfigError, match=r"compile_blocks='inductor' with pp_size=1 has no effect"):
+        parse(pipeline={"compile_blocks": "inductor"})
+    with pytest.raises(ConfigError, match=r"compile_blocks=inductor with tp_size=2 is not available"):
+        parse(pp_size=2, tp_size=2, pipeline={"compile_blocks": "inductor"})
+    assert parse(activation_checkpointing={"every": "2", "mode": "alternate"}).activation_checkpointing.every == 2
 
 
 def test_every_schedule_of_the_config_exists_and_needs_the_stages_that_the_config_says() -> None:
@@ -185,6 +219,7 @@ def test_another_rank_order_is_refused_by_name() -> None:
         ("split", "even", "'balanced'"),
         ("split", [4], "'balanced'"),
         ("transport", "host", "'auto'"),
+        ("costs", "measured", "'analytic'"),
     ],
 )
 def test_a_pipeline_setting_without_a_pipeline_is_refused(key: str, value: object, neutral: str) -> None:

@@ -69,7 +69,7 @@ def test_inputs_that_no_sample_had_are_refused_by_name() -> None:
     with pytest.raises(
         PlanError,
         match=r"planned for the inputs \['attention_mask', 'input_ids'\].*\['position_ids'\] in this batch may take "
-        r"another path.*plan with a sample of this kind",
+        r"another path.*plan with a batch of this kind",
     ):
         stage((), **batch(), position_ids=positions)
     without = {name: value for name, value in batch().items() if name != "attention_mask"}

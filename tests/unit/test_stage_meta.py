@@ -10,9 +10,9 @@ from stage_models import CONFIGS, VOCAB, batch, build
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.costs import block_costs
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.meta import on_meta
-from hf_parallel.pipeline_parallel.partition import block_costs
 from hf_parallel.pipeline_parallel.samples import probe_samples
 
 
@@ -113,5 +113,5 @@ def test_flops_are_counted_at_the_length_asked_for_attention_included(implementa
     # 4 heads of 8: two products of 2 * length * 32 FLOPs a token each
     weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
     for plan, length in ((short, 256), (long, 4096)):
-        per_token = block_costs(model, plan).blocks[0]
+        per_token = block_costs(model, plan, flops_per_byte=0.0).blocks[0]
         assert per_token == pytest.approx(2 * weights + 4 * length * 32, rel=1e-3)

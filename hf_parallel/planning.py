@@ -1,0 +1,221 @@
+"""What is found out about a whole model before it is changed: stages, shards, ledger, and what the cut will cost.
+
+Calls 1 to 3 of five (see `plugin`): they read the model, change nothing, and give the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.errors import PlanError
+from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.mesh import Mesh
+from hf_parallel.pipeline_parallel.costs import StageCosts
+from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.partition import partition
+from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
+from hf_parallel.pipeline_parallel.predict import Holding, Prediction, describe, predict
+from hf_parallel.pipeline_parallel.programs import ScheduleChoice
+from hf_parallel.pipeline_parallel.recompute import groups_for
+from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
+from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
+from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.vocab import labelled
+from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
+from hf_parallel.watchdog import Watchdog
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What the pure calls found out, equal on every rank.
+
+    Args:
+        forward: The genuine forward of the model, as it is when it is parallelized; it keeps logits local in training
+            where the vocabulary is sharded.
+        tensor_parallel: Roles and shard layouts, None with tp_size 1.
+        stages: Crossings and readers, None with pp_size 1.
+        schedule: The schedule and where each stage runs, None with pp_size 1.
+        bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
+        recomputed: The stack and its groups of blocks that are checkpointed together.
+        prediction: What the cut is expected to cost, None with pp_size 1.
+        ledger: The full model's parameters.
+        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
+    """
+
+    forward: Callable[..., Any]
+    tensor_parallel: TPPlan | None
+    stages: PipelinePlan | None
+    schedule: ScheduleChoice | None
+    bounds: list[int]
+    recomputed: tuple[str, list[range]]
+    prediction: Prediction | None
+    ledger: Ledger
+    loss_kind: LossKind
+
+
+def make_plans(
+    model: nn.Module, config: HFParallelConfig, mesh: Mesh, probes: Probes | None, watchdog: Watchdog
+) -> Plans:
+    """Calls 1 to 3: pure, on the whole model; collective where costs are measured.
+
+    Args:
+        model: The whole model.
+        config: The settings.
+        mesh: This rank's mesh.
+        probes: The batches to try it with; None if nothing has to be found out.
+        watchdog: For waits.
+
+    Raises:
+        PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
+    """
+    shape, recompute = mesh.shape, config.activation_checkpointing
+    forward: Callable[..., Any] = model.forward
+    tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
+    recomputed: tuple[str, list[range]] = ("", [])
+    loss_kind: LossKind = "sum_over_items"
+    if probes is not None:
+        with probes.running():
+            if shape.tp_size > 1:
+                tensor_parallel = plan_tensor_parallel(model, shape.tp_size, probes.batch)
+                wish = config.tensor_parallel.vocab_parallel_loss
+                tensor_parallel = shard_vocabulary(model, tensor_parallel, probes.batch, wish)
+                # A pipeline's last stage knows that the logits are parts; nobody else sees them.
+                forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
+                expected = vocabulary_modules(model)
+                judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, expected)
+            found = None
+            if shape.pp_size > 1 or recompute.every is not None:
+                found = discover_stages(model, probes.discovery, cost_tokens=probes.cost_tokens)
+            if found is not None and shape.pp_size > 1:
+                stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
+                costs = cut_costs(model, stages, config, probes, watchdog)
+                bounds = _bounds(stages, schedule, costs)
+                loss_kind = loss_normalisation(model, probes.batch)
+            if found is not None and recompute.every is not None:
+                cuts = bounds if stages is not None else [0, found.num_blocks]
+                recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
+    spans = spans_of(bounds)
+
+    def holds(pp_rank: int, name: str) -> bool:
+        if stages is None or schedule is None:
+            return True
+        return any(stages.holds(spans[s], name) for s in schedule.stages_of_ranks[pp_rank])
+
+    specs = tensor_parallel.shard_specs() if tensor_parallel is not None else {}
+    home = schedule.placement[0] if schedule is not None else 0
+    ledger = build_ledger(model, pp_size=shape.pp_size, holds=holds, specs=specs, home=home)
+    prediction = None
+    if stages is not None and schedule is not None and costs is not None:
+        holdings = [holding_of(model, ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+        prediction = predict(stages, bounds, costs, schedule.typical(), holdings)
+    return Plans(
+        forward=forward,
+        tensor_parallel=tensor_parallel,
+        stages=stages,
+        schedule=schedule,
+        bounds=bounds,
+        recomputed=recomputed,
+        prediction=prediction,
+        ledger=ledger,
+        loss_kind=loss_kind,
+    )
+
+
+def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
+    """Where the stages begin and end.
+
+    Raises:
+        PlanError: A list of block counts does not fit, or names a cut that cannot be made.
+    """
+    bounds = partition(
+        *(plan.num_blocks, len(schedule.placement), schedule.settings.split, costs),
+        allowed=[b for b in plan.allowed_cuts() if b - 1 in plan.blocks],  # a stage must end with a block that runs
+        schedule=schedule.typical(),
+    )
+    for boundary in bounds[1:-1]:
+        plan.crossings(boundary)  # raises for a cut that cannot be addressed
+    return bounds
+
+
+def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> Holding:
+    """What tp rank 0 of a pipeline rank keeps of a model that is still whole."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    sizes: list[tuple[int, int, bool]] = []
+    for entry in ledger.held_by(pp_rank, "param"):
+        count = math.prod(entry.shape)
+        if entry.spec is not None:
+            count = count // entry.spec.full_size * entry.spec.local_size(tp_size, 0)
+        sizes.append((count, count * entry.dtype.itemsize, entry.name in trained))
+    learned = sum(size for _, size, trains in sizes if trains)
+    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * learned)
+
+
+def vocabulary_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
+
+
+def judge_fallbacks(
+    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
+) -> None:
+    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
+
+    Raises:
+        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
+    """
+    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
+    if not fallbacks or on_fallback == "ignore":
+        return
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
+    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
+    if on_fallback == "error":
+        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
+    if rank == 0:
+        logger.warning("hf_parallel: %s", text)
+
+
+def summary(plans: Plans) -> list[str]:
+    """Lines that say what each stage holds and what share of the model is sharded."""
+    lines = []
+    if plans.prediction is not None and plans.stages is not None:
+        lines += describe(plans.prediction, plans.stages.stack)
+    if plans.recomputed[1]:
+        sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
+    if plans.tensor_parallel is not None:
+        share = plans.tensor_parallel.coverage()
+        lines.append(
+            f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded "
+            f"with gathered outputs, {share.replicated:.0%} replicated"
+        )
+        whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
+        lines += [f"tensor parallel: {line}" for line in whole]
+    return lines
+
+
+def agree(plans: Plans, mesh: Mesh) -> None:
+    """Compare the plans' fingerprints over the world before anything is cut; collective.
+
+    Raises:
+        RankMismatchError: On every rank.
+    """
+    mine = [
+        plans.ledger.fingerprint(),
+        plans.tensor_parallel.fingerprint() if plans.tensor_parallel else "",
+        plans.stages.fingerprint() if plans.stages else "",
+        str(plans.bounds),
+        str(plans.schedule.stages_of_ranks) if plans.schedule else "",
+    ]
+    compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)

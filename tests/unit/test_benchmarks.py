@@ -1,0 +1,75 @@
+"""If these fail, a benchmark does not run, or its guard against other load does not tell clean samples from others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # noqa: E402
+
+
+def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--output", str(output), *arguments]
+    subprocess.run(
+        command, check=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
+
+
+def test_the_pipeline_benchmark_runs(tmp_path: Path) -> None:
+    report = run("bench_pipeline.py", tmp_path / "report.json")
+    assert [row["microbatches"] for row in report["summary"]] == [2, 4]
+    assert all(min(row["seconds"].values()) > 0 for row in report["summary"])
+
+
+def samples(foreign: list[float]) -> list[Sample]:
+    return [Sample(name, 4, number, 1.0 + number, load, 0.5) for number, load in enumerate(foreign) for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("foreign", "used", "clean"),
+    [
+        ([0.0] * 5, 5, True),
+        ([0.0] * ENOUGH_ROUNDS + [0.9, 0.9], ENOUGH_ROUNDS, True),
+        ([0.0] * (ENOUGH_ROUNDS - 1) + [0.9, 0.9], 4, False),
+    ],
+)
+def test_unclean_rounds_are_left_out_or_named(foreign: list[float], used: int, clean: bool) -> None:
+    rounds = Rounds.of(samples(foreign), 4, 0.15)
+    assert (len(rounds.used), rounds.clean) == (used, clean)
+    assert rounds.verdict == f"{used} {'clean' if clean else 'UNCLEAN'}"
+
+
+def test_one_unclean_sample_makes_its_round_unclean() -> None:
+    given = samples([0.0] * 4)
+    given[1].foreign = 0.5
+    assert [group["a"].round for group in Rounds.of(given, 4, 0.15).used] == [1, 2, 3]
+
+
+def test_the_order_rotates_and_variants_that_differ_are_refused() -> None:
+    assert [rotated("abc", number) for number in range(4)] == [list(s) for s in ("abc", "bca", "cab", "abc")]
+    check_agreement({"a": (1.0, None), "b": (1.00001, 2.0)}, "a")
+    with pytest.raises(RuntimeError, match="variant b gives"):
+        check_agreement({"a": (1.0,), "b": (1.1,)}, "a")
+
+
+def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
+    report = run("bench_schedules.py", tmp_path / "report.json")
+    assert len(report["schedules"]) == 2 * 7
+    for row in report["schedules"]:
+        assert 0 < row["simulated_bubble"] < 1
+        assert 0 < row["measured_bubble"] < 1
+        assert row["bubble_error"] == pytest.approx(row["measured_bubble"] - row["simulated_bubble"])
+    assert {row["cut"] for row in report["cuts"]} >= {"even", "balanced"}
+    assert set(report["bounds"]) == {"even", "balanced", "measured"}
