@@ -51,14 +51,25 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     """
     # On a GPU one autograd thread would serve all ranks, and wait for itself in their collectives.
     sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
-    for trains in _modes(plan, sample):
+    for trains in _modes(model, plan, sample):
         _verify(model, plan, sample, trains)
 
 
-def _modes(plan: TPPlan, sample: Mapping[str, Any]) -> tuple[bool, ...]:
+def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[bool, ...]:
     """Evaluation; and training, where its loss is another one: on parts of the vocabulary."""
-    other = any(linear.role == "vocab_head" for linear in plan.linears.values()) and sample.get("labels") is not None
-    return (False, True) if other else (False,)
+    vocab = any(linear.role == "vocab_head" for linear in plan.linears.values())
+    if not vocab or sample.get("labels") is None or plan.tp_size == 1:
+        return (False,)
+    device = next(model.parameters()).device
+    there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
+    with undisturbed(model):
+        model.training = True
+        try:
+            with torch.no_grad():
+                run(model, there)
+        except Exception:  # noqa: BLE001  it may refuse to train while its modules, with their dropout, do not
+            return (False,)
+    return (False, True)
 
 
 def _verify(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], trains: bool) -> None:
@@ -100,7 +111,7 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int,
     Raises:
         PlanError: If an output or a gradient differs; on every rank alike.
     """
-    for trains in _modes(plan, sample):
+    for trains in _modes(model, plan, sample):
         _check_mode(model, plan, group, tp_rank, sample, trains)
 
 

@@ -56,7 +56,7 @@ class _Tail:
     hidden: Tensor
     weights: list[Tensor]
     logits: Tensor
-    labels: Tensor
+    labels: Tensor | None
     vocab_size: Any
 
 
@@ -169,6 +169,8 @@ def _check_embedding(model: nn.Module, ends: _Ends, tp_size: int, sample: Mappin
         raise _RefusedError("the input embedding is not an nn.Embedding")
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise _RefusedError("max_norm, sparse or scale_grad_by_freq is set, which looks at whole batches or tables")
+    if len(list(module.parameters())) > 1:
+        raise _RefusedError("it has parameters beside its table, whose gradients would be of parts of the rows")
     _check_storage(model, ends.embedding, ends, tp_size, sample)
     if type(module) is nn.Embedding and "forward" not in vars(module):
         return  # known; spares looking up a large table
@@ -219,7 +221,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     starts = [sum(sizes[:rank]) for rank in range(tp_size)]
     rows = [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     parts = [_run_tail(model, head, info, sample, whole.hidden.detach(), part) for part in rows]
-    if any(not torch.equal(part.labels, whole.labels) for part in parts):
+    if any(not _same(part.labels, whole.labels) for part in parts):
         raise _RefusedError("the labels depend on the logits")
     if any(part.logits.shape[-1] != size for part, size in zip(parts, sizes, strict=True)) or not agree(
         torch.cat([part.logits.detach() for part in parts], -1), whole.logits.detach()
@@ -227,6 +229,13 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
         raise _RefusedError("what the model does to the logits does not commute with cutting the vocabulary")
     _check_tail_gradients(model, whole, parts, rows)
     _check_loss_function(model.loss_function)  # type: ignore[arg-type]
+
+
+def _same(labels: Tensor | None, others: Tensor | None) -> bool:
+    """Labels are absent where a model passes `shift_labels` in their place."""
+    if labels is None or others is None:
+        return labels is others
+    return torch.equal(labels, others)
 
 
 def _check_tail_gradients(model: nn.Module, whole: _Tail, parts: list[_Tail], rows: list[slice]) -> None:
@@ -261,19 +270,21 @@ def _run_tail(
     ]
     weights = [(w.float() if w.dtype.itemsize < 4 else w).requires_grad_() for w in weights]
     inputs: list[Tensor] = []
-    calls: list[tuple[Tensor, Tensor, Any]] = []
+    calls: list[tuple[Tensor, Tensor | None, Any]] = []
 
     def forward(*args: Tensor, **named: Tensor) -> Tensor:
         x = only_tensor(args, named) if hidden is None else hidden
         inputs.append(x.detach().to(weights[0].dtype).requires_grad_())
         return F.linear(inputs[-1], weights[0], weights[1] if len(weights) > 1 else None)
 
-    def loss(logits: Tensor, labels: Tensor, vocab_size: Any = None, **_: Any) -> Tensor:
+    def loss(logits: Tensor, labels: Tensor | None = None, vocab_size: Any = None, **_: Any) -> Tensor:
         calls.append((logits, labels, vocab_size))
         return logits.sum() * 0.0
 
     given = dict(sample)
     given.setdefault("labels", sample.get("input_ids"))
+    if given["labels"] is None:
+        raise _RefusedError("the sample has neither labels nor input_ids")
     with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss):
         run(model, given)
     if len(inputs) != 1 or len(calls) != 1:

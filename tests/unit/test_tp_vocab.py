@@ -202,7 +202,6 @@ def with_tail(tail: Any, tied: bool = False) -> WithTail:
         (lambda x: x.sort(-1).values, "does not commute"),
         (lambda x: x + torch.arange(VOCAB), "raises RuntimeError"),
         (LearnedScale(), "a parameter is used on the logits"),
-        (lambda x: x.detach(), "raises RuntimeError"),
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -262,6 +261,69 @@ def test_weights_that_others_use_stay_whole() -> None:
     plan = planned(foreign)
     assert roles(plan).get("lm_head") != "vocab_head"
     assert "read by code outside the module" in plan.fallbacks["lm_head"]
+
+
+class NormedEmbedding(nn.Embedding):
+    """A table whose rows pass through a norm with a learned weight."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__(table.num_embeddings, table.embedding_dim)
+        self.weight = table.weight
+        self.norm = nn.RMSNorm(table.embedding_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        normed: Tensor = self.norm(super().forward(tokens))
+        return normed
+
+
+def test_an_embedding_with_other_parameters_stays_whole() -> None:
+    model = vocab_model("llama")
+    model.set_input_embeddings(NormedEmbedding(model.get_input_embeddings()))
+    plan = planned(model)
+    assert "model.embed_tokens" not in roles(plan)
+    assert "parameters beside its table" in plan.fallbacks["model.embed_tokens"]
+    assert roles(plan)["lm_head"] == "vocab_head"
+    verify_model(model, plan, vocab_batch())
+
+
+class ScaledEmbedding(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 3.0
+
+
+class MixingEmbedding(nn.Embedding):
+    """Each token sees those before it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).cumsum(-2)
+
+
+@pytest.mark.parametrize(("kind", "sharded"), [(ScaledEmbedding, True), (MixingEmbedding, False)])
+def test_an_embedding_of_another_class_is_tried(kind: type[nn.Embedding], sharded: bool) -> None:
+    model = vocab_model("llama")
+    table = kind(VOCAB, 48, padding_idx=VOCAB - 1)
+    table.weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(table)
+    plan = planned(model)
+    assert ("model.embed_tokens" in roles(plan)) is sharded
+    assert sharded or "do not sum to its output" in plan.fallbacks["model.embed_tokens"]
+    verify_model(model, plan, vocab_batch())
+
+
+class AllOrNothing(LlamaForCausalLM):
+    """Refuses to train while its inner model does not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not self.model.training:
+            raise ValueError("call model.train()")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_does_not_train_in_part_is_checked_in_evaluation() -> None:
+    model = AllOrNothing(config_of("llama"))
+    plan = planned(model)
+    assert roles(plan)["lm_head"] == "vocab_head"
+    verify_model(model, plan, vocab_batch())
 
 
 def test_the_whole_model_check_sees_a_head_that_should_not_be_sharded() -> None:
