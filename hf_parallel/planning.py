@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.config import HFParallelConfig
@@ -31,6 +32,8 @@ from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.vocab import labelled
+from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
 from hf_parallel.watchdog import Watchdog
 
 
@@ -42,7 +45,8 @@ class Plans:
     """What the pure calls found out, equal on every rank.
 
     Args:
-        forward: The genuine forward of the model, as it is when it is parallelized.
+        forward: The genuine forward of the model, as it is when it is parallelized; it keeps logits local in training
+            where the vocabulary is sharded.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         stages: Crossings and readers, None with pp_size 1.
         schedule: The schedule and where each stage runs, None with pp_size 1.
@@ -82,13 +86,17 @@ def make_plans(
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
     """
     shape, recompute = mesh.shape, config.activation_checkpointing
+    forward: Callable[..., Any] = model.forward
     tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
     loss_kind: LossKind = "sum_over_items"
     if probes is not None:
         with probes.running():
             if shape.tp_size > 1:
-                tensor_parallel = _shards(model, shape.tp_size, probes.batch, mesh.rank, watchdog)
+                wish = config.tensor_parallel.vocab_parallel_loss
+                tensor_parallel = _shards(model, shape.tp_size, probes.batch, wish, watchdog)
+                # A pipeline's last stage knows that the logits are parts; nobody else sees them.
+                forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
                 expected = vocabulary_modules(model)
                 judge_fallbacks(tensor_parallel, config.tensor_parallel.on_fallback, mesh.rank, expected)
             found = None
@@ -117,7 +125,7 @@ def make_plans(
         holdings = [holding_of(model, ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
         prediction = predict(stages, bounds, costs, schedule.typical(), holdings)
     return Plans(
-        forward=model.forward,
+        forward=forward,
         tensor_parallel=tensor_parallel,
         stages=stages,
         schedule=schedule,
@@ -130,11 +138,25 @@ def make_plans(
     )
 
 
-def _shards(model: nn.Module, tp_size: int, sample: Mapping[str, Any], rank: int, watchdog: Watchdog) -> TPPlan:
-    """The plan that rank 0 makes, on every rank; collective."""
-    waiting = watchdog.waiting("waits for rank 0 to plan the shards") if rank else nullcontext()
-    with waiting:
-        return plan_on_one_rank(lambda: plan_tensor_parallel(model, tp_size, sample))
+def _shards(
+    model: nn.Module, tp_size: int, sample: Mapping[str, Any], wish: Literal["auto"] | bool, watchdog: Watchdog
+) -> TPPlan:
+    """The plan that rank 0 makes, on every rank; collective.
+
+    Args:
+        model: The whole model.
+        tp_size: Ranks that share each layer.
+        sample: The batch to plan with.
+        wish: Whether the loss works on parts of the vocabulary.
+        watchdog: For waits.
+    """
+
+    def make() -> TPPlan:
+        return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, sample), sample, wish)
+
+    plans_here = not dist.is_initialized() or dist.get_rank() == 0
+    with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):
+        return plan_on_one_rank(make)
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
@@ -167,7 +189,7 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> 
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
-    """Names of the input embedding and the head: replicated or gathered by design while the loss is on full logits."""
+    """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
 
@@ -201,6 +223,8 @@ def summary(plans: Plans) -> list[str]:
         lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
     if plans.tensor_parallel is not None:
         lines += report(plans.tensor_parallel, plans.element_size)
+        whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
+        lines += [f"tensor parallel: {line}" for line in whole]
     return lines
 
 

@@ -126,7 +126,7 @@ def transform(
         if compile_blocks != "none":
             _compile(model, plans.stages, spans, compile_blocks)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
-        # Before sharding: a sharded layer calls the forward that it finds.
+        # Before sharding: it knows plain layers only, and a sharded layer takes over what it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
     stack, groups = plans.recomputed
     if groups:
@@ -139,6 +139,7 @@ def transform(
             mesh.tp_group,
             mesh.tp_rank,
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
+            deferral=None if pieces is None else pieces.weights,
         )
     return pieces
 

@@ -138,8 +138,7 @@ class TensorParallelConfig(Section):
     ] = False
     vocab_parallel_loss: Annotated[
         Literal["auto"] | bool,
-        available("auto", False, reason="the loss is computed on full logits, 'auto' means off"),
-        Field(description="'auto', true or false"),
+        Field(description="'auto' (where it verifies), true or false: loss on logits sharded over the vocabulary"),
     ] = "auto"
     self_check: SelfCheck = "auto"
     on_fallback: Annotated[

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import (
+    Deferral,
     SharedCopy,
     TPGroup,
     copy_to_tp,
@@ -26,8 +26,10 @@ from hf_parallel.tensor_parallel.functions import (
     take_heads,
 )
 from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
+from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
 
 @dataclass
@@ -95,7 +97,13 @@ class _InputState:
 
 
 def apply_tensor_parallel(
-    model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, holds: Callable[[str], bool]
+    model: nn.Module,
+    plan: TPPlan,
+    group: TPGroup,
+    tp_rank: int,
+    holds: Callable[[str], bool],
+    *,
+    deferral: Deferral | None = None,
 ) -> None:
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
@@ -116,6 +124,7 @@ def apply_tensor_parallel(
         group: The tensor-parallel group.
         tp_rank: This rank in `group`.
         holds: Whether this stage holds the parameter (or per-head buffer) of that name; the others are not touched.
+        deferral: Puts off the weight gradients of sharded layers, for a schedule that splits backward passes.
 
     Raises:
         PlanError: If the plan is for another number of ranks, was applied before, or does not fit the parameters.
@@ -127,23 +136,31 @@ def apply_tensor_parallel(
             f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
             f"Make a plan for {group.size()}."
         )
-    shared = SharedCopy(group)
+    shared = SharedCopy(group, deferral)
     held = {name: linear for name, linear in plan.linears.items() if holds(f"{name}.weight")}
     for name in held:
-        if "tp_linear" in vars(model.get_submodule(name)):
+        if vars(model.get_submodule(name)).keys() & {"tp_linear", "tp_embedding"}:
             raise PlanError(f"module {name} is already tensor parallel. Apply a plan once, to a fresh model.")
+    tied: set[int] = set()
     for name, linear in held.items():
-        _apply_linear(model.get_submodule(name), linear, shared, plan.tp_size, tp_rank)
+        module = model.get_submodule(name)
+        if linear.role != "latent" and id(module._parameters["weight"]) not in tied:
+            _shard_parameter(module, "weight", linear.weight, plan.tp_size, tp_rank)
+            tied.add(id(module._parameters["weight"]))
+        if linear.role == "vocab_embedding":
+            install_embedding(module, shared, *linear.weight.ranges(plan.tp_size, tp_rank)[0])
+            continue
+        _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
+        if linear.role == "vocab_head":
+            install_loss(model, module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
     for pair in plan.pairs:
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
-    if linear.role != "latent":
-        _shard_parameter(module, "weight", linear.weight, tp_size, tp_rank)
-        if linear.bias is not None:
-            _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
+    if linear.bias is not None and linear.role != "latent":
+        _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
     vars(module)["tp_linear"] = _LinearState(
         copy=shared,
         transposed=linear.transposed,
@@ -160,6 +177,7 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
         "gather": _gather_forward,
         "latent": _latent_forward,
         "reduce": _reduce_forward,
+        "vocab_head": _vocab_head_forward,
     }
     vars(module)["forward"] = MethodType(forwards[linear.role], module)
 
@@ -242,10 +260,6 @@ def _replace_forward(module: nn.Module, key: str, state: Any, forward: Callable[
     vars(module)["forward"] = MethodType(forward, module)
 
 
-def _linear(state: _LinearState, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight.t() if state.transposed else weight, bias)
-
-
 def _summed_where_whole(
     tensor: Tensor, dim: int, lengths: Sequence[int], whole: Sequence[bool], group: TPGroup
 ) -> Tensor:
@@ -265,7 +279,8 @@ def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     x = only_tensor(args, named)
     weight = _used(state, self.weight, state.weight_dim)
     bias = None if self.bias is None else _used(state, self.bias, 0)
-    return _linear(state, state.copy(x) if state.entry else x, weight, bias)
+    product = column_product if state.entry else plain_product
+    return product(state.copy, x, weight, bias, state.transposed)
 
 
 def _used(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
@@ -284,27 +299,28 @@ def _taken(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
 def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
+    total = reduce_from_tp(row_product(state.copy, x, self.weight, state.transposed), state.copy.group)
     return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
 
 
 def _reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(_linear(state, x, self.weight, None), state.copy.group)
+    total = reduce_from_tp(row_product(state.copy, x, self.weight, state.transposed), state.copy.group)
     return _taken(state, copy_to_tp(total if self.bias is None else total + self.bias, state.copy.group), -1)
 
 
 def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    local = _linear(state, state.copy(x), self.weight, self.bias)
+    local = column_product(state.copy, x, self.weight, self.bias, state.transposed)
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
 
 
 def _latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
-    return copy_to_tp(_linear(state, only_tensor(args, named), self.weight, self.bias), state.copy.group)
+    x = only_tensor(args, named)
+    return copy_to_tp(plain_product(state.copy, x, self.weight, self.bias, state.transposed), state.copy.group)
 
 
 def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,6 +350,10 @@ def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     whole: Tensor = self.tp_norm_inner(*map_tensors(gather, args), **map_tensors(gather, kwargs))
     return whole.narrow(-1, state.start, local)
+
+
+def _vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    return (_column_forward if self.tp_vocab.local else _gather_forward)(self, *args, **named)
 
 
 def _partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -51,13 +51,35 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     """
     # On a GPU one autograd thread would serve all ranks, and wait for itself in their collectives.
     sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
-    reference = _outputs_and_grads(_twin(model).cpu(), sample)
+    for trains in _modes(model, plan, sample):
+        _verify(model, plan, sample, trains)
+
+
+def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Evaluation; and training, where its loss is another one: on parts of the vocabulary."""
+    vocab = any(linear.role == "vocab_head" for linear in plan.linears.values())
+    if not vocab or sample.get("labels") is None or plan.tp_size == 1:
+        return (False,)
+    device = next(model.parameters()).device
+    there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
+    with undisturbed(model):
+        model.training = True
+        try:
+            with torch.no_grad():
+                run(model, there)
+        except Exception:  # noqa: BLE001  it may refuse to train while its modules, with their dropout, do not
+            return (False,)
+    return (False, True)
+
+
+def _verify(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], trains: bool) -> None:
+    reference = _outputs_and_grads(_twin(model, trains).cpu(), sample)
     if plan.tp_size == 1:
         return
     groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
     twins = []
     for rank, group in enumerate(groups):
-        twins.append(_twin(model).cpu())
+        twins.append(_twin(model, trains).cpu())
         apply_tensor_parallel(twins[rank], plan, group, rank, lambda name: True)
     try:
         results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(twins[rank], sample))
@@ -74,8 +96,15 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int,
     Raises:
         PlanError: If an output or a gradient differs; on every rank alike.
     """
-    reference = _outputs_and_grads(_twin(model), sample)
-    sharded = _twin(model)
+    for trains in _modes(model, plan, sample):
+        _check_mode(model, plan, group, tp_rank, sample, trains)
+
+
+def _check_mode(
+    model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any], trains: bool
+) -> None:
+    reference = _outputs_and_grads(_twin(model, trains), sample)
+    sharded = _twin(model, trains)
     apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
     values, grads = _outputs_and_grads(sharded, sample)
 
@@ -89,10 +118,11 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int,
     _compare(plan, reference, all_ranks(values), lambda name: all_ranks(grads[name]))
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def _twin(model: nn.Module, trains: bool) -> nn.Module:
     with undisturbed(model):
         twin = widen(copy.deepcopy(model)).eval()
     perturb(twin, only_constant=True)
+    twin.training = trains  # the model alone, not its modules: no dropout
     return twin
 
 
@@ -101,14 +131,16 @@ def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
     for parameter in parameters.values():
         parameter.requires_grad_()
     with torch.enable_grad():
-        outputs = [t for t in tensors_in(run(model, sample)) if t.is_floating_point() and t.requires_grad]
+        output = run(model, sample)
+        compared = output["loss"] if model.training else output
+        outputs = [t for t in tensors_in(compared) if t.is_floating_point() and t.requires_grad]
         generator = torch.Generator().manual_seed(NOISE_SEED)
         total = sum((t * torch.randn(t.shape, generator=generator).to(t.device, t.dtype)).sum() for t in outputs)
     grads = torch.autograd.grad([torch.as_tensor(total)], list(parameters.values()), allow_unused=True)
     return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
 
 
-def _differs(value: Tensor, reference: Tensor, floor: float = 0.0) -> bool:
+def _differs(value: Tensor, reference: Tensor, tolerance: float, floor: float = 0.0) -> bool:
     """Whether two tensors differ by more than rounding through a whole model.
 
     Measured by the norm of the difference: a wrong layout changes a gradient by its own magnitude, while fp32 rounding,
@@ -117,11 +149,11 @@ def _differs(value: Tensor, reference: Tensor, floor: float = 0.0) -> bool:
     Args:
         value: The tensor to judge.
         reference: The tensor to compare with.
+        tolerance: Relative difference that is allowed.
         floor: Root mean square below which a gradient is itself rounding noise.
     """
     if value.shape != reference.shape:
         return True
-    tolerance = 1e-6 if value.dtype == torch.float64 else 1e-3
     size = max(float(reference.norm()), floor * max(reference.numel(), 1) ** 0.5, torch.finfo(reference.dtype).tiny)
     return not float((value - reference).norm()) <= tolerance * size
 
@@ -130,11 +162,13 @@ def _compare(
     plan: TPPlan, reference: Result, outputs: list[list[Tensor]], grads_of: Callable[[str], list[Tensor | None]]
 ) -> None:
     values, expected = reference
+    # The loss of transformers is fp32 in an fp64 model too, and so are the gradients that it alone makes.
+    tolerance = 1e-6 if any(value.dtype == torch.float64 for value in values) else 1e-3
     wrong = [
         f"output {i} of tp rank {rank}"
         for rank, mine in enumerate(outputs)
         for i, (value, other) in enumerate(zip(values, mine, strict=True))
-        if _differs(other.to(value.device), value)
+        if _differs(other.to(value.device), value, tolerance)
     ]
     present = [grad for grad in expected.values() if grad is not None and grad.numel()]
     floor = 1e-3 * max((float(grad.norm()) / grad.numel() ** 0.5 for grad in present), default=0.0)
@@ -147,7 +181,7 @@ def _compare(
             continue
         spec = specs.get(name)
         whole = parts if spec is None else [spec.assemble(parts)]
-        if any(_differs(part.to(grad.device), grad, floor) for part in whole):
+        if any(_differs(part.to(grad.device), grad, tolerance, floor) for part in whole):
             wrong.append(f"gradient of {name}")
     if wrong:
         raise PlanError(

@@ -65,8 +65,19 @@ def traffic(plan: TPPlan, element_size: int) -> Traffic:
             reduced += numel / linear.weight.full_size
         elif linear.role == "column":
             weights += numel * (1.0 - linear.weight.sharded_share)
+    reduced += _reduced_by_vocabulary(plan)
     ring = element_size * (plan.tp_size - 1) / plan.tp_size
     return Traffic(ring * (2 * reduced + gathered), ring * 2 * weights)
+
+
+def _reduced_by_vocabulary(plan: TPPlan) -> float:
+    """Elements all-reduced per token by an embedding and a head that are cut by rows of the vocabulary.
+
+    Output of the embedding, gradient of the head's input, and four numbers of the loss.
+    """
+    ends = [name for name, linear in plan.linears.items() if linear.role in ("vocab_embedding", "vocab_head")]
+    widths = [plan.numel.get(f"{name}.weight", 0) / plan.linears[name].weight.full_size for name in ends]
+    return len(ends) * max(widths, default=0.0) + (4.0 if ends else 0.0)
 
 
 def _reduced_per_token(plan: TPPlan, pair: PairPlan) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -121,6 +122,14 @@ def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> T
     return folded.narrow(1, start, local).flatten(0, 1)
 
 
+class Deferral(Protocol):
+    """What puts weight gradients off to a later time, for schedules that split backward passes."""
+
+    @property
+    def pending(self) -> list[tuple[nn.Parameter, Tensor, Tensor]] | None:
+        """Where to leave (weight, left, right) for `weight.grad += left.T @ right`; None: compute it at once."""
+
+
 class SharedCopy:
     """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
 
@@ -130,10 +139,12 @@ class SharedCopy:
 
     Args:
         group: The tensor-parallel group.
+        deferral: Puts off the weight gradients of the layers that share this; None: they are computed at once.
     """
 
-    def __init__(self, group: TPGroup) -> None:
+    def __init__(self, group: TPGroup, deferral: Deferral | None = None) -> None:
         self.group = group
+        self.deferral = deferral
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._copy: Tensor | None = None
@@ -142,12 +153,20 @@ class SharedCopy:
         """`copy_to_tp(x, group)`, remembered for the next call with the same tensor."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        known = self._source is not None and self._source() is x and self._version == x._version
-        if not known or self._copy is None:
-            self._copy = _CopyToTP.apply(x, self.group, self)  # type: ignore[no-untyped-call]
-            self._source = weakref.ref(x)
-            self._version = x._version
-        return self._copy
+        known = self.find(x)
+        if known is None:
+            known = _CopyToTP.apply(x, self.group, self)  # type: ignore[no-untyped-call]
+            self.keep(x, known)
+        return known
+
+    def find(self, x: Tensor) -> Tensor | None:
+        """The copy of `x` whose gradient will be summed, if `x` is the tensor of the last call and unchanged."""
+        same = self._source is not None and self._source() is x and self._version == x._version
+        return self._copy if same else None
+
+    def keep(self, x: Tensor, copy: Tensor) -> None:
+        """Remember the copy of `x` for its other readers."""
+        self._copy, self._source, self._version = copy, weakref.ref(x), x._version
 
     def clear(self) -> None:
         """Forget the last tensor."""
@@ -155,15 +174,40 @@ class SharedCopy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedCopy:
         """A copy of a model communicates over the same group, with a slot of its own."""
-        return SharedCopy(self.group)
+        return SharedCopy(self.group, self.deferral)
 
 
-def _sum_over(x: Tensor, group: TPGroup) -> Tensor:
+def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
+    """Begin to sum `x` over the ranks, in its own memory; the function that is returned waits for the sum."""
+    if isinstance(group, VirtualGroup):
+        total = sum_over(x, group)
+        return lambda: total
+    x = x.contiguous()
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return x
+
+    return wait
+
+
+def sum_over(x: Tensor, group: TPGroup) -> Tensor:
+    """Sum of the ranks' `x`, of any shape, in new memory; outside autograd. One all-reduce."""
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def max_over(x: Tensor, group: TPGroup) -> Tensor:
+    """Largest of the ranks' `x` in each place, of any shape, in new memory; outside autograd. One all-reduce."""
+    if isinstance(group, VirtualGroup):
+        return torch.stack(group.exchange(x)).amax(0)
+    largest = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def _gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
@@ -185,13 +229,13 @@ class _CopyToTP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         if ctx.shared is not None:
             ctx.shared.clear()
-        return _sum_over(grads[0], ctx.group), None, None
+        return sum_over(grads[0], ctx.group), None, None
 
 
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        return _sum_over(x, group)
+        return sum_over(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
-Role = Literal["column", "row", "gather", "latent", "reduce"]
+Role = Literal["column", "row", "gather", "latent", "reduce", "vocab_embedding", "vocab_head"]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -28,6 +28,8 @@ class LinearPlan:
         role: `column` keeps its output local, `row` sums partial outputs, `gather` is a column with gathered output,
             `latent` is whole on every rank and its output is used in parts, `reduce` sums partial outputs that are
             then used in parts again.
+            `vocab_embedding` looks up the tokens it has and sums; `vocab_head` is a gather whose output stays local
+            in training with labels, where the loss works on parts of the vocabulary.
         transposed: Whether the weight is stored as [in, out] (Conv1D) instead of [out, in].
         weight: Layout of the weight.
         bias: Layout of the bias; none if there is no bias or every rank holds it whole.
@@ -106,7 +108,7 @@ class PairPlan:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of a model's parameters, each in [0, 1]; they sum to 1."""
+    """Shares of a model's parameters, each in [0, 1]; they sum to 1. Vocabulary-parallel ends count as paired."""
 
     paired: float
     gathered: float

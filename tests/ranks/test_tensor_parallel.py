@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from tp_models import plan_sample, tiny_batch, tiny_model
 
 from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.check import check_on_ranks
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
@@ -282,3 +284,78 @@ def one_plan_for_all(rank: int, world_size: int) -> None:
 
 def test_the_plan_is_made_on_one_rank_and_failures_reach_all(tmp_path: Path) -> None:
     run_ranks(one_plan_for_all, 2, tmp_path=tmp_path)
+
+
+class Events(TorchDispatchMode):
+    """The order of collectives and of matrix products of a backward pass: start, wait, and the shape of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self._start = dist.all_reduce
+
+    def all_reduce(self, tensor: Tensor, **kwargs: Any) -> Any:
+        self.seen.append("start")
+        work = self._start(tensor, **kwargs)
+        return mock.Mock(wait=lambda: (self.seen.append("wait"), work.wait())) if kwargs.get("async_op") else work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.seen.append(tuple(out.shape))
+        return out
+
+
+def overlap(rank: int, world_size: int) -> None:
+    for case in ("llama", "gpt2", "phi3"):
+        model, plan = sharded(case, rank)
+        loss = model(**tiny_batch(), use_cache=False).loss
+        with Events() as events, mock.patch.object(dist, "all_reduce", events.all_reduce):
+            loss.backward()
+        names = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        first_columns = {names[f"{pair.columns[0]}.weight"] for pair in plan.pairs}
+        starts = [i for i, event in enumerate(events.seen) if event == "start"]
+        assert len(starts) == events.seen.count("wait") == len(plan.pairs) + (case != "gpt2")
+        for i in starts:
+            # Between start and wait the gradient of a weight is made, and nothing else.
+            assert events.seen[i + 2] == "wait", events.seen
+            shape = events.seen[i + 1]
+            assert shape in first_columns | {names.get("lm_head.weight")}, (shape, first_columns)
+
+
+def test_the_all_reduce_of_a_column_layer_runs_during_its_weight_gradient(tmp_path: Path) -> None:
+    run_ranks(overlap, 2, tmp_path=tmp_path)
+
+
+def deferred(rank: int, world_size: int) -> None:
+    for case in ("llama", "gpt2", "llama_kv1", "qwen3"):
+        for autocast in (False, True):
+            expected, plan = sharded(case, rank)
+            model = tiny_model(case)
+            weights = WeightGradients(model)
+            apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: True, deferral=weights)
+            for seed in range(2):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    expected_loss = expected(**tiny_batch(seed), use_cache=False).loss
+                    loss = model(**tiny_batch(seed), use_cache=False).loss
+                assert torch.equal(loss, expected_loss)
+                expected_loss.backward()
+                with weights.deferring() as pending:
+                    loss.backward()
+                waiting = {id(weight) for weight, _, _ in pending}
+                accumulate(pending)
+            linears = {name for name in plan.linears if f"{name}.weight" in dict(model.named_parameters())}
+            put_off = {name for name in linears if id(model.get_submodule(name).weight) in waiting}
+            columns = {name for name in linears if plan.linears[name].role == "column"}
+            summed = {name for name in columns if not all(s.sharded for s in plan.linears[name].weight.sections)}
+            assert put_off == linears - summed, "not those alone whose gradient is summed over the ranks"
+            got, want = grads(model), grads(expected)
+            assert got.keys() == want.keys()
+            for name, grad in want.items():
+                torch.testing.assert_close(
+                    got[name], grad, rtol=2e-2 if autocast else 1e-5, atol=1e-3 if autocast else 1e-6
+                )
+
+
+def test_weight_gradients_of_sharded_layers_can_be_put_off(tmp_path: Path) -> None:
+    run_ranks(deferred, 2, tmp_path=tmp_path)

@@ -54,7 +54,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
         ("gradient_compression", "method", "int8", "'none'"),
         ("local_sgd", "sync_every", 4, "1"),
         ("tensor_parallel", "sequence_parallel", True, "false"),
-        ("tensor_parallel", "vocab_parallel_loss", True, "'auto'"),
     ],
 )
 def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:

@@ -1,0 +1,182 @@
+"""Embedding and head sharded over the vocabulary, and the loss that works on the head's local output.
+
+In training with labels the logits of a model never exist as a whole: the head leaves its output local, the model's own
+code after it works on the part, and the model's `loss_function` is one that communicates. In every other call
+(evaluation, no labels) the head gathers its output and the model's own loss runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from hf_parallel.tensor_parallel.functions import SharedCopy, reduce_from_tp
+from hf_parallel.tensor_parallel.vocab_loss import vocab_parallel_loss
+
+
+@dataclass
+class VocabMode:
+    """Whether the head leaves its output local now; one object a model, kept as `tp_vocab` on model and head."""
+
+    local: bool = False
+
+
+@dataclass
+class LabelledOutput(ModelOutput):
+    """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only."""
+
+    loss: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits":
+            raise AttributeError(
+                "logits are sharded over the vocabulary in a training forward with labels, and not gathered. For a "
+                "loss of your own call the model without labels (labels = inputs.pop('labels')) or use "
+                "Trainer(compute_loss_func=...); or set tensor_parallel.vocab_parallel_loss: false."
+            )
+        raise AttributeError(name)
+
+
+@dataclass
+class _EmbeddingState:
+    """Rows of the vocabulary that this rank has; kept on the module as `tp_embedding`."""
+
+    copy: SharedCopy
+    start: int
+    length: int
+
+
+@dataclass
+class VocabLoss:
+    """A model's `loss_function`: over local logits in local mode, else the function that it had.
+
+    Args:
+        copy: For the group.
+        mode: The model's.
+        start: First token of this rank.
+        whole: The function to call on whole logits.
+    """
+
+    copy: SharedCopy
+    mode: VocabMode
+    start: int
+    whole: Callable[..., Tensor]
+
+    def __call__(self, logits: Tensor, labels: Tensor | None = None, vocab_size: Any = None, **kwargs: Any) -> Tensor:
+        """The loss; `vocab_size` is that of the full model and of no use on a part."""
+        if not self.mode.local:
+            return self.whole(logits, labels, vocab_size, **kwargs)
+        known = ("num_items_in_batch", "ignore_index", "shift_labels")
+        chosen = {name: kwargs[name] for name in known if name in kwargs}
+        return vocab_parallel_loss(logits, labels, self.copy.group, self.start, **chosen)
+
+
+def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length: int) -> None:
+    """Make an embedding whose weight is rows [start, start + length) look up any token. In place."""
+    vars(module)["tp_embedding"] = _EmbeddingState(shared, start, length)
+    vars(module)["tp_whole_forward"] = module.forward
+    vars(module)["forward"] = MethodType(_embedding_forward, module)
+
+
+def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: int) -> None:
+    """Give head and loss of a model their common mode, and `model.forward` what switches it. In place."""
+    mode = vars(model)["tp_vocab"] = vars(head)["tp_vocab"] = VocabMode()
+    whole: Any = model.loss_function
+    model.loss_function = VocabLoss(shared, mode, start, whole)  # type: ignore[assignment]  # transformers has a setter
+    vars(model)["tp_model_forward"] = model.forward
+    vars(model)["forward"] = MethodType(_labelled_forward, model)
+
+
+def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: bool) -> Callable[..., Any]:
+    """`forward` of a model whose loss will be, or is, installed: local logits in training with labels.
+
+    Args:
+        model: The model; its mode is looked up at each call, so it may be installed later.
+        forward: The model's genuine forward.
+        hides_logits: Return `LabelledOutput` there. False for a caller that knows what the logits are.
+
+    Returns:
+        A function with the signature of `forward`.
+    """
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _run_labelled(model, forward, args, kwargs, hides_logits)
+
+    return run
+
+
+def rows_of(forward: Callable[[Tensor], Tensor], module: nn.Module, tokens: Tensor, start: int, length: int) -> Tensor:
+    """What a rank with rows [start, start + length) of an embedding adds to its output f[... H].
+
+    Args:
+        forward: The embedding's own forward with this rank's weight; it may scale.
+        module: The embedding; its `padding_idx` is shifted for the call.
+        tokens: i[...], of the full vocabulary.
+        start: First token of this rank.
+        length: Number of tokens of this rank.
+    """
+    held = (tokens >= start) & (tokens < start + length)
+    padding = vars(module).get("padding_idx")
+    try:
+        inside = padding is not None and start <= padding < start + length
+        vars(module)["padding_idx"] = padding - start if inside and padding is not None else None
+        rows = forward(torch.where(held, tokens - start, 0))
+    finally:
+        vars(module)["padding_idx"] = padding
+    return rows.masked_fill(~held.unsqueeze(-1), 0.0)
+
+
+def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    state: _EmbeddingState = self.tp_embedding
+    tokens = args[0] if args else next(iter(named.values()))
+    rows = rows_of(self.tp_whole_forward, self, tokens, state.start, state.length)
+    return reduce_from_tp(rows, state.copy.group)
+
+
+def _labelled_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run_labelled(self, self.tp_model_forward, args, kwargs, True)
+
+
+def _run_labelled(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hides: bool
+) -> Any:
+    mode: VocabMode | None = vars(model).get("tp_vocab")
+    if mode is None or not (model.training and torch.is_grad_enabled() and _wants_loss(model, forward, args, kwargs)):
+        return forward(*args, **kwargs)
+    mode.local = True
+    try:
+        output = forward(*args, **kwargs)
+    finally:
+        mode.local = False
+    return _without_logits(output) if hides else output
+
+
+def _wants_loss(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call gives labels; a tuple, whose second item are the logits, is returned whole."""
+    given = dict(inspect.signature(forward).bind_partial(*args, **kwargs).arguments) if args else {}
+    given |= kwargs
+    as_mapping = given.get("return_dict")
+    if as_mapping is None:
+        as_mapping = getattr(getattr(model, "config", None), "return_dict", True)
+    return given.get("labels") is not None and as_mapping is not False
+
+
+def _without_logits(output: Any) -> Any:
+    if not isinstance(output, ModelOutput) or output.get("logits") is None:
+        return output
+    kept = LabelledOutput()
+    for name, value in output.items():
+        if name != "logits":
+            kept[name] = value
+    return kept
