@@ -328,9 +328,10 @@ def _fall_back(draft: Draft, name: str) -> None:
 
 
 def _finish(draft: Draft) -> TPPlan:
+    split = {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced}
     for name, module in draft.model.named_modules():
         widest = max((p.ndim for p in module._parameters.values() if p is not None), default=0)
-        if widest >= 2 and name not in draft.linears:
+        if widest >= 2 and name not in draft.linears and name not in split:
             kind = "not a linear module" if widest == 2 else f"parameters of {widest} dims (experts, convolutions)"
             draft.reasons.setdefault(name, f"replicated: {kind}")
     reasons = draft.reasons if draft.tp_size > 1 else {}

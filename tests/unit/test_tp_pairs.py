@@ -103,6 +103,7 @@ def test_a_mixer_is_split_by_channel_with_one_inner_sum() -> None:
     assert kinds(plan, layer) == {"in_proj": "column", "x_proj": "reduce", "out_proj": "row"}
     pair = next(pair for pair in plan.pairs if pair.row == f"{layer}out_proj")
     assert {"A_log", "D", "conv1d.weight", "dt_proj.weight"} <= {name.removeprefix(layer) for name in pair.sliced}
+    assert not any(name.startswith(layer) for name in plan.fallbacks), "what is split is no fallback"
 
 
 def test_sections_of_a_mixer_follow_from_the_data_flow() -> None:
@@ -115,6 +116,7 @@ def test_experts_are_split_inside_and_their_shared_bias_counts_once() -> None:
     pair = next(pair for pair in plan.pairs if pair.row == "model.layers.0.mlp.experts")
     assert {name.rpartition(".")[2] for name in pair.sliced} == {"gate_up_proj", "gate_up_proj_bias", "down_proj"}
     assert [name.rpartition(".")[2] for name in pair.scaled] == ["down_proj_bias"]
+    assert pair.row not in plan.fallbacks
 
 
 def test_per_head_tensors_are_sliced() -> None:

@@ -40,7 +40,8 @@ class ShardRow:
         paired, gathered, replicated: Shares of the parameters, without embedding and head.
         work: Share of the matrix products that the ranks split, head included.
         with_vocabulary: Share of all parameters that is sharded if embedding and head are.
-        fully_paired: Whether nothing in a numbered layer that the batch reaches is gathered, and no experts are whole.
+        fully_paired: Whether something is paired, and in the numbered layers that the batch reaches nothing is gathered,
+            no experts are whole, and no linear is whole because other code reads its weight.
         left: Kinds of modules that are not in a pair, and why.
         note: The refusal or the failure.
     """
@@ -129,7 +130,8 @@ def _count(row: ShardRow, model: nn.Module, plan: TPPlan) -> None:
         if name not in vocabulary
     }
     inner = {n: why for n, why in plan.fallbacks.items() if re.search(r"\.\d+\.", n) and "not called" not in why}
-    row.fully_paired = not any(why.startswith("gathered") or "acts as a row" in why for why in inner.values())
+    lost = ("gathered", "replicated: its parameter", "replicated: no parameter acts as a row")
+    row.fully_paired = row.paired > 0 and not any(why.startswith(lost) for why in inner.values())
 
 
 def difference(model: nn.Module, plan: TPPlan, inputs: dict[str, Any]) -> float:

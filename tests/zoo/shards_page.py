@@ -18,8 +18,9 @@ ranks, compared with the plain model. Written by `make zoo-tp`; do not edit.
 * *paired / gathered / replicated*: shares of the parameters without embedding and head; *paired* needs no more than two
   all-reduces a pair, *gathered* is a column with an all-gather. Tiny models: latents, norms and position tables weigh
   more than in real ones. *work*: share of the weight products that the ranks split.
-* *full*: nothing in a numbered layer that the batch reaches is gathered, and no experts are whole; routers and latent
-  projections are replicated by choice.
+* *full*: in the numbered layers that the batch reaches nothing is gathered, no experts are whole, and no linear is whole
+  because other code reads its weight; routers, latent projections and layers without a gradient are replicated by
+  choice. Encoders, image and sound towers that a text batch does not reach are not judged.
 """
 HEADER = "| type | ranks | verdict | paired | gathered | replicated | work | full | not in a pair |"
 
