@@ -198,12 +198,11 @@ def _pipeline_engine(
         probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
         weights=pieces.weights,
     )
-    count = settings.num_microbatches
     return PipelineEngine(
         attachment,
         runtime,
         programs=Programs(schedule, mesh.pp_rank),
-        num_microbatches=2 * mesh.shape.pp_size if count == "auto" else count,
+        num_microbatches=schedule.num_microbatches,
         loss_kind=loss_kind,
     )
 

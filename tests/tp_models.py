@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -15,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+
+from hf_parallel.tensor_parallel.plan import TPPlan
 
 
 VOCAB = 64
@@ -61,6 +64,12 @@ def tiny_config(case: str) -> PretrainedConfig:
 def tiny_model(case: str, dtype: torch.dtype = torch.float32, attention: str = "eager") -> PreTrainedModel:
     """The same weights on every rank and in every call; eval mode, no dropout."""
     model = AutoModelForCausalLM.from_config(tiny_config(case), attn_implementation=attention).eval()
+    spread(model)
+    return model.to(dtype)
+
+
+def spread(model: nn.Module) -> None:
+    """Fixed random weights of a size that lets every layer matter; no bias or scale stays constant."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +78,26 @@ def tiny_model(case: str, dtype: torch.dtype = torch.float32, attention: str = "
                 parameter.add_(noise * 0.1)
             else:
                 parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
-    return model.to(dtype)
+
+
+def gathered(plan: TPPlan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors by name; replicated ones must be bit-equal on all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, tensors)
+    specs = plan.shard_specs()
+    full = {}
+    for name in tensors:
+        parts = [each[name] for each in everyone]
+        if name in specs:
+            full[name] = specs[name].assemble(parts)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
+            full[name] = parts[0]
+    return full
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def tiny_batch(seed: int = 3, rows: int = 3, length: int = 7) -> dict[str, Tensor]:

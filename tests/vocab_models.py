@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tp_models import spread
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -67,14 +68,7 @@ CASES = ["llama", "llama_tied", "gpt2", "gemma2", "cohere", "granite", "opt", "b
 def vocab_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The same weights on every rank and in every call; training mode, no dropout anywhere."""
     model = AutoModelForCausalLM.from_config(config_of(case), attn_implementation="eager")
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim < 2:
-                parameter.add_(noise * 0.1)
-            else:
-                parameter.copy_(noise * 0.6 / parameter.shape[-1] ** 0.5)
+    spread(model)
     return model.to(dtype).train()
 
 

@@ -18,19 +18,12 @@ class Program:
     Attributes:
         actions: Its actions, in order.
         incoming: Other rank -> the messages it sends here, in the order it sends them.
-        num_microbatches: Microbatches the schedule is for.
         send_window: Sends to one rank that may be left unreceived.
     """
 
     actions: tuple[Action, ...]
     incoming: Mapping[int, tuple[Action, ...]]
-    num_microbatches: int
     send_window: int
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients have actions of their own."""
-        return any(action.kind == "W" for action in self.actions)
 
 
 def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
@@ -41,7 +34,6 @@ def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
         rank: Which of them.
         send_window: What `required_send_window` found for the schedule.
     """
-    count = 1 + max((action.microbatch for actions in schedule for action in actions), default=-1)
     peers = [peer for peer in range(len(schedule)) if peer != rank]
     incoming = {peer: sends_of(schedule, peer, rank) for peer in peers}
-    return Program(tuple(schedule[rank]), {p: m for p, m in incoming.items() if m}, count, send_window)
+    return Program(tuple(schedule[rank]), {p: m for p, m in incoming.items() if m}, send_window)

@@ -40,7 +40,6 @@ class ScheduleChoice:
             if self._file is not None
             else stages_of_ranks(settings.schedule, pp_size, settings.stages_on_a_rank())
         )
-
         self._check()
 
     def _check(self) -> None:
@@ -63,6 +62,12 @@ class ScheduleChoice:
         if self._file is None:
             return SCHEDULES[self.settings.schedule].splits_backward
         return any(action.kind == "W" for actions in self._file for action in actions)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts that a batch is cut into, at most its rows; "auto" is twice the ranks."""
+        wish = self.settings.num_microbatches
+        return 2 * self.pp_size if wish == "auto" else wish
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -93,13 +98,11 @@ class ScheduleChoice:
         return [[a for a in actions if a.microbatch < num_microbatches] for actions in self._file]
 
     def typical(self) -> Schedule:
-        """The schedule of a step whose batch is not known yet, to plan with: for `pipeline.num_microbatches`.
+        """The schedule of a step whose batch is not known yet, to plan with: for `num_microbatches`.
 
-        "auto" is twice the ranks. A schedule file is never asked for more than it has.
+        A schedule file is never asked for more than it has.
         """
-        wish = self.settings.num_microbatches
-        count = 2 * self.pp_size if wish == "auto" else wish
-        return self.training(min(count, self._made_for(count)))
+        return self.training(min(self.num_microbatches, self._made_for(self.num_microbatches)))
 
     def _made_for(self, num_microbatches: int) -> int:
         """Most microbatches of the schedule file; any number without one."""

@@ -32,10 +32,11 @@ class WeightGradients:
 
     Attributes:
         layers: Layers that take part.
+        pending: Where a backward puts the factors; None when it computes weight gradients at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None
         self.layers = 0
         for layer in model.modules():
             transposed = type(layer).forward is Conv1D.forward
@@ -46,16 +47,12 @@ class WeightGradients:
     @contextmanager
     def deferring(self) -> Iterator[Pending]:
         """Inside, backwards leave weight gradients to `accumulate`, which takes the list that this yields."""
-        self._pending = []
+        waiting: Pending = []
+        self.pending = waiting
         try:
-            yield self._pending
+            yield waiting
         finally:
-            self._pending = None
-
-    @property
-    def pending(self) -> Pending | None:
-        """Where a backward puts the factors; None when it computes weight gradients at once."""
-        return self._pending
+            self.pending = None
 
 
 def accumulate(pending: Pending) -> None:

@@ -296,12 +296,12 @@ def always_header_rank(rank: int, world_size: int) -> int:
         with pytest.raises(
             RankMismatchError, match=r"(?s)payload of microbatch 1 to stage 1.*cache_headers=False"
         ) as caught:
-            cached.run(microbatches[:2], Program(program.actions[:2], {}, 2, 2), backward=True)
+            cached.run(microbatches[:2], Program(program.actions[:2], {}, 2), backward=True)
         assert "failed in action 0F1" in caught.value.__notes__[0]
         runtime.probe.waits = runtime.probe.runs = None
     else:
         # takes what the failed run above had sent for microbatch 0
-        first = Program((Action(1, "F", 0),), {0: (Action(0, "F", 0),)}, 1, 2)
+        first = Program((Action(1, "F", 0),), {0: (Action(0, "F", 0),)}, 2)
         runtime_for(stage, 1, 2).run(microbatches[:1], first, backward=False)
     return runtime.counters.headers_sent
 
@@ -353,7 +353,7 @@ def test_observers_hear_every_wait_and_every_action(tmp_path: Path) -> None:
 
 
 def actions(*wanted: Action) -> Program:
-    return Program(wanted, {}, 1, 2)
+    return Program(wanted, {}, 2)
 
 
 def misuse_rank(rank: int, world_size: int) -> None:

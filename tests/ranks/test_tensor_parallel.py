@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_models import plan_sample, tiny_batch, tiny_model
+from tp_models import gathered, grads, plan_sample, tiny_batch, tiny_model
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
@@ -47,26 +47,6 @@ def backward(model: nn.Module, num_batches: int = 1) -> list[float]:
         loss.backward()
         losses.append(loss.item())
     return losses
-
-
-def gathered(plan: TPPlan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors by name; replicated ones must be bit-equal on all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    specs = plan.shard_specs()
-    full = {}
-    for name in tensors:
-        parts = [tensors[name] for tensors in everyone]
-        if name in specs:
-            full[name] = specs[name].assemble(parts)
-        else:
-            assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
-            full[name] = parts[0]
-    return full
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:

@@ -14,6 +14,7 @@ from rank_runner import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from tp_models import gathered, grads
 from vocab_models import CASES, VOCAB, vocab_batch, vocab_model
 
 from hf_parallel.checkpoint import gather_tensors, load_weights
@@ -35,26 +36,6 @@ def sharded(case: str, tp_rank: int) -> tuple[nn.Module, TPPlan]:
     plan = plan_of(model)
     apply_tensor_parallel(model, plan, dist.group.WORLD, tp_rank, lambda name: True)
     return model, plan
-
-
-def gathered(plan: TPPlan, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors by name; replicated ones must be bit-equal on all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensors)
-    specs = plan.shard_specs()
-    full = {}
-    for name in tensors:
-        parts = [each[name] for each in everyone]
-        if name in specs:
-            full[name] = specs[name].assemble(parts)
-        else:
-            assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
-            full[name] = parts[0]
-    return full
-
-
-def grads(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
