@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.data_parallel.buckets import GradientReducer
+from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
