@@ -23,6 +23,7 @@ from hf_parallel.sections import (
     Axis,
     CheckpointConfig,
     Count,
+    DataParallelConfig,
     GradientCompressionConfig,
     LocalSgdConfig,
     MonitorConfig,
@@ -60,6 +61,7 @@ class HFParallelConfig(Section):
         rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
         pipeline: Stages, microbatches and schedule.
         tensor_parallel: Sharding of the layers.
+        data_parallel: Messages between the data-parallel replicas.
         zero: Partition over the data-parallel ranks.
         activation_checkpointing: Recomputation of activations.
         gradient_compression: Wire format of the gradients.
@@ -80,6 +82,7 @@ class HFParallelConfig(Section):
     ] = None
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
+    data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()
     zero: Annotated[ZeroConfig, _section(ZeroConfig)] = ZeroConfig()
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, _section(ActivationCheckpointingConfig)] = (
         ActivationCheckpointingConfig()
@@ -134,7 +137,7 @@ class HFParallelConfig(Section):
                 f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
-        problems += self._without_stages()
+        problems += [*self._without_stages(), *self._without_partition()]
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -200,6 +203,17 @@ class HFParallelConfig(Section):
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
 
+    def _without_partition(self) -> list[str]:
+        """Settings of ZeRO that nothing reads because nothing is partitioned."""
+        if self.zero.stage > 0:
+            return []
+        return [
+            f"zero.{name}={_yaml(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
+            f"or zero.{name} to 'auto'."
+            for name in ("engine", "dp_shard_size")
+            if (value := getattr(self.zero, name)) != "auto"
+        ]
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, source: str = "config") -> Self:
         """Return the config that `values` (the content of the `hf_parallel:` section; null is empty) describes.
@@ -263,6 +277,7 @@ class HFParallelConfig(Section):
         """
         copy = self.model_parallel_size
         if world_size >= copy and world_size % copy == 0:
+            self._check_replicas(world_size // copy, world_size)
             return world_size // copy
         below, above = world_size // copy * copy, (world_size // copy + 1) * copy
         valid = f"{below} or {above}" if below else f"{above}"
@@ -271,6 +286,21 @@ class HFParallelConfig(Section):
             f"num_processes={world_size} {relation} tp_size * pp_size = {self.tp_size} * {self.pp_size} = {copy}: every "
             f"model copy needs {copy} processes. Set num_processes to {valid}, or lower tp_size or pp_size."
         )
+
+    def _check_replicas(self, dp_size: int, world_size: int) -> None:
+        """Refuse a partition over replicas that do not exist. One process alone is a trial run of any config."""
+        shard_size = self.zero.dp_shard_size
+        if self.zero.stage and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
+                f"{self.pp_size}: there is one replica, so nothing is partitioned. Set zero.stage to 0, or num_processes "
+                f"to {2 * world_size}."
+            )
+        if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
+            raise ConfigError(
+                f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "
+                f"it to {dp_size} or 'auto'."
+            )
 
     def to_yaml_section(self) -> dict[str, Any]:
         """Return the plain mapping to write under `hf_parallel:`; settings at their defaults are left out."""

@@ -89,6 +89,8 @@ class Engine:
         patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
+        if self.gradients.partitions:
+            vars(self.model)["zero_grad"] = functools.partial(_zero_grad, self.model.zero_grad, self.gradients)
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
@@ -164,6 +166,7 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
+            self.gradients.arm(1.0, last=GradientState().sync_gradients)
         context = self.autocast()
         with context:
             output = self.attachment.forward(*args, **kwargs)
@@ -182,9 +185,17 @@ class DirectEngine(Engine):
 
     def _after_backward(self) -> None:
         self._queued = False
-        if GradientState().sync_gradients:
-            with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+            if GradientState().sync_gradients:
                 self.gradients.reduce(1.0)
+            else:
+                self.gradients.accumulate(1.0)
+
+
+def _zero_grad(own: Callable[..., None], gradients: GradientSync, set_to_none: bool = True) -> None:
+    """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
+    own(set_to_none)
+    gradients.zero_grad()
 
 
 def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -203,7 +214,8 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
     """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
-    ours: dict[str, Any] = {name: vars(model).pop(name) for name in ("forward", "__deepcopy__")}
+    names = [name for name in ("forward", "__deepcopy__", "zero_grad") if name in vars(model)]
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
     if patched is not None:
         vars(model)["forward"] = patched
     try:

@@ -80,7 +80,8 @@ class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
     `pp_down_group` carries messages to higher ranks of the pipeline and `pp_up_group` to lower ones: NCCL serialises all
-    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B.
+    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B. The replicas of
+    `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same part of it.
     """
 
     shape: MeshShape
@@ -90,11 +91,20 @@ class Mesh:
     pp_down_group: dist.ProcessGroup | None
     pp_up_group: dist.ProcessGroup | None
     dp_group: dist.ProcessGroup | None
+    dp_shard_group: dist.ProcessGroup | None
+    dp_replicate_group: dist.ProcessGroup | None
     mp_group: dist.ProcessGroup | None
     timeout: timedelta
 
     @classmethod
-    def build(cls, shape: MeshShape, *, timeout: timedelta, p2p_backend: str | None = None) -> Mesh:
+    def build(
+        cls,
+        shape: MeshShape,
+        *,
+        timeout: timedelta,
+        p2p_backend: str | None = None,
+        dp_shard_size: int | None = None,
+    ) -> Mesh:
         """Create this rank's groups; collective over the default group.
 
         Args:
@@ -102,9 +112,10 @@ class Mesh:
             timeout: Longest wait of a collective before it raises.
             p2p_backend: Backend of the two stage-to-stage groups; None for the default group's. `"gloo"` lets CUDA
                 tensors travel through host memory.
+            dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
 
         Raises:
-            ConfigError: `shape` does not fit the world size.
+            ConfigError: `shape` does not fit the world size, or `dp_shard_size` does not divide the replicas.
         """
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if shape.world_size != world_size:
@@ -116,7 +127,15 @@ class Mesh:
         def group(lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
             return new_group_of(lists, timeout=timeout, backend=backend)
 
+        shard_size = shape.dp_size if dp_shard_size is None else dp_shard_size
+        if shape.dp_size % shard_size:
+            raise ConfigError(
+                f"zero.dp_shard_size={shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
+                f"{shape.dp_size}, or to 'auto'."
+            )
         pipelines = shape.groups(lambda d, p, t: (d, t))
+        dp_group = group(shape.groups(lambda d, p, t: (p, t)))
+        whole = shard_size == shape.dp_size
         return cls(
             shape=shape,
             rank=rank,
@@ -124,7 +143,9 @@ class Mesh:
             pp_group=group(pipelines),
             pp_down_group=group(pipelines, p2p_backend),
             pp_up_group=group(pipelines, p2p_backend),
-            dp_group=group(shape.groups(lambda d, p, t: (p, t))),
+            dp_group=dp_group,
+            dp_shard_group=dp_group if whole else group(shape.groups(lambda d, p, t: (d // shard_size, p, t))),
+            dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t: (d % shard_size, p, t))),
             mp_group=group(shape.groups(lambda d, p, t: (d,))),
             timeout=timeout,
         )

@@ -19,7 +19,7 @@ from hf_parallel.batches import BatchCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
-from hf_parallel.gradients import GradientSync
+from hf_parallel.gradients import GradientSync, SyncSettings
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
@@ -171,7 +171,17 @@ def attach(
         ledger=plans.ledger,
         parameters=parameters,
         buffers=buffers,
-        gradients=GradientSync(plans.ledger, parameters, mesh),
+        gradients=GradientSync(
+            plans.ledger,
+            parameters,
+            mesh,
+            SyncSettings(
+                config.data_parallel,
+                config.zero,
+                overlaps=pieces is None or pieces.weights is None,
+                waiting=watchdog.waiting,
+            ),
+        ),
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),
         watchdog=watchdog,
     )

@@ -147,18 +147,36 @@ class TensorParallelConfig(Section):
     ] = "warn"
 
 
+class DataParallelConfig(Section):
+    """How gradients travel between the data-parallel replicas."""
+
+    bucket_cap_mb: Annotated[
+        float,
+        Field(gt=0, description="MiB of gradients in one message, a number above 0"),
+        BeforeValidator(number),
+    ] = 25.0
+    overlap: Annotated[bool, Field(description="true or false: messages leave while the backward pass still runs")] = (
+        True
+    )
+
+
 class ZeroConfig(Section):
     """Partition of optimizer state, gradients and parameters over the data-parallel ranks."""
 
     stage: Annotated[
         NonNegative,
         Field(le=3, description="an integer from 0 to 3"),
-        available(0, reason="every data-parallel rank keeps full optimizer state"),
+        available(0, 1, 2, reason="parameters are not partitioned: stages 1 and 2 partition optimizer and gradients"),
     ] = 0
     engine: Annotated[
         Literal["auto", "native", "fsdp2", "deepspeed"],
-        available("auto", reason="there is no ZeRO engine"),
+        available("auto", "native", reason="the one ZeRO engine is the native one"),
         Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
+    ] = "auto"
+    dp_shard_size: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(description="replicas that share one copy of the optimizer state, a divisor of dp, or 'auto' (all)"),
     ] = "auto"
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"

@@ -74,7 +74,13 @@ class Session:
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
         p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
-        mesh = Mesh.build(shape, timeout=timeout, p2p_backend=p2p_backend)
+        shard_size = config.zero.dp_shard_size
+        mesh = Mesh.build(
+            shape,
+            timeout=timeout,
+            p2p_backend=p2p_backend,
+            dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
+        )
         store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]
         watchdog = Watchdog(store, mesh.rank, names, limit)

@@ -126,6 +126,8 @@ class SavingMixin(Base):
         attachment = self.accelerator.hf_parallel_engine.attachment
         held = {**attachment.parameters, **attachment.buffers}
         load_weights(folder, attachment.ledger, held, attachment.mesh)
+        if attachment.gradients.zero is not None:
+            attachment.gradients.zero.refresh()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -185,10 +187,11 @@ class SavingMixin(Base):
         if session is None or engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if session.mesh.dp_rank == 0:
-            optimizer = self._bare_optimizer()
+        zero = engine.gradients.zero
+        if session.mesh.dp_rank == 0 or zero is not None:
             os.makedirs(output_dir, exist_ok=True)
-            save_optimizer(output_dir, optimizer, engine.attachment.parameters, session.mesh)
+            with session.watchdog.waiting("waits for the optimizer state of the other replicas"):
+                save_optimizer(output_dir, self._bare_optimizer(), engine.attachment.parameters, session.mesh, zero)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.args.should_save and isinstance(engine, PipelineEngine):
@@ -201,7 +204,8 @@ class SavingMixin(Base):
             return
         if checkpoint is None:
             return
-        load_optimizer(checkpoint, self._bare_optimizer(), engine.attachment.parameters, session.mesh)
+        optimizer, zero = self._bare_optimizer(), engine.gradients.zero
+        load_optimizer(checkpoint, optimizer, engine.attachment.parameters, session.mesh, zero)
         if self.lr_scheduler is not None:
             path = Path(checkpoint, SCHEDULER)
             if not path.is_file():

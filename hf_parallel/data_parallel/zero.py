@@ -103,6 +103,10 @@ class ZeroPartition:
             parameter's shape.
         waiting: Context for waits on other ranks outside of `reduce`.
 
+    Attributes:
+        shards: The flat buffers.
+        groups: Names of the parameters in each group of the optimizer, in the user's order.
+
     Raises:
         UnsupportedError: If a parameter is in two groups.
     """
@@ -125,6 +129,8 @@ class ZeroPartition:
         self._replicas = PlainWire(replicate_group) if replicate_group is not None else None
         self._waiting = waiting
         index_of = _group_of_parameters(optimizer)
+        names = {id(param): name for name, param in params}
+        self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         taken = [(name, param) for name, param in params if id(param) in index_of]
 
         def kind_of(name: str, param: nn.Parameter) -> _Kind:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.gradients import GradientSync
+from hf_parallel.gradients import GradientSync, SyncSettings
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
@@ -53,6 +53,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
+        sync._settings, sync._zero = SyncSettings(), None
         yield ledger, sync
 
 
