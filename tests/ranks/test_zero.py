@@ -72,7 +72,9 @@ def test_zero_trains_as_one_process_does(case: Case, base: Case, runs: dict[str,
     compare(runs[case.name], runs[f"stock_{base.name}"])
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 1), (2, 0)), ((2, 0), (2, 1))])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 1), (2, 0)), ((2, 0), (2, 1))]
+)
 def test_a_checkpoint_resumes_on_other_replicas_and_stages(
     saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path, runs: dict[str, dict[str, Any]]
 ) -> None:
@@ -130,5 +132,7 @@ def resume_rank(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_half_precision_parameters_have_fp32_copies_and_the_bytes_of_the_table(world_size: int, tmp_path: Path) -> None:
+def test_half_precision_parameters_have_fp32_copies_and_the_bytes_of_the_table(
+    world_size: int, tmp_path: Path
+) -> None:
     run_ranks(resume_rank, world_size, tmp_path=tmp_path)
