@@ -73,6 +73,21 @@ def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Wor
     return work
 
 
+def loss_scale(scaler: Any) -> Tensor:
+    """What an fp16 loss scaler multiplies losses with now, without waiting for the device.
+
+    Raises:
+        UnsupportedError: This torch keeps it elsewhere.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    if scale is None:
+        raise UnsupportedError(
+            f"the scale of {type(scaler).__name__} cannot be read, so what gradient compression feeds back would be in "
+            "the wrong units. Train in bf16, or set gradient_compression.method to int8."
+        )
+    return scale
+
+
 def is_connection_loss(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone: gloo raises plain RuntimeErrors."""
     from torch.distributed import DistBackendError, DistNetworkError

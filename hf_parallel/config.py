@@ -32,6 +32,7 @@ from hf_parallel.sections import (
     TensorParallelConfig,
     ZeroConfig,
     as_tuple,
+    spelled,
 )
 
 
@@ -138,6 +139,7 @@ class HFParallelConfig(Section):
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
         problems += [*self._without_stages(), *self._without_partition()]
+        problems += [*self.gradient_compression.problems("gradient_compression"), *self._compressed_partition()]
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -197,8 +199,8 @@ class HFParallelConfig(Section):
             return []
         defaults = PipelineConfig()
         return [
-            f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
-            f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
+            f"pipeline.{name}={spelled(value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
+            f"more, or pipeline.{name} to {spelled(getattr(defaults, name))}."
             for name in PIPELINE_ONLY
             if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
         ]
@@ -208,10 +210,21 @@ class HFParallelConfig(Section):
         if self.zero.stage > 0:
             return []
         return [
-            f"zero.{name}={_yaml(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
+            f"zero.{name}={spelled(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
             f"or zero.{name} to 'auto'."
             for name in ("engine", "dp_shard_size")
             if (value := getattr(self.zero, name)) != "auto"
+        ]
+
+    def _compressed_partition(self) -> list[str]:
+        """Compression that would need what ZeRO takes away."""
+        compression = self.gradient_compression
+        if not self.zero.stage or not compression.feeds_back:
+            return []
+        return [
+            f"gradient_compression.method={compression.method} with zero.stage={self.zero.stage}: error feedback keeps a "
+            "residual of every element on every rank, which is more than ZeRO saves. Set gradient_compression.method to "
+            "int8, or zero.stage to 0."
         ]
 
     @classmethod
@@ -289,7 +302,13 @@ class HFParallelConfig(Section):
 
     def _check_replicas(self, dp_size: int, world_size: int) -> None:
         """Refuse a partition over replicas that do not exist. One process alone is a trial run of any config."""
-        shard_size = self.zero.dp_shard_size
+        shard_size, method = self.zero.dp_shard_size, self.gradient_compression.method
+        if method != "none" and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"gradient_compression.method={method} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
+                f"gradient_compression.method to none, or num_processes to {2 * world_size}."
+            )
         if self.zero.stage and dp_size == 1 and world_size > 1:
             raise ConfigError(
                 f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
@@ -349,11 +368,6 @@ def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
     return list(lines.values())
 
 
-def _yaml(value: object) -> str:
-    """Return a value as one would type it in the YAML file."""
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-
-
 def _setting_path(loc: Iterable[int | str]) -> str:
     """Return the part of a pydantic location that names a setting, without union members and list positions."""
     section, *rest = [str(part) for part in loc] or [""]
@@ -370,11 +384,11 @@ def _problem(path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
     given = inner[leaf] if isinstance(inner, Mapping) else getattr(inner, leaf)
     if detail["type"] == "not_available":
         neutral = detail["ctx"]["neutral"]
-        return f"{path}={_yaml(given)} is not available yet: {detail['msg']}. Set {path} to {_yaml(neutral)}."
+        return f"{path}={spelled(given)} is not available yet: {detail['msg']}. Set {path} to {spelled(neutral)}."
     field = (_SECTIONS[section] if section else HFParallelConfig).model_fields[leaf]
     if leaf in _SECTIONS and not section:
-        return f"{path}={_yaml(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
-    return f"{path}={_yaml(given)}: expected {field.description}. Set {path} to {_yaml(field.default)}."
+        return f"{path}={spelled(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
+    return f"{path}={spelled(given)}: expected {field.description}. Set {path} to {spelled(field.default)}."
 
 
 _SECTIONS: Mapping[str, type[Section]] = {

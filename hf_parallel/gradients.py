@@ -7,6 +7,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.gradient_compression.build import make_wire
+from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
-from hf_parallel.sections import DataParallelConfig, ZeroConfig
+from hf_parallel.sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
 
 
 # Update rules that treat every element by itself: right on a shard. Others (Adafactor, LAMB, Muon, ...) use norms or
@@ -38,12 +41,16 @@ class SyncSettings:
     Args:
         data_parallel: Buckets and overlap.
         zero: Partition of the optimizer.
+        compression: What travels.
+        ranks_per_node: Ranks on each node.
         overlaps: Whether hooks on parameters are possible: a schedule that puts weight gradients off forbids them.
         waiting: Context for waits on other ranks inside an optimizer's step.
     """
 
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    compression: GradientCompressionConfig = field(default_factory=GradientCompressionConfig)
+    ranks_per_node: int = 1
     overlaps: bool = False
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
 
@@ -74,6 +81,9 @@ class GradientSync:
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self._replicas: GradientReducer | None = None
+        self.wire = self._make_wire()
+        self._warmup: int | None = None  # steps that are not compressed; None: not known yet
+        self._steps = 0
         self._lay_out()
 
     @property
@@ -85,6 +95,48 @@ class GradientSync:
     def partitions(self) -> bool:
         """Whether an optimizer will be, or is, partitioned."""
         return self._settings.zero.stage > 0 and self._mesh.dp_shard_group is not None
+
+    def _make_wire(self) -> CompressedWire | None:
+        """The wire that compresses, on groups of its own; None without compression."""
+        settings, mesh = self._settings.compression, self._mesh
+        if settings.method == "none" or mesh.dp_group is None:
+            return None
+        group = mesh.replica_group()
+        nodes = mesh.node_groups(self._settings.ranks_per_node) if settings.topology != "flat" else None
+        if settings.topology == "hierarchical" and nodes is None:
+            raise UnsupportedError(
+                f"gradient_compression.topology=hierarchical with {self._settings.ranks_per_node} ranks on a node and "
+                f"{mesh.shape.dp_size} replicas: no node holds several replicas while others hold more. Set "
+                "gradient_compression.topology to flat or auto."
+            )
+        trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
+        device = next(iter(self._parameters.values())).device
+        return None if group is None else make_wire(settings, trained, group, nodes, device)
+
+    def plan_steps(self, total: int, done: int) -> None:
+        """Say how many optimizer steps the run has, for a warm-up that is a share of them.
+
+        Args:
+            total: Of the whole run.
+            done: Of those that are behind it, when it resumes.
+        """
+        self._warmup, self._steps = math.ceil(self._settings.compression.warmup * total), done
+
+    def _choose_warmth(self) -> None:
+        """Compress, or not yet, from the next bucket on.
+
+        Raises:
+            UnsupportedError: The warm-up is a share of a number of steps that nobody said.
+        """
+        if self.wire is None:
+            return
+        if self._warmup is None and self._settings.compression.warmup > 0:
+            raise UnsupportedError(
+                f"gradient_compression.warmup_ratio={self._settings.compression.warmup} is a share of the steps of the "
+                "run, which are not known outside of a Trainer. Pass HFParallelPlugin(total_steps=...), or set "
+                "gradient_compression.warmup_ratio to 0."
+            )
+        self.wire.warm = self._steps >= (self._warmup or 0)
 
     def _lay_out(self) -> None:
         """Fix the buckets for the parameters that are trained now."""
@@ -101,12 +153,18 @@ class GradientSync:
 
     def _traffic(self) -> Traffic:
         """Parameters that several stages hold are summed over these first, so their buckets must wait."""
-        data_parallel = self._settings.data_parallel
+        data_parallel, wire = self._settings.data_parallel, self.wire
+
+        def kind(name: str, parameter: nn.Parameter) -> tuple[bool, bool]:
+            shared = len(self._ledger.entries[name].holders) > 1
+            return shared, wire is not None and wire.keeps_dense(name, parameter.shape)
+
         return Traffic(
             bucket_bytes=int(data_parallel.bucket_cap_mb * 2**20),
-            kind=lambda name, parameter: len(self._ledger.entries[name].holders) > 1,
-            late=bool,
+            kind=kind,
+            late=lambda kind: isinstance(kind, tuple) and bool(kind[0]),
             overlaps=self._settings.overlaps and data_parallel.overlap,
+            wire=wire,
         )
 
     def _now_trained(self) -> list[bool]:
@@ -147,6 +205,7 @@ class GradientSync:
         """
         if self._trained != self._now_trained():
             return
+        self._choose_warmth()
         if self._zero is not None and (last or self._zero.stage == 2):
             self._zero.arm(factor)
         if self._replicas is not None and last:
@@ -155,6 +214,7 @@ class GradientSync:
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""
         if self._zero is not None and self._zero.stage == 2:
+            self._choose_warmth()
             self._reduce_shared()
             self._zero.reduce(factor / self._mesh.shape.dp_size)
 
@@ -171,6 +231,7 @@ class GradientSync:
                     "optimizer. Set requires_grad before training starts, or zero.stage to 0."
                 )
             self._lay_out()
+        self._choose_warmth()
         self._reduce_shared()
         for reducer in (self._zero, self._replicas):
             if reducer is not None:
@@ -255,6 +316,7 @@ class GradientSync:
                 "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true."
             )
         self._reduced = False
+        self._steps += 1  # a step that the loss scaler skips does not come here
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__

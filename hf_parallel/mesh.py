@@ -10,6 +10,7 @@ a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -174,6 +175,33 @@ class Mesh:
         lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
         return new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout)
 
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Another group of the same ranks as `dp_group`; None without replicas. Collective."""
+        return new_group_of(self.shape.groups(lambda d, p, t: (p, t)), timeout=self.timeout)
+
+    def node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """Groups of the replicas on this rank's node, and of those with its place on the other nodes. Collective.
+
+        Args:
+            ranks_per_node: Ranks on each node; neighbours share one.
+
+        Returns:
+            None if there is one node, or if no node has several replicas of a part.
+        """
+        inside = self.shape.groups(lambda d, p, t: (self.shape.rank_at(d, p, t) // ranks_per_node, p, t))
+        sizes = {len(ranks) for ranks in inside}
+        if len(inside) == self.shape.mp_size or sizes == {1}:
+            return None
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"gradient_compression.topology=hierarchical: nodes of {ranks_per_node} ranks hold different numbers of "
+                f"replicas ({sorted(sizes)}). Set gradient_compression.topology to flat."
+            )
+        place = {rank: ranks.index(rank) for ranks in inside for rank in ranks}
+        across = self.shape.groups(lambda d, p, t: (place[self.shape.rank_at(d, p, t)], p, t))
+        groups = [new_group_of(lists, timeout=self.timeout) for lists in (inside, across)]
+        return None if groups[0] is None or groups[1] is None else (groups[0], groups[1])
+
     def describe(self) -> str:
         """This rank in words, for messages."""
         return self.shape.describe(self.rank)
@@ -192,3 +220,9 @@ def new_group_of(
         if rank in ranks:
             mine = group
     return mine
+
+
+def ranks_per_node() -> int:
+    """Ranks that the launcher started on each node; all of them if it does not say."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

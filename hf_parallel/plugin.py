@@ -21,7 +21,7 @@ from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync, SyncSettings
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
@@ -178,6 +178,8 @@ def attach(
             SyncSettings(
                 config.data_parallel,
                 config.zero,
+                config.gradient_compression,
+                ranks_per_node=ranks_per_node(),
                 overlaps=pieces is None or pieces.weights is None,
                 waiting=watchdog.waiting,
             ),

@@ -40,6 +40,7 @@ class Session:
     Attributes:
         engine: Of the attached model, None before.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
+        total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -48,6 +49,7 @@ class Session:
         self.watchdog = watchdog
         self.engine: Engine | None = None
         self.sample: Mapping[str, Any] | None = None
+        self.total_steps: int | None = None
 
     @classmethod
     def start(

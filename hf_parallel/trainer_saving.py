@@ -20,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
 from hf_parallel.errors import CheckpointError
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.wire_state import load_wire, save_wire
 
 
 if TYPE_CHECKING:
@@ -192,6 +193,10 @@ class SavingMixin(Base):
             os.makedirs(output_dir, exist_ok=True)
             with session.watchdog.waiting("waits for the optimizer state of the other replicas"):
                 save_optimizer(output_dir, self._bare_optimizer(), engine.attachment.parameters, session.mesh, zero)
+        wire = engine.gradients.wire
+        if wire is not None:
+            os.makedirs(output_dir, exist_ok=True)
+            save_wire(output_dir, wire, session.config.gradient_compression, session.mesh)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.args.should_save and isinstance(engine, PipelineEngine):
@@ -206,6 +211,9 @@ class SavingMixin(Base):
             return
         optimizer, zero = self._bare_optimizer(), engine.gradients.zero
         load_optimizer(checkpoint, optimizer, engine.attachment.parameters, session.mesh, zero)
+        wire = engine.gradients.wire
+        if wire is not None:
+            load_wire(checkpoint, wire, session.config.gradient_compression, session.mesh)
         if self.lr_scheduler is not None:
             path = Path(checkpoint, SCHEDULER)
             if not path.is_file():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
-from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, WireCounters
+from hf_parallel.data_parallel.wire import PLAIN, Counts, PlainWire, Traffic, Wait, Wire, WireCounters
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class GradientReducer:
         return len(self._buckets)
 
     @property
-    def counters(self) -> WireCounters:
+    def counters(self) -> Counts:
         """Messages and bytes so far."""
         return self._wire.counters if self._wire is not None else WireCounters()
 

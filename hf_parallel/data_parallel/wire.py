@@ -29,6 +29,13 @@ class WireCounters:
     bytes: int = 0
 
 
+class Counts(Protocol):
+    """Since a wire was made: collectives started, bytes of the buffers that they summed."""
+
+    collectives: int
+    bytes: int
+
+
 class Wire(Protocol):
     """Sums flat buffers over a group of ranks.
 
@@ -39,7 +46,11 @@ class Wire(Protocol):
     """
 
     lossy: bool
-    counters: WireCounters
+
+    @property
+    def counters(self) -> Counts:
+        """Of this wire."""
+        ...
 
     def all_reduce(self, flat: Tensor, bucket: Bucket | None) -> Wait:
         """Begin to replace `flat` by its sum over the ranks; the function that is returned waits until it is.

@@ -158,3 +158,10 @@ class CompressedWire:
         if isinstance(self.method, PowerSGD):
             found["right"] = self.method.state()
         return found
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take up what `state` gave."""
+        if self.feedback is not None:
+            self.feedback.load(state["residual"])
+        if isinstance(self.method, PowerSGD):
+            self.method.load(state["right"])

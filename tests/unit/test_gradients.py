@@ -54,6 +54,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
         sync._settings, sync._zero = SyncSettings(), None
+        sync.wire, sync._steps = None, 0
         yield ledger, sync
 
 

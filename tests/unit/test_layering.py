@@ -16,9 +16,9 @@ FLOORS = [
     {"errors", "sections"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
-    {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches"},
-    {"preflight", "gradients", "checkpoint"},
+    {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
     {"pipeline_engine", "planning"},
     {"plugin"},
@@ -31,7 +31,7 @@ FLOORS = [
     {"schedule_cli"},
     {"cli"},
 ]
-STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel"}
+STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
 STRATEGIES_MAY_IMPORT = {"errors", "sections", "config", "compat", "mesh"}
 
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
