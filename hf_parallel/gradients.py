@@ -206,10 +206,11 @@ class GradientSync:
         if self._trained != self._now_trained():
             return
         self._choose_warmth()
+        share = None if factor is None else factor / self._mesh.shape.dp_size
         if self._zero is not None and (last or self._zero.stage == 2):
-            self._zero.arm(factor)
+            self._zero.arm(share)
         if self._replicas is not None and last:
-            self._replicas.arm(factor)
+            self._replicas.arm(share)
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""

@@ -45,6 +45,11 @@ class HFParallelTrainerMixin(SavingMixin):
         engine = self._engine
         return engine if isinstance(engine, PipelineEngine) else None
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As stock, with what gradient compression did since the last time beside the training loss."""
+        wire = self._engine.gradients.wire if self._engine is not None else None
+        super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     def get_batch_samples(

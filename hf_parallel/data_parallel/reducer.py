@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import PLAIN, Counts, PlainWire, Traffic, Wait, Wire, WireCounters
+from hf_parallel.errors import UnsupportedError
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class GradientReducer:
         Afterwards ``p.grad`` may be a view of a bucket; it stays valid under both forms of ``zero_grad``.
 
         Raises:
-            UnsupportedError: If a gradient is sparse; nothing is sent then.
+            UnsupportedError: If a gradient is sparse; nothing is sent then. Or buckets left with another factor.
         """
         if not self._under_way:
             for bucket in self._buckets:
@@ -99,6 +100,11 @@ class GradientReducer:
         if wire is None:
             self._scale(factor)
             return
+        if wire.lossy and self._under_way and factor != self._factor:
+            raise UnsupportedError(
+                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
+                "early carry the wrong one. Announce what will be reduced."
+            )
         self._factor = factor
         if self._overlap is not None:
             self._overlap.finish()

@@ -167,6 +167,11 @@ class ZeroPartition:
 
         The parameters of the model give their gradients up.
         """
+        if self.wire.lossy and self._under_way and factor != self._factor:
+            raise UnsupportedError(
+                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
+                "early carry the wrong one. Announce what will be reduced."
+            )
         self._factor = factor
         if not self._under_way:
             for bucket in self._buckets:

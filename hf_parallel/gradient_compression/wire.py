@@ -52,6 +52,7 @@ class CompressedWire:
     warm: bool = True
     lossy: bool = True
     counters: Counters = field(default_factory=Counters)
+    _reported: tuple[int, int, float] = (0, 0, 0.0)
 
     def all_reduce(self, flat: Tensor, bucket: Layout | None) -> Callable[[], None]:
         """Begin to replace `flat` by its sum over the ranks."""
@@ -110,6 +111,8 @@ class CompressedWire:
         residual = self._residual(bucket, 0, mine.numel(), flat.device)
         mine, error = self._fed(mine, residual), None if residual is None else torch.empty_like(mine)
         total = yield from method.total(mine, error)
+        if error is not None:
+            error[flat.numel() :] = 0.0  # padding owes nothing
         self._keep(residual, error, total)
         flat.copy_(total[: flat.numel()])
 
@@ -119,6 +122,8 @@ class CompressedWire:
         residual = None if method.between is None else self._residual(bucket, start, length, flat.device)
         error = None if residual is None else whole.new_empty(length)
         total = yield from method.total(whole, error, lambda part: self._fed(part, residual))
+        if error is not None:
+            error[max(0, flat.numel() - start) :] = 0.0
         self._keep(residual, error, total)
         flat.copy_(total[: flat.numel()])
 
@@ -149,6 +154,23 @@ class CompressedWire:
             scale = self.loss_scale()
             fresh = (error if scale is None else error / scale).to(residual.dtype)
             residual.copy_(torch.where(finite, fresh, residual))
+
+    def report(self) -> dict[str, float]:
+        """What went over the wire since the last report, for the logs; waits for the device.
+
+        Returns:
+            `compression/ratio` (dense bytes over sent bytes), `compression/wire_mb` (MB sent by this rank),
+            `compression/codec_ms` and `compression/residual_norm` (of this rank).
+        """
+        now = (self.meter.dense_bytes, self.meter.wire_bytes, self.meter.codec_seconds)
+        dense, sent, seconds = (new - old for new, old in zip(now, self._reported, strict=True))
+        self._reported = now
+        return {
+            "compression/ratio": round(dense / sent, 3) if sent else 1.0,
+            "compression/wire_mb": round(sent / 1e6, 6),
+            "compression/codec_ms": round(seconds * 1e3, 3),
+            "compression/residual_norm": self.feedback.norm() if self.feedback is not None else 0.0,
+        }
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """What must be in a checkpoint: residuals, and the thin matrices of PowerSGD, by parameter name."""
