@@ -295,6 +295,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full model's weights on world rank 0, {} elsewhere; collective."""
         attachment = self.hf_parallel_engine.attachment
+        attachment.gradients.synchronise()
         with self.hf_parallel.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(
                 attachment.ledger, {**attachment.parameters, **attachment.buffers}, self.hf_parallel.mesh

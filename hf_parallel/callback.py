@@ -96,6 +96,13 @@ class HFParallelCallback(TrainerCallback):
         if self.session is not None and self.session.engine is not None:
             self.session.engine.gradients.plan_steps(state.max_steps, state.global_step)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave equal replicas behind."""
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.gradients.synchronise()
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

@@ -148,9 +148,10 @@ def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}. The file is truncated or damaged.") from error
 
 
-def optimizer_file(folder: str | Path, mesh: Mesh) -> Path:
-    """Where the optimizer state of this rank's (stage, tp rank) lives."""
-    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}.safetensors"
+def optimizer_file(folder: str | Path, mesh: Mesh, *, replica: int | None = None) -> Path:
+    """Where the optimizer state of this rank's (stage, tp rank) lives; `replica` if each replica has its own."""
+    of_replica = "" if replica is None else f"-dp{replica}"
+    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}{of_replica}.safetensors"
 
 
 def save_optimizer(
@@ -159,15 +160,24 @@ def save_optimizer(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     zero: ZeroPartition | None = None,
+    replica: int | None = None,
 ) -> None:
-    """Write the optimizer state of this rank's (stage, tp rank), by parameter name; the rank of dp 0 writes.
+    """Write the optimizer state of this rank's (stage, tp rank), by parameter name.
 
     Collective over the replicas that share the state, if it is partitioned: each call needs all of them.
+
+    Args:
+        folder: The checkpoint.
+        optimizer: The optimizer.
+        parameters: Ledger name -> this rank's parameter.
+        mesh: This rank's mesh.
+        zero: Its partition; then rank 0 of dp writes.
+        replica: This rank's replica, if each has a state of its own; None: the rank of dp 0 writes that of all.
     """
     if zero is not None and mesh.dp_rank >= zero.shard_group.size():
         return
     states = collect_state(zero) if zero is not None else _states_by_name(optimizer, parameters)
-    if mesh.dp_rank != 0:
+    if mesh.dp_rank != 0 and replica is None:
         return
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -182,7 +192,9 @@ def save_optimizer(
     groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, members, strict=True)]
     layout = {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
     description = {"layout": layout, "groups": groups, "scalars": scalars, "optimizer": type(optimizer).__name__}
-    save_file(tensors, optimizer_file(folder, mesh), metadata={"hf_parallel": json.dumps(description)})
+    save_file(
+        tensors, optimizer_file(folder, mesh, replica=replica), metadata={"hf_parallel": json.dumps(description)}
+    )
 
 
 def _states_by_name(
@@ -208,17 +220,19 @@ def load_optimizer(
     parameters: Mapping[str, nn.Parameter],
     mesh: Mesh,
     zero: ZeroPartition | None = None,
+    replica: int | None = None,
 ) -> None:
     """Read back what `save_optimizer` wrote for this rank's (stage, tp rank), partitioned now as then or not.
 
     Raises:
         CheckpointError: No such file, another layout, another optimizer, or other parameter groups.
     """
-    path = optimizer_file(folder, mesh)
+    path = optimizer_file(folder, mesh, replica=replica)
     if not path.is_file():
+        of_replica = "" if replica is None else ", with fewer replicas or without local_sgd"
         raise CheckpointError(
-            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size, or without optimizer "
-            "state. Resume with the layout it was saved with, or start a new run from its weights."
+            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size{of_replica}, or without "
+            "optimizer state. Resume with the layout it was saved with, or start a new run from its weights."
         )
     description, tensors = _read_optimizer(path)
     _check_optimizer(path, description, optimizer, _group_names(optimizer, parameters, zero), mesh)

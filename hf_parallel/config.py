@@ -6,16 +6,16 @@ group exists. The sections are in `sections`; what they mean together is checked
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.problems import locate, rewritten, sections_of
 from hf_parallel.sections import (
     DEFAULT_RANK_ORDER,
     STAGES_PER_RANK,
@@ -101,13 +101,13 @@ class HFParallelConfig(Section):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise ConfigError("\n".join(_problems(error, values))) from None
+                raise ConfigError("\n".join(rewritten(error, HFParallelConfig, values))) from None
 
     @model_validator(mode="before")
     @classmethod
     def _null_section_is_default(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`accelerate config update` turns an empty section into null."""
-        return {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
+        return {key: value for key, value in values.items() if value is not None or key not in sections_of(cls)}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -140,6 +140,7 @@ class HFParallelConfig(Section):
             )
         problems += [*self._without_stages(), *self._without_partition()]
         problems += [*self.gradient_compression.problems("gradient_compression"), *self._compressed_partition()]
+        problems += self._local_steps()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -216,6 +217,21 @@ class HFParallelConfig(Section):
             if (value := getattr(self.zero, name)) != "auto"
         ]
 
+    def _local_steps(self) -> list[str]:
+        """Local steps with what expects equal replicas after every step."""
+        found, every = self.local_sgd.problems(), self.local_sgd.sync_every
+        if every > 1 and self.zero.stage:
+            found.append(
+                f"local_sgd.sync_every={every} with zero.stage={self.zero.stage}: replicas differ between "
+                "synchronisations, so they cannot share one optimizer. Set zero.stage to 0, or local_sgd.sync_every to 1."
+            )
+        if every > 1 and self.gradient_compression.method != "none":
+            found.append(
+                f"local_sgd.sync_every={every} with gradient_compression.method={self.gradient_compression.method}: no "
+                "gradient travels between synchronisations. Move the settings to local_sgd.compression."
+            )
+        return found
+
     def _compressed_partition(self) -> list[str]:
         """Compression that would need what ZeRO takes away."""
         compression = self.gradient_compression
@@ -262,7 +278,7 @@ class HFParallelConfig(Section):
         """
         values = self.model_dump()
         for key, value in overrides.items():
-            section, leaf = _locate(key)
+            section, leaf = locate(type(self), key)
             plain = value.model_dump() if isinstance(value, BaseModel) else value
             if section:
                 values[section][leaf] = plain
@@ -309,6 +325,12 @@ class HFParallelConfig(Section):
                 f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
                 f"gradient_compression.method to none, or num_processes to {2 * world_size}."
             )
+        if self.local_sgd.sync_every > 1 and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"local_sgd.sync_every={self.local_sgd.sync_every} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, nothing to synchronise. Set local_sgd.sync_every "
+                f"to 1, or num_processes to {2 * world_size}."
+            )
         if self.zero.stage and dp_size == 1 and world_size > 1:
             raise ConfigError(
                 f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
@@ -326,73 +348,3 @@ class HFParallelConfig(Section):
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         plain: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         return sizes | plain
-
-
-def _locate(key: str) -> tuple[str, str]:
-    """Return (section, leaf) of an override name; the section of a top-level name is ''."""
-    fields = HFParallelConfig.model_fields
-    section, _, leaf = key.rpartition(".")
-    if section in _SECTIONS or (not section and leaf in fields):
-        return section, leaf
-    homes = [name for name, model in _SECTIONS.items() if leaf in model.model_fields] if not section else []
-    if len(homes) == 1:
-        return homes[0], leaf
-    if homes:
-        raise ConfigError(f"{key}: found in {', '.join(homes)}. Write it with its section: {homes[0]}.{key}.")
-    raise ConfigError(_unknown_key(key, section=""))
-
-
-def _unknown_key(key: str, section: str) -> str:
-    home = _SECTIONS.get(section)
-    path = f"{section}.{key}" if section else key
-    if home is CheckpointConfig:
-        return f"{path} is not available yet: the checkpoint section has no options. Remove it."
-    known = [*(home or HFParallelConfig).model_fields]
-    elsewhere = [f"{name}.{key}" for name, model in _SECTIONS.items() if key in model.model_fields]
-    if key in HFParallelConfig.model_fields:
-        elsewhere.append(f"{key} at the top level")
-    if elsewhere:
-        return f"{path}: unknown key here. Move it to {' or '.join(elsewhere)}."
-    leaves = {leaf: f"{name}.{leaf}" for name, model in _SECTIONS.items() for leaf in model.model_fields}
-    nearest = difflib.get_close_matches(key, [*known, *leaves], n=1, cutoff=0.6)
-    hint = f"Did you mean {nearest[0] if nearest[0] in known else leaves[nearest[0]]}?" if nearest else "Remove it."
-    return f"{path}: unknown key. {hint} Known keys{f' of {section}' if section else ''}: {', '.join(known)}."
-
-
-def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """Rewrite pydantic's errors, one line a setting (a union reports once for each of its members)."""
-    lines: dict[str, str] = {}
-    for detail in error.errors():
-        path = _setting_path(detail["loc"])
-        lines.setdefault(path, _problem(path, detail, values))
-    return list(lines.values())
-
-
-def _setting_path(loc: Iterable[int | str]) -> str:
-    """Return the part of a pydantic location that names a setting, without union members and list positions."""
-    section, *rest = [str(part) for part in loc] or [""]
-    return f"{section}.{rest[0]}" if section in _SECTIONS and rest else section
-
-
-def _problem(path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
-    section, _, leaf = path.rpartition(".")
-    if detail["type"] == "together":
-        return detail["msg"]
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(leaf, section)
-    inner = values[section] if section else values
-    given = inner[leaf] if isinstance(inner, Mapping) else getattr(inner, leaf)
-    if detail["type"] == "not_available":
-        neutral = detail["ctx"]["neutral"]
-        return f"{path}={spelled(given)} is not available yet: {detail['msg']}. Set {path} to {spelled(neutral)}."
-    field = (_SECTIONS[section] if section else HFParallelConfig).model_fields[leaf]
-    if leaf in _SECTIONS and not section:
-        return f"{path}={spelled(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
-    return f"{path}={spelled(given)}: expected {field.description}. Set {path} to {spelled(field.default)}."
-
-
-_SECTIONS: Mapping[str, type[Section]] = {
-    name: type(field.default)
-    for name, field in HFParallelConfig.model_fields.items()
-    if isinstance(field.default, Section)
-}

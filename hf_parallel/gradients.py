@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
@@ -24,7 +25,7 @@ from hf_parallel.gradient_compression.build import make_wire
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
-from hf_parallel.sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
+from hf_parallel.sections import DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
 
 
 # Update rules that treat every element by itself: right on a shard. Others (Adafactor, LAMB, Muon, ...) use norms or
@@ -42,6 +43,7 @@ class SyncSettings:
         data_parallel: Buckets and overlap.
         zero: Partition of the optimizer.
         compression: What travels.
+        local_sgd: How often replicas are brought together.
         ranks_per_node: Ranks on each node.
         overlaps: Whether hooks on parameters are possible: a schedule that puts weight gradients off forbids them.
         waiting: Context for waits on other ranks inside an optimizer's step.
@@ -50,6 +52,7 @@ class SyncSettings:
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     compression: GradientCompressionConfig = field(default_factory=GradientCompressionConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
     ranks_per_node: int = 1
     overlaps: bool = False
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
@@ -78,10 +81,12 @@ class GradientSync:
         self._settings = settings
         self._reduced = False
         self._zero: ZeroPartition | None = None
+        self._local: LocalSteps | None = None
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self._replicas: GradientReducer | None = None
-        self.wire = self._make_wire()
+        self._walks_alone = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
+        self.wire = self._make_wire(settings.local_sgd.compression if self._walks_alone else settings.compression)
         self._warmup: int | None = None  # steps that are not compressed; None: not known yet
         self._steps = 0
         self._lay_out()
@@ -96,9 +101,14 @@ class GradientSync:
         """Whether an optimizer will be, or is, partitioned."""
         return self._settings.zero.stage > 0 and self._mesh.dp_shard_group is not None
 
-    def _make_wire(self) -> CompressedWire | None:
+    @property
+    def local(self) -> LocalSteps | None:
+        """What brings the replicas together, None if they never part."""
+        return self._local
+
+    def _make_wire(self, settings: GradientCompressionConfig) -> CompressedWire | None:
         """The wire that compresses, on groups of its own; None without compression."""
-        settings, mesh = self._settings.compression, self._mesh
+        mesh = self._mesh
         if settings.method == "none" or mesh.dp_group is None:
             return None
         group = mesh.replica_group()
@@ -111,7 +121,12 @@ class GradientSync:
             )
         trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
         device = next(iter(self._parameters.values())).device
-        return None if group is None else make_wire(settings, trained, group, nodes, device)
+        return None if group is None else make_wire(settings, trained, group, nodes, device, self._held_in_part())
+
+    def _held_in_part(self) -> frozenset[str]:
+        """Shards with sections that all tp ranks hold in common: their codes would differ from rank to rank."""
+        specs = {name: self._ledger.entries[name].spec for name in self._parameters}
+        return frozenset(name for name, spec in specs.items() if spec is not None and spec.sharded_share < 1.0)
 
     def plan_steps(self, total: int, done: int) -> None:
         """Say how many optimizer steps the run has, for a warm-up that is a share of them.
@@ -128,7 +143,7 @@ class GradientSync:
         Raises:
             UnsupportedError: The warm-up is a share of a number of steps that nobody said.
         """
-        if self.wire is None:
+        if self.wire is None or self._walks_alone:
             return
         if self._warmup is None and self._settings.compression.warmup > 0:
             raise UnsupportedError(
@@ -149,15 +164,21 @@ class GradientSync:
             self._replicas.close()
         taken = frozenset(self._zero.names) if self._zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
-        self._replicas = GradientReducer(named, self._mesh.dp_group, self._traffic())
+        group = None if self._walks_alone else self._mesh.dp_group
+        self._replicas = GradientReducer(named, group, self._traffic())
 
     def _traffic(self) -> Traffic:
         """Parameters that several stages hold are summed over these first, so their buckets must wait."""
         data_parallel, wire = self._settings.data_parallel, self.wire
 
-        def kind(name: str, parameter: nn.Parameter) -> tuple[bool, bool]:
-            shared = len(self._ledger.entries[name].holders) > 1
-            return shared, wire is not None and wire.keeps_dense(name, parameter.shape)
+        def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool]:
+            """What must not share a bucket: tied parameters wait for each other's stages, and a code of a block that
+            also holds a shard would differ between the ranks that hold the rest of it in common.
+            """
+            entry = self._ledger.entries[name]
+            holders = entry.holders if len(entry.holders) > 1 else ()
+            lossy = wire is not None and not wire.keeps_dense(name, parameter.shape)
+            return holders, lossy, lossy and entry.spec is None
 
         return Traffic(
             bucket_bytes=int(data_parallel.bucket_cap_mb * 2**20),
@@ -196,6 +217,35 @@ class GradientSync:
         )
         self._lay_out()
 
+    def _part(self) -> None:
+        """Let the replicas train by themselves from here on.
+
+        Raises:
+            UnsupportedError: They do already, for another optimizer.
+        """
+        group, settings = self._mesh.dp_group, self._settings.local_sgd
+        if self._local is not None:
+            raise UnsupportedError(
+                f"local_sgd.sync_every={settings.sync_every} with a second optimizer: the steps that count are those of "
+                "the first. Put all parameters into the groups of one optimizer."
+            )
+        if group is not None:
+            trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
+            self._local = LocalSteps(
+                trained,
+                group,
+                sync_every=settings.sync_every,
+                outer_lr=settings.outer_lr,
+                outer_momentum=settings.outer_momentum,
+                traffic=self._traffic(),
+                waiting=self._settings.waiting,
+            )
+
+    @property
+    def _replicas_share(self) -> float:
+        """What a sum over the replicas is multiplied with; a replica that walks alone has its own gradient."""
+        return 1.0 if self._walks_alone else 1.0 / self._mesh.shape.dp_size
+
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins: buckets may leave as they fill up.
 
@@ -206,7 +256,7 @@ class GradientSync:
         if self._trained != self._now_trained():
             return
         self._choose_warmth()
-        share = None if factor is None else factor / self._mesh.shape.dp_size
+        share = None if factor is None else factor * self._replicas_share
         if self._zero is not None and (last or self._zero.stage == 2):
             self._zero.arm(share)
         if self._replicas is not None and last:
@@ -217,7 +267,7 @@ class GradientSync:
         if self._zero is not None and self._zero.stage == 2:
             self._choose_warmth()
             self._reduce_shared()
-            self._zero.reduce(factor / self._mesh.shape.dp_size)
+            self._zero.reduce(factor * self._replicas_share)
 
     def reduce(self, factor: float) -> None:
         """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp.
@@ -236,12 +286,24 @@ class GradientSync:
         self._reduce_shared()
         for reducer in (self._zero, self._replicas):
             if reducer is not None:
-                reducer.reduce(factor / self._mesh.shape.dp_size)
+                reducer.reduce(factor * self._replicas_share)
         self._reduced = True
 
     def _reduce_shared(self) -> None:
         for reducer in self._shared:
             reducer.reduce(1.0)
+
+    def synchronise(self) -> None:
+        """Make replicas that train by themselves equal, before anybody looks at the model; collective."""
+        if self._local is not None:
+            self._local.synchronise()
+
+    def reloaded(self) -> None:
+        """The parameters were loaded from elsewhere: take them over wherever there are copies."""
+        if self._zero is not None:
+            self._zero.refresh()
+        if self._local is not None:
+            self._local.refresh()
 
     def zero_grad(self) -> None:
         """Forget the gradients that the optimizer's parts have; those of the model are its own business."""
@@ -303,6 +365,10 @@ class GradientSync:
         optimizer.register_step_pre_hook(self._before_step)
         if self.partitions:
             self._partition(optimizer)
+        if self._walks_alone:
+            self._part()
+            if self._local is not None:
+                optimizer.register_step_post_hook(self._local.after_step)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""

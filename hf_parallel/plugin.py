@@ -179,6 +179,7 @@ def attach(
                 config.data_parallel,
                 config.zero,
                 config.gradient_compression,
+                config.local_sgd,
                 ranks_per_node=ranks_per_node(),
                 overlaps=pieces is None or pieces.weights is None,
                 waiting=watchdog.waiting,

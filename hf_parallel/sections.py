@@ -337,10 +337,38 @@ class LocalSgdConfig(Section):
     """How often the data-parallel replicas are averaged."""
 
     sync_every: Annotated[
-        Count,
-        available(1, reason="replicas synchronise at every optimizer step"),
-        Field(description="an integer of 1 or more (optimizer steps between synchronisations)"),
+        Count, Field(description="an integer of 1 or more (optimizer steps between synchronisations)")
     ] = 1
+    outer_lr: Annotated[
+        float,
+        BeforeValidator(number),
+        Field(gt=0, description="learning rate of the outer optimizer, a number above 0"),
+    ] = 1.0
+    outer_momentum: Annotated[
+        float,
+        BeforeValidator(number),
+        Field(ge=0, lt=1, description="Nesterov momentum of the outer optimizer, from 0 to below 1"),
+    ] = 0.0
+    compression: Annotated[
+        GradientCompressionConfig,
+        Field(description="a mapping with the keys of gradient_compression: what travels at a synchronisation"),
+    ] = GradientCompressionConfig()
+
+    def problems(self) -> list[str]:
+        """Settings that contradict each other or have no effect, one line each."""
+        if self.sync_every == 1:
+            return [
+                f"local_sgd.{name}={spelled(value)} with local_sgd.sync_every=1 has no effect: replicas synchronise at every "
+                f"step. Set local_sgd.sync_every to 2 or more, or remove local_sgd.{name}."
+                for name, value in self.model_dump(exclude_defaults=True).items()
+            ]
+        found = self.compression.problems("local_sgd.compression")
+        if self.compression.warmup_ratio != "auto":
+            found.append(
+                f"local_sgd.compression.warmup_ratio={self.compression.warmup_ratio} has no effect: pseudo-gradients are "
+                "compressed from the start. Remove it."
+            )
+        return found
 
 
 class CheckpointConfig(Section):

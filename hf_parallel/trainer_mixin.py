@@ -50,6 +50,16 @@ class HFParallelTrainerMixin(SavingMixin):
         wire = self._engine.gradients.wire if self._engine is not None else None
         super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().predict(*args, **kwargs)
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     def get_batch_samples(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.errors import CheckpointError
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.mesh import Mesh
@@ -63,6 +64,34 @@ def load_wire(folder: str | Path, wire: CompressedWire, settings: GradientCompre
                 mine["residual"][name] += residual
         mine["residual"] = {name: total / mesh.shape.dp_size for name, total in mine["residual"].items()}
     wire.load(mine)
+
+
+def outer_file(folder: str | Path, mesh: Mesh) -> Path:
+    """Where the outer momentum of this rank's (stage, tp rank) lives; it is equal on all replicas."""
+    return Path(folder) / f"outer-stage{mesh.pp_rank}-tp{mesh.tp_rank}.safetensors"
+
+
+def save_outer(folder: str | Path, local: LocalSteps, mesh: Mesh) -> None:
+    """Write the outer momentum of local steps; the rank of dp 0 calls it."""
+    save_file({name: tensor.cpu() for name, tensor in local.state().items()}, outer_file(folder, mesh))
+
+
+def load_outer(folder: str | Path, local: LocalSteps, mesh: Mesh) -> None:
+    """Take up the outer momentum; every rank calls it, after the weights were loaded.
+
+    Raises:
+        CheckpointError: There is none, or the file is damaged.
+    """
+    path = outer_file(folder, mesh)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist: the checkpoint was not written with local_sgd.sync_every above 1. Resume with "
+            "local_sgd.sync_every: 1."
+        )
+    try:
+        local.load(load_file(path))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. It is truncated or damaged.") from error
 
 
 def _method_of(settings: GradientCompressionConfig) -> dict[str, Any]:

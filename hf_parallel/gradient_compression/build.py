@@ -45,6 +45,7 @@ def make_wire(
     group: dist.ProcessGroup,
     nodes: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
     device: torch.device,
+    exact: frozenset[str] = frozenset(),
 ) -> CompressedWire:
     """The wire that `settings` describe; every rank of `group` makes one.
 
@@ -54,11 +55,12 @@ def make_wire(
         group: The replicas; a group that nothing else uses.
         nodes: The replicas of this rank's node, and those with its place in other nodes; None for a flat topology.
         device: Of the gradients.
+        exact: Parameters that are never compressed.
 
     Raises:
         UnsupportedError: The settings leave nothing to compress.
     """
-    dense = _dense_rule(settings)
+    dense = _dense_rule(settings, exact)
     sent = [name for name, shape in shapes.items() if not dense(name, shape)]
     if shapes and not sent:
         widest = max(shapes, key=lambda name: shapes[name].numel())
@@ -111,13 +113,13 @@ def _compiled(codec: GradientCompressor) -> GradientCompressor:
     return codec
 
 
-def _dense_rule(settings: GradientCompressionConfig) -> Callable[[str, torch.Size], bool]:
+def _dense_rule(settings: GradientCompressionConfig, exact: frozenset[str]) -> Callable[[str, torch.Size], bool]:
     vectors = "1d" in settings.exclude
     patterns = [pattern for pattern in settings.exclude if pattern != "1d"]
     rank = settings.matrix_approximation_rank if settings.method == "powersgd" else None
 
     def dense(name: str, shape: torch.Size) -> bool:
-        if vectors and len(shape) < 2:
+        if name in exact or (vectors and len(shape) < 2):
             return True
         if rank is not None and (len(shape) < 2 or not PowerSGD.saves(shape, rank)):
             return True

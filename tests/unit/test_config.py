@@ -51,7 +51,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
         ("zero", "offload_optimizer", "cpu", "'none'"),
         ("zero", "offload_param", "nvme", "'none'"),
         ("zero", "nvme_path", "scratch", "null"),
-        ("local_sgd", "sync_every", 4, "1"),
         ("tensor_parallel", "sequence_parallel", True, "false"),
     ],
 )

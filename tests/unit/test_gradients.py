@@ -54,7 +54,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
         sync._settings, sync._zero = SyncSettings(), None
-        sync.wire, sync._steps = None, 0
+        sync.wire, sync._steps, sync._walks_alone, sync._local = None, 0, False, None
         yield ledger, sync
 
 
