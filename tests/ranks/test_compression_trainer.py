@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, make_trainer, run_cases
 
@@ -141,3 +142,50 @@ def test_the_warm_up_is_exact(tmp_path: Path, exact: list[float]) -> None:
     losses = [e["loss"] for e in run_cases([case], 2, tmp_path)["warm"]["history"] if "loss" in e]
     assert losses[:4] == pytest.approx(exact[:4], abs=1e-5)  # the third step is the last exact one
     assert all(abs(here - there) > 1e-5 for here, there in zip(losses[4:], exact[4:], strict=True))
+
+
+def common_rank(rank: int, world_size: int, cases: list[Case], folder: str) -> None:
+    """What several ranks of one model copy hold in common stays equal bit for bit."""
+    for case in cases:
+        trainer = make_trainer(case, Path(folder) / case.name, world_size)
+        trainer.train()
+        session = trainer.accelerator.hf_parallel
+        attachment, mesh = session.engine.attachment, session.mesh
+        compared = 0
+        for name, parameter in attachment.parameters.items():
+            entry = attachment.ledger.entries[name]
+            if mesh.tp_group is not None:
+                parts = [parameter.detach()] if entry.spec is None else []
+                if entry.spec is not None:
+                    lengths = entry.spec.local_sections(mesh.shape.tp_size, mesh.tp_rank)
+                    sections = zip(parameter.detach().split(lengths, entry.spec.dim), entry.spec.sections, strict=True)
+                    parts = [part for part, section in sections if not section.sharded]
+                for part in parts:
+                    first = part.clone()
+                    dist.broadcast(first, dist.get_global_rank(mesh.tp_group, 0), group=mesh.tp_group)
+                    assert torch.equal(first, part), f"{case.name}: {name} differs between tp ranks"
+                    compared += 1
+        for holders in attachment.ledger.shared_holders():
+            shared = [n for n in attachment.parameters if attachment.ledger.entries[n].holders == holders]
+            for name in shared:
+                first = attachment.parameters[name].detach().clone()
+                source = mesh.shape.rank_at(mesh.dp_rank, holders[0], mesh.tp_rank)
+                dist.broadcast(first, source, group=mesh.pp_group)
+                assert torch.equal(first, attachment.parameters[name].detach()), f"{case.name}: {name} differs"
+                compared += 1
+        assert compared, f"{case.name} holds nothing in common"
+        session.watchdog.stop()
+
+
+def test_what_ranks_hold_in_common_is_compressed_alike(tmp_path: Path) -> None:
+    """A code whose block also holds a shard would differ from rank to rank, and so would what is decoded from it."""
+    cases = [
+        compressed("common_tp_int8", "int8", mesh={"tp_size": 2}, exclude=[]),
+        compressed("common_tp_topk", "topk", mesh={"tp_size": 2}, exclude=[], density=0.05),
+        compressed("common_tp_powersgd", "powersgd", mesh={"tp_size": 2}, exclude=[], matrix_approximation_rank=2),
+        compressed("common_pp_int4", "int4", mesh=PP2, exclude=[]),
+    ]
+    cases = [
+        dataclasses.replace(case, model="llama_tied" if "pp" in case.name else "qwen3", steps=3) for case in cases
+    ]
+    run_ranks(common_rank, 4, cases, str(tmp_path), tmp_path=tmp_path, timeout=200, env=ENV)
