@@ -153,10 +153,10 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
         engine.scaler = self.scaler
-        if engine.gradients.wire is not None and self.scaler is not None:
-            engine.gradients.wire.loss_scale = functools.partial(loss_scale, self.scaler)
+        if engine.gradients.replicas.wire is not None and self.scaler is not None:
+            engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
         if known is None and self.hf_parallel.total_steps is not None:
-            engine.gradients.plan_steps(self.hf_parallel.total_steps, 0)
+            engine.gradients.replicas.plan_steps(self.hf_parallel.total_steps, 0)
         return engine
 
     def _agree_on_skipped_steps(self) -> None:
@@ -295,7 +295,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full model's weights on world rank 0, {} elsewhere; collective."""
         attachment = self.hf_parallel_engine.attachment
-        attachment.gradients.synchronise()
+        attachment.gradients.replicas.synchronise()
         with self.hf_parallel.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(
                 attachment.ledger, {**attachment.parameters, **attachment.buffers}, self.hf_parallel.mesh

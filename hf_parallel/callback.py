@@ -94,14 +94,14 @@ class HFParallelCallback(TrainerCallback):
                 "Pass it in Trainer(callbacks=[HFParallelCallback()])."
             )
         if self.session is not None and self.session.engine is not None:
-            self.session.engine.gradients.plan_steps(state.max_steps, state.global_step)
+            self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave equal replicas behind."""
         if self.session is not None and self.session.engine is not None:
-            self.session.engine.gradients.synchronise()
+            self.session.engine.gradients.replicas.synchronise()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -234,13 +234,26 @@ class HFParallelConfig(Section):
 
     def _compressed_partition(self) -> list[str]:
         """Compression that would need what ZeRO takes away."""
-        compression = self.gradient_compression
-        if not self.zero.stage or not compression.feeds_back:
+        compression, found = self.gradient_compression, []
+        if not self.zero.stage or compression.method == "none":
             return []
+        if self.zero.dp_shard_size != "auto":
+            found.append(
+                f"gradient_compression.method={compression.method} with zero.dp_shard_size={self.zero.dp_shard_size} is not "
+                "available yet: only sums over all replicas are compressed. Set zero.dp_shard_size to 'auto'."
+            )
+        if compression.topology == "hierarchical":
+            found.append(
+                f"gradient_compression.topology=hierarchical with zero.stage={self.zero.stage}: each rank needs its part of "
+                "the sum only, which is sent in one step. Set gradient_compression.topology to auto."
+            )
+        if not compression.feeds_back:
+            return found
         return [
+            *found,
             f"gradient_compression.method={compression.method} with zero.stage={self.zero.stage}: error feedback keeps a "
             "residual of every element on every rank, which is more than ZeRO saves. Set gradient_compression.method to "
-            "int8, or zero.stage to 0."
+            "int8, or zero.stage to 0.",
         ]
 
     @classmethod

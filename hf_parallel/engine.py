@@ -27,6 +27,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.replicas import Replicas
 from hf_parallel.watchdog import Watchdog
 
 
@@ -89,8 +90,10 @@ class Engine:
         patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
-        if self.gradients.partitions:
-            vars(self.model)["zero_grad"] = functools.partial(_zero_grad, self.model.zero_grad, self.gradients)
+        if self.gradients.replicas.partitions:
+            vars(self.model)["zero_grad"] = functools.partial(
+                _zero_grad, self.model.zero_grad, self.gradients.replicas
+            )
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
@@ -192,10 +195,10 @@ class DirectEngine(Engine):
                 self.gradients.accumulate(1.0)
 
 
-def _zero_grad(own: Callable[..., None], gradients: GradientSync, set_to_none: bool = True) -> None:
+def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
     """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
     own(set_to_none)
-    gradients.zero_grad()
+    replicas.zero_grad()
 
 
 def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:

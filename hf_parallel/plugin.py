@@ -19,7 +19,7 @@ from hf_parallel.batches import BatchCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
-from hf_parallel.gradients import GradientSync, SyncSettings
+from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
@@ -35,6 +35,7 @@ from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.planning import Plans, agree, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
+from hf_parallel.replicas import ReplicaSettings
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.watchdog import Watchdog
 
@@ -175,7 +176,7 @@ def attach(
             plans.ledger,
             parameters,
             mesh,
-            SyncSettings(
+            ReplicaSettings(
                 config.data_parallel,
                 config.zero,
                 config.gradient_compression,

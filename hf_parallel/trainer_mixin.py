@@ -47,7 +47,7 @@ class HFParallelTrainerMixin(SavingMixin):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As stock, with what gradient compression did since the last time beside the training loss."""
-        wire = self._engine.gradients.wire if self._engine is not None else None
+        wire = self._engine.gradients.replicas.wire if self._engine is not None else None
         super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

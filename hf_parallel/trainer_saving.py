@@ -69,7 +69,7 @@ class SavingMixin(Base):
     def _synchronise(self) -> None:
         """Replicas that train by themselves become equal before the model is looked at."""
         if self._engine is not None:
-            self._engine.gradients.synchronise()
+            self._engine.gradients.replicas.synchronise()
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class SavingMixin(Base):
         attachment = self.accelerator.hf_parallel_engine.attachment
         held = {**attachment.parameters, **attachment.buffers}
         load_weights(folder, attachment.ledger, held, attachment.mesh)
-        attachment.gradients.reloaded()
+        attachment.gradients.replicas.reloaded()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class SavingMixin(Base):
         os.makedirs(output_dir, exist_ok=True)
         optimizer, attachment = self._bare_optimizer(), engine.attachment
         with session.watchdog.waiting("waits for the optimizer state of the other replicas"):
-            save_training_state(output_dir, optimizer, attachment.gradients, attachment.parameters, session)
+            save_training_state(output_dir, optimizer, attachment.gradients.replicas, attachment.parameters, session)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.args.should_save and isinstance(engine, PipelineEngine):
@@ -211,7 +211,7 @@ class SavingMixin(Base):
         if checkpoint is None:
             return
         optimizer, attachment = self._bare_optimizer(), engine.attachment
-        load_training_state(checkpoint, optimizer, attachment.gradients, attachment.parameters, session)
+        load_training_state(checkpoint, optimizer, attachment.gradients.replicas, attachment.parameters, session)
         if self.lr_scheduler is not None:
             path = Path(checkpoint, SCHEDULER)
             if not path.is_file():

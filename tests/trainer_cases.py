@@ -98,7 +98,7 @@ class Snapshots(TrainerCallback):
         session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
         named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
         held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
-        zero = session.engine.gradients.zero if session is not None else None
+        zero = session.engine.gradients.replicas.zero if session is not None else None
         if zero is not None and name == "gradients":
             assert not held, "parameters kept gradients that the optimizer's parts should have"
             held = zero_gradients(zero)

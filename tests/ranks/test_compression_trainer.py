@@ -56,7 +56,7 @@ def train_rank(rank: int, world_size: int, cases: list[Case], folder: str) -> li
         trainer = make_trainer(case, Path(folder) / case.name, world_size)
         trainer.train()
         session = trainer.accelerator.hf_parallel
-        wire = session.engine.gradients.wire
+        wire = session.engine.gradients.replicas.wire
         weights = [parameter.detach().double().sum() for parameter in session.engine.attachment.parameters.values()]
         found.append(
             {

@@ -87,15 +87,15 @@ def train_rank(rank: int, world_size: int, cases: list[Case], folder: str) -> li
         session = trainer.accelerator.hf_parallel
         gradients, mesh = session.engine.gradients, session.mesh
         weights = [p.detach().double().sum() for p in session.engine.attachment.parameters.values()]
-        wire = gradients.wire
+        wire = gradients.replicas.wire
         found.append(
             {
                 "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
                 "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
                 "weights": float(torch.stack(weights).sum()),
                 "place": (mesh.pp_rank, mesh.tp_rank),
-                "collectives": gradients.local._wire.counters.collectives,
-                "buckets": len(gradients.local._buckets),
+                "collectives": gradients.replicas.local._wire.counters.collectives,
+                "buckets": len(gradients.replicas.local._buckets),
                 "ratio": wire.meter.dense_bytes / wire.meter.wire_bytes if wire is not None else 1.0,
             }
         )

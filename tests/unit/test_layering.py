@@ -19,6 +19,7 @@ FLOORS = [
     {"recipes", "mesh", "watchdog"},
     {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches"},
+    {"replicas"},
     {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
     {"pipeline_engine", "planning"},
