@@ -45,6 +45,8 @@ PIPELINE_ONLY = (
     "compile_blocks",
     "transport",
 )
+# Settings that nothing reads when no layer is shared.
+TENSOR_ONLY = ("plan", "vocab_parallel_loss", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:
@@ -134,7 +136,7 @@ class HFParallelConfig(Section):
                 f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
-        problems += self._without_stages()
+        problems += self._without_effect()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -188,16 +190,11 @@ class HFParallelConfig(Section):
             )
         return problems
 
-    def _without_stages(self) -> list[str]:
-        """Settings of the pipeline that nothing reads because there is one stage."""
-        if self.pp_size > 1:
-            return []
-        defaults = PipelineConfig()
+    def _without_effect(self) -> list[str]:
+        """Settings of an axis that nothing reads because the axis has one rank."""
         return [
-            f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
-            f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in PIPELINE_ONLY
-            if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
+            *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
+            *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
         ]
 
     @classmethod
@@ -279,6 +276,21 @@ class HFParallelConfig(Section):
         return sizes | plain
 
 
+def _unread(settings: Section, section: str, names: Iterable[str], axis: str, size: int, why: str) -> list[str]:
+    if size > 1:
+        return []
+    problems = []
+    for name in names:
+        value, default = getattr(settings, name), type(settings).model_fields[name].default
+        if value != default:
+            shown = _yaml(list(value) if isinstance(value, tuple) else value)
+            problems.append(
+                f"{section}.{name}={shown} with {axis}_size=1 has no effect: {why}. Set {axis}_size to 2 or more, or "
+                f"{section}.{name} to {_yaml(default)}."
+            )
+    return problems
+
+
 def _locate(key: str) -> tuple[str, str]:
     """Return (section, leaf) of an override name; the section of a top-level name is ''."""
     fields = HFParallelConfig.model_fields
@@ -334,6 +346,8 @@ def _problem(path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
     section, _, leaf = path.rpartition(".")
     if detail["type"] == "together":
         return detail["msg"]
+    if detail["type"] == "told":
+        return f"{path}{detail['msg']}"
     if detail["type"] == "extra_forbidden":
         return _unknown_key(leaf, section)
     inner = values[section] if section else values

@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.sections import Treatment
 from hf_parallel.tensor_parallel.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
-from hf_parallel.tensor_parallel.overrides import Override, decided, hinted_rows
+from hf_parallel.tensor_parallel.overrides import USERS_WISH, decided, hinted_rows
 from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, proposals
 from hf_parallel.tensor_parallel.trace import (
@@ -28,13 +29,14 @@ from hf_parallel.tensor_parallel.trace import (
     undisturbed,
 )
 from hf_parallel.tensor_parallel.verify import BlockVerifier, RejectedError
+from hf_parallel.tensor_parallel.vocab_plan import find_ends
 
 
 NARROW = 8  # a gather of a linear with so many times fewer outputs than inputs (a router) costs more than it saves
 
 
 def plan_tensor_parallel(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], overrides: Mapping[str, Override] | None = None
+    model: nn.Module, tp_size: int, sample: Mapping[str, Any], overrides: Mapping[str, Treatment] | None = None
 ) -> TPPlan:
     """Plan how `tp_size` ranks share the linear modules of `model`.
 
@@ -48,7 +50,8 @@ def plan_tensor_parallel(
         tp_size: Number of tensor-parallel ranks, >= 1.
         sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A
             few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
-        overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived.
+        overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived. Whether
+            the embedding and the head are as wished is checked by `shard_vocabulary`.
 
     Returns:
         The plan; with `tp_size=1` it shards nothing.
@@ -68,11 +71,12 @@ def plan_tensor_parallel(
         linears = {name: info for name, info in linears.items() if not _is_only_read(name, trace)}
         draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
         _refuse_widths(draft)
-        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft)])
+        ends = find_ends(model).names
+        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft), *ends])
         draft.reasons = _unusable(draft) | {
-            name: "whole: the user wants it replicated" if wish == "replicate" else "gathered: the user wants it"
+            name: f"whole: {USERS_WISH} replicated" if wish == "replicate" else f"gathered: {USERS_WISH}"
             for name, wish in wanted.items()
-            if wish != "pair"
+            if wish != "pair" and (name in linears or name not in ends)
         }
         draft.hinted = hinted_rows(model, linears)
         for candidates in (pair_candidates(draft), expert_candidates(draft)):
@@ -81,7 +85,7 @@ def plan_tensor_parallel(
     for name in linears:
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
-    _require_pairs(draft, wanted)
+    _require_pairs(draft, {name: wish for name, wish in wanted.items() if name not in ends})
     return _finish(draft)
 
 
@@ -106,13 +110,13 @@ def _refuse_widths(draft: Draft) -> None:
         )
 
 
-def _require_pairs(draft: Draft, wanted: Mapping[str, Override]) -> None:
+def _require_pairs(draft: Draft, wanted: Mapping[str, Treatment]) -> None:
     for name, wish in wanted.items():
         paired = name in draft.plans and draft.plans[name].role != "gather"
         if wish == "pair" and not paired and not any(n.startswith(f"{name}.") for p in draft.pairs for n in p.sliced):
             raise PlanError(
-                f"the override wants {name} in a pair with tp_size={draft.tp_size}, but it is "
-                f"{draft.reasons.get(name, 'not shardable')}. Remove the override, or choose another tp_size."
+                f"tensor_parallel.plan wants {name} in a pair with tp_size={draft.tp_size}, but it is "
+                f"{draft.reasons.get(name, 'not shardable')}. Remove its pattern, or choose another tp_size."
             )
 
 

@@ -1,0 +1,37 @@
+"""The plan of a whole model: its layers, then its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from hf_parallel.sections import Treatment
+from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+
+
+def plan_model(
+    model: nn.Module,
+    tp_size: int,
+    sample: Mapping[str, Any],
+    *,
+    overrides: Mapping[str, Treatment] | None = None,
+    vocabulary: Literal["auto"] | bool = "auto",
+) -> TPPlan:
+    """`plan_tensor_parallel`, then `shard_vocabulary`.
+
+    Args:
+        model: The full model with materialised weights; unchanged.
+        tp_size: Number of tensor-parallel ranks, >= 1.
+        sample: Keyword arguments of a forward pass.
+        overrides: Pattern of module names -> "pair", "gather" or "replicate"; none: everything is derived.
+        vocabulary: `tensor_parallel.vocab_parallel_loss`.
+
+    Raises:
+        PlanError: As those two.
+    """
+    plan = plan_tensor_parallel(model, tp_size, sample, overrides)
+    return shard_vocabulary(model, plan, sample, vocabulary, overrides)
