@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
 
 from hf_parallel.sections import Treatment
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.derive import aliases_of, plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
 
@@ -34,4 +35,5 @@ def plan_model(
         PlanError: As those two.
     """
     plan = plan_tensor_parallel(model, tp_size, sample, overrides)
-    return shard_vocabulary(model, plan, sample, vocabulary, overrides)
+    plan = shard_vocabulary(model, plan, sample, vocabulary, overrides)
+    return replace(plan, aliases=aliases_of(model, plan.shard_specs()))

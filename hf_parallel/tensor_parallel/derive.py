@@ -19,7 +19,7 @@ from hf_parallel.tensor_parallel.candidates import Draft, expert_candidates, mat
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.overrides import USERS_WISH, decided, hinted_rows
-from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan
+from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan, in_order
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, proposals
 from hf_parallel.tensor_parallel.trace import (
     Trace,
@@ -342,7 +342,7 @@ def _finish(draft: Draft) -> TPPlan:
     plan = TPPlan(
         tp_size=draft.tp_size,
         linears=draft.plans,
-        pairs=tuple(draft.pairs),
+        pairs=in_order(draft.pairs),
         fallbacks={name: reason for name, reason in reasons.items() if not reason.startswith("whole: ")},
         whole={
             name: reason.removeprefix("whole: ") for name, reason in reasons.items() if reason.startswith("whole: ")
@@ -351,10 +351,11 @@ def _finish(draft: Draft) -> TPPlan:
         numel={name: parameter.numel() for name, parameter in draft.model.named_parameters()},
         aliases={},
     )
-    return replace(plan, aliases=_aliases(draft.model, plan.shard_specs()))
+    return replace(plan, aliases=aliases_of(draft.model, plan.shard_specs()))
 
 
-def _aliases(model: nn.Module, stored: Mapping[str, ShardSpec]) -> dict[str, tuple[str, ...]]:
+def aliases_of(model: nn.Module, stored: Mapping[str, ShardSpec]) -> dict[str, tuple[str, ...]]:
+    """Name of each of the `stored` tensors that has several -> the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),

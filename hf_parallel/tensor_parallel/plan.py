@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -226,6 +226,15 @@ class TPPlan:
         """A short hash of the whole plan, equal on ranks that made the same plan."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def in_order(pairs: Iterable[PairPlan]) -> tuple[PairPlan, ...]:
+    """The pairs by the name of their row, with numbers in names in their order."""
+
+    def key(pair: PairPlan) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in pair.row.split(".")]
+
+    return tuple(sorted(pairs, key=key))
 
 
 def _pair_to_json(pair: PairPlan) -> dict[str, Any]:

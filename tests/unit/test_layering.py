@@ -20,7 +20,7 @@ FLOORS = [
     {"ledger", "batches"},
     {"preflight", "gradients", "checkpoint"},
     {"engine"},
-    {"pipeline_engine", "planning"},
+    {"pipeline_engine", "planning", "twin"},
     {"plugin"},
     {"session"},
     {"accelerator"},
