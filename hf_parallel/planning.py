@@ -154,8 +154,8 @@ def _shards(
 
     def make() -> TPPlan:
         overrides = None if settings.plan == "auto" else settings.plan
-        wish = settings.vocab_parallel_loss
-        return plan_model(model, tp_size, sample, overrides=overrides, vocabulary=wish)
+        wishes: dict[str, Any] = {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
+        return plan_model(model, tp_size, sample, overrides=overrides, **wishes)
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):

@@ -51,6 +51,8 @@ def available(*neutral: object, reason: str) -> AfterValidator:
 
 Treatment = Literal["pair", "gather", "replicate"]  # what a user wants of a module in tensor parallelism
 
+ExpertSharing = Literal["split", "whole"]
+
 
 def known_treatments(value: object) -> object:
     """Refuse a mapping of patterns with a word that means nothing, by that pattern."""
@@ -159,6 +161,12 @@ class TensorParallelConfig(Section):
             "'pair' (or refuse), 'gather' or 'replicate'; the last pattern that matches counts, the rest is 'auto'"
         ),
     ] = "auto"
+    experts: Annotated[
+        ExpertSharing,
+        Field(
+            description="'split' (each rank has a part of every expert) or 'whole' (each rank has some whole experts)"
+        ),
+    ] = "split"
     sequence_parallel: Annotated[
         bool,
         available(False, reason="activations between the sharded layers are replicated"),

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_parallel.errors import PlanError
 from hf_parallel.preflight import Probes, refuse_model
-from hf_parallel.sections import Treatment
+from hf_parallel.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.derive import aliases_of
 from hf_parallel.tensor_parallel.overrides import wish_for
@@ -41,6 +41,7 @@ def plan_for(
     sample: Mapping[str, Any] | None = None,
     overrides: Mapping[str, Treatment] | None = None,
     vocabulary: Literal["auto"] | bool = "auto",
+    experts: ExpertSharing = "split",
 ) -> TPPlan:
     """The plan that a Trainer makes for a model, without a process group; pure.
 
@@ -52,6 +53,7 @@ def plan_for(
         sample: A small batch of the kind the model is trained on; none: made-up text.
         overrides: `tensor_parallel.plan`: pattern of module names -> "pair", "gather" or "replicate".
         vocabulary: `tensor_parallel.vocab_parallel_loss`.
+        experts: `tensor_parallel.experts`: "split" or "whole".
 
     Returns:
         The plan, plain data: `to_json`, `from_json`, `fingerprint`.
@@ -60,7 +62,7 @@ def plan_for(
         PlanError: It cannot be made, an override does not hold, or a twin needs more memory than there is.
         UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
     """
-    settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary}
+    settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
     if isinstance(source, nn.Module):
         return _planned(source, tp_size, sample, settings)
     config = source if isinstance(source, PretrainedConfig) else AutoConfig.from_pretrained(source)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.sections import Treatment
+from hf_parallel.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
@@ -30,13 +30,18 @@ from hf_parallel.tensor_parallel.trace import (
 )
 from hf_parallel.tensor_parallel.verify import BlockVerifier, RejectedError
 from hf_parallel.tensor_parallel.vocab_plan import find_ends
+from hf_parallel.tensor_parallel.whole_experts import routed_candidates, routed_proposals, why_none
 
 
 NARROW = 8  # a gather of a linear with so many times fewer outputs than inputs (a router) costs more than it saves
 
 
 def plan_tensor_parallel(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], overrides: Mapping[str, Treatment] | None = None
+    model: nn.Module,
+    tp_size: int,
+    sample: Mapping[str, Any],
+    overrides: Mapping[str, Treatment] | None = None,
+    experts: ExpertSharing = "split",
 ) -> TPPlan:
     """Plan how `tp_size` ranks share the linear modules of `model`.
 
@@ -52,13 +57,15 @@ def plan_tensor_parallel(
             few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
         overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived. Whether
             the embedding and the head are as wished is checked by `shard_vocabulary`.
+        experts: "split" (a part of every expert on each rank) or "whole" (some whole experts, where that verifies).
 
     Returns:
         The plan; with `tp_size=1` it shards nothing.
 
     Raises:
         PlanError: If `tp_size` is below 1 or above the model's width, if the model has no values (meta device) or
-            quantised ones, if an override names nothing or asks for a pair that does not verify.
+            quantised ones, if an override names nothing or asks for a pair that does not verify, if experts shall be
+            whole and none can be.
     """
     if tp_size < 1:
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
@@ -79,8 +86,13 @@ def plan_tensor_parallel(
             if wish != "pair" and (name in linears or name not in ends)
         }
         draft.hinted = hinted_rows(model, linears)
-        for candidates in (pair_candidates(draft), expert_candidates(draft)):
-            _pair_up(draft, candidates, sample)
+        _pair_up(draft, pair_candidates(draft), sample)
+        if experts == "whole":
+            _share_out_experts(draft, sample)
+        _pair_up(draft, expert_candidates(draft), sample)
+        for name, reason in draft.unrouted.items():
+            other = f"{draft.reasons[name]}; " if name in draft.reasons else ""
+            draft.reasons[name] = f"{other}not whole experts: {reason}"
     _drop_unequal_ties(draft)
     for name in linears:
         _fall_back(draft, name)
@@ -191,6 +203,20 @@ def _pair_up(draft: Draft, candidates: list[Candidate], sample: Mapping[str, Any
         _settle(draft, candidate, verdicts[kind])
 
 
+def _share_out_experts(draft: Draft, sample: Mapping[str, Any]) -> None:
+    """Pairs whose experts are whole; what cannot have them is left to the other proposals.
+
+    Raises:
+        PlanError: There is none.
+    """
+    _pair_up(draft, routed_candidates(draft, sample), sample)
+    if not any(pair.routing is not None for pair in draft.pairs):
+        raise PlanError(
+            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be shared out whole: "
+            f"{why_none(draft)}. Set tensor_parallel.experts to split."
+        )
+
+
 def _is_sliced(draft: Draft, name: str) -> bool:
     return any(name in pair.sliced for pair in draft.pairs)
 
@@ -211,7 +237,7 @@ def _kind(draft: Draft, candidate: Candidate) -> tuple[Any, ...]:
 def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:
     """The first proposal that verifies, or why none does."""
     if arguments is None:
-        return f"{candidate.root} is not called as a module"
+        return "its block is not called as a module"
     root = draft.model.get_submodule(candidate.root)
     prefix = f"{candidate.root}."
     local = {name.removeprefix(prefix): info for name, info in draft.linears.items() if name.startswith(prefix)}
@@ -219,7 +245,7 @@ def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> P
     try:
         block = Block.copied(root, local, arguments)
         verifier = BlockVerifier(block, candidate, draft.tp_size)
-        for proposal in proposals(block, candidate, draft.tp_size):
+        for proposal in (routed_proposals if candidate.routed else proposals)(block, candidate, draft.tp_size):
             try:
                 verified = verifier.verify(proposal)
                 _check_reads(draft, candidate, verified)
@@ -250,8 +276,11 @@ def _settle(draft: Draft, candidate: Candidate, verdict: Proposal | str) -> None
     names = [f"{root}.{name}" if name else root for name in members]
     collision = None if isinstance(verdict, str) else _collision(draft, root, verdict)
     if isinstance(verdict, str) or collision:
+        owner = f"{root}.{candidate.parameter}".rpartition(".")[0]
+        if candidate.routed:
+            draft.unrouted[owner] = f"{collision or verdict}"
+            return
         if candidate.parameter:
-            owner = f"{root}.{candidate.parameter}".rpartition(".")[0]
             draft.reasons.setdefault(owner, f"replicated: no parameter acts as a row: {collision or verdict}")
             return
         reason = f"pair into {names[-1]} rejected: {collision or verdict}"

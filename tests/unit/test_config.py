@@ -264,6 +264,7 @@ def test_a_plan_that_means_nothing_is_refused_by_its_pattern(plan: object, messa
     [
         ("plan", PLAN, "'auto'"),
         ("vocab_parallel_loss", True, "'auto'"),
+        ("experts", "whole", "'split'"),
         ("on_fallback", "error", "'warn'"),
     ],
 )
