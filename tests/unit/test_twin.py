@@ -116,6 +116,12 @@ def test_the_plan_includes_vocabulary_and_overrides() -> None:
     }
 
 
+def test_whole_experts_are_repeated() -> None:
+    mine, expected = plans(configs()["deepseek_v3"], experts="whole")
+    assert [pair.row for pair in mine.pairs if pair.routing] == [f"model.layers.{i}.mlp.experts" for i in range(2, 7)]
+    assert mine.to_json() == expected.to_json()
+
+
 def test_the_config_is_read_from_a_folder_and_left_as_it_is(tmp_path: Path) -> None:
     config = llama()
     before = config.to_dict()
