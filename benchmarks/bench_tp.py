@@ -69,7 +69,8 @@ class Size:
 
 
 TINY = Size("tiny", 64, 4, 4, 8192, 2, 16)
-MEDIUM = Size("medium", 512, 6, 8, 32000, 2, 128)
+MEDIUM = Size("medium", 512, 6, 8, 32000, 1, 128)
+LONGER = Size("longer", 512, 6, 8, 32000, 4, 128)  # the more tokens, the smaller the share of what is compared
 SMOKE = Size("smoke", 32, 2, 4, 96, 2, 8)
 
 
@@ -77,7 +78,7 @@ SMOKE = Size("smoke", 32, 2, 4, 96, 2, 8)
 class Settings:
     """One benchmark run; ``quiet_budget`` in seconds for each size, ``foreign`` in cores."""
 
-    sizes: tuple[Size, ...] = (TINY, MEDIUM)
+    sizes: tuple[Size, ...] = (TINY, MEDIUM, LONGER)
     rounds: int = 15
     quiet_budget: float = 120.0
     foreign: float = 0.15
@@ -279,8 +280,8 @@ def memory_table(rows: Sequence[dict[str, Any]]) -> Table:
 def parse_arguments() -> tuple[Settings, Path]:
     """Return the settings and the report's path."""
     parser = parser_of(__doc__, "build/reports/bench-tp.json")
-    known = {size.name: size for size in (TINY, MEDIUM, SMOKE)}
-    parser.add_argument("--sizes", nargs="+", choices=list(known), default=[TINY.name, MEDIUM.name])
+    known = {size.name: size for size in (*Settings.sizes, SMOKE)}
+    parser.add_argument("--sizes", nargs="+", choices=list(known), default=[size.name for size in Settings.sizes])
     given = parser.parse_args()
     if given.smoke:
         return Settings((SMOKE,), 2, 0.0, given.foreign), given.output

@@ -86,19 +86,24 @@ def plan_tensor_parallel(
             if wish != "pair" and (name in linears or name not in ends)
         }
         draft.hinted = hinted_rows(model, linears)
-        _pair_up(draft, pair_candidates(draft), sample)
-        if experts == "whole":
-            _share_out_experts(draft, sample)
-        _pair_up(draft, expert_candidates(draft), sample)
-        for name, reason in draft.unrouted.items():
-            other = f"{draft.reasons[name]}; " if name in draft.reasons else ""
-            draft.reasons[name] = f"{other}not whole experts: {reason}"
+        _pair_all(draft, sample, experts)
     _drop_unequal_ties(draft)
     for name in linears:
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
     _require_pairs(draft, {name: wish for name, wish in wanted.items() if name not in ends})
     return _finish(draft)
+
+
+def _pair_all(draft: Draft, sample: Mapping[str, Any], experts: ExpertSharing) -> None:
+    """Pairs of linears, then of experts."""
+    _pair_up(draft, pair_candidates(draft), sample)
+    if experts == "whole":
+        _share_out_experts(draft, sample)
+    _pair_up(draft, expert_candidates(draft), sample)
+    for name, reason in draft.unrouted.items():
+        other = f"{draft.reasons[name]}; " if name in draft.reasons else ""
+        draft.reasons[name] = f"{other}not whole experts: {reason}"
 
 
 def _refuse_quantised(model: nn.Module) -> None:
