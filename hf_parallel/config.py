@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
@@ -47,6 +47,8 @@ PIPELINE_ONLY = (
     "compile_blocks",
     "transport",
 )
+# Settings that nothing reads when no layer is shared.
+TENSOR_ONLY = ("plan", "experts", "vocab_parallel_loss", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:
@@ -138,7 +140,7 @@ class HFParallelConfig(Section):
                 f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
-        problems += [*self._without_stages(), *self._without_partition()]
+        problems += [*self._without_effect(), *self._without_partition()]
         problems += [*self.gradient_compression.problems("gradient_compression"), *self._compressed_partition()]
         problems += self._local_steps()
         if problems:
@@ -194,16 +196,11 @@ class HFParallelConfig(Section):
             )
         return problems
 
-    def _without_stages(self) -> list[str]:
-        """Settings of the pipeline that nothing reads because there is one stage."""
-        if self.pp_size > 1:
-            return []
-        defaults = PipelineConfig()
+    def _without_effect(self) -> list[str]:
+        """Settings of an axis that nothing reads because the axis has one rank."""
         return [
-            f"pipeline.{name}={spelled(value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
-            f"more, or pipeline.{name} to {spelled(getattr(defaults, name))}."
-            for name in PIPELINE_ONLY
-            if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
+            *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
+            *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
         ]
 
     def _without_partition(self) -> list[str]:
@@ -361,3 +358,18 @@ class HFParallelConfig(Section):
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
         plain: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         return sizes | plain
+
+
+def _unread(settings: Section, section: str, names: Iterable[str], axis: str, size: int, why: str) -> list[str]:
+    if size > 1:
+        return []
+    problems = []
+    for name in names:
+        value, default = getattr(settings, name), type(settings).model_fields[name].default
+        if value != default:
+            shown = spelled(value)
+            problems.append(
+                f"{section}.{name}={shown} with {axis}_size=1 has no effect: {why}. Set {axis}_size to 2 or more, or "
+                f"{section}.{name} to {spelled(default)}."
+            )
+    return problems

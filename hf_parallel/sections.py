@@ -6,6 +6,7 @@ spell out their neutral values; any other value is refused by name instead of ha
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
@@ -46,6 +47,28 @@ def available(*neutral: object, reason: str) -> AfterValidator:
         raise PydanticCustomError("not_available", "{reason}", {"reason": reason, "neutral": neutral[0]})
 
     return AfterValidator(check)
+
+
+Treatment = Literal["pair", "gather", "replicate"]  # what a user wants of a module in tensor parallelism
+
+ExpertSharing = Literal["split", "whole"]
+
+
+def known_treatments(value: object) -> object:
+    """Refuse a mapping of patterns with a word that means nothing, by that pattern."""
+    if not isinstance(value, Mapping):
+        return value
+    if not value:
+        raise PydanticCustomError("told", "={}: an empty mapping has no effect. Write 'auto' or patterns.")
+    words = get_args(Treatment)
+    for pattern, word in value.items():
+        if not isinstance(pattern, str):
+            raise PydanticCustomError("told", "{text}", {"text": f"[{pattern!r}]: patterns are words. Quote it."})
+        if word not in words:
+            near = difflib.get_close_matches(str(word), words, 1, 0.0)[0]
+            text = f"[{pattern!r}]={word!r}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
+            raise PydanticCustomError("told", "{text}", {"text": text})
+    return dict(value)
 
 
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
@@ -136,7 +159,20 @@ class PipelineConfig(Section):
 class TensorParallelConfig(Section):
     """How each layer is sharded over the `tp` axis."""
 
-    plan: Annotated[Literal["auto"], Field(description="'auto' (proposed from the module tree and verified)")] = "auto"
+    plan: Annotated[
+        Literal["auto"] | dict[str, Treatment],
+        BeforeValidator(known_treatments),
+        Field(
+            description="'auto' (proposed from the module tree and verified), or a mapping: pattern of module names -> "
+            "'pair' (or refuse), 'gather' or 'replicate'; the last pattern that matches counts, the rest is 'auto'"
+        ),
+    ] = "auto"
+    experts: Annotated[
+        ExpertSharing,
+        Field(
+            description="'split' (each rank has a part of every expert) or 'whole' (each rank has some whole experts)"
+        ),
+    ] = "split"
     sequence_parallel: Annotated[
         bool,
         available(False, reason="activations between the sharded layers are replicated"),

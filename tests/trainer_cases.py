@@ -180,6 +180,11 @@ def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
     snapshots = Snapshots(folder)
     trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots])
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.resume_at}") if case.resume_at else None)
+    return finished(trainer, folder)
+
+
+def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Save the model of a run that has ended, and say what it logged."""
     history = trainer.state.log_history
     trainer.save_model(str(folder / "final"))
     session = getattr(trainer.accelerator, "hf_parallel", None)

@@ -28,6 +28,7 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
+from hf_parallel.tensor_parallel.routing import install_routing
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
@@ -210,6 +211,8 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
         sizes = [spec.local_size(tp_size, rank) for rank in range(tp_size)]
         state = _NormState(shared.group, sizes, sum(sizes[:tp_rank]))
         _replace_forward(model.get_submodule(name), "tp_norm", state, _norm_forward)
+    if pair.routing is not None:
+        install_routing(model.get_submodule(pair.row), pair.routing, tp_size, tp_rank)
     for name in pair.entries:
         _replace_forward(model.get_submodule(name), "tp_entry", _EntryState(shared), _entry_forward)
     if not is_linear:

@@ -22,7 +22,7 @@ FLOORS = [
     {"replicas"},
     {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
-    {"pipeline_engine", "planning"},
+    {"pipeline_engine", "planning", "twin"},
     {"plugin"},
     {"session"},
     {"accelerator"},
