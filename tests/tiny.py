@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BioGptConfig,
+    BioGptForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DeepseekV3Config,
@@ -97,11 +99,21 @@ def mamba() -> MambaForCausalLM:
     )
 
 
-def uneven() -> LlamaForCausalLM:
+def uneven(dropout_rate: float = 0.0) -> LlamaForCausalLM:
     """Three heads that share one key-value head: two ranks get two heads and one."""
     heads = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 45}
+    options = {"num_hidden_layers": 2, "tie_word_embeddings": True, "attention_dropout": dropout_rate}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **heads}, num_hidden_layers=2, tie_word_embeddings=True))
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **heads}, **options))
+
+
+def biogpt_dropout() -> BioGptForCausalLM:
+    """Dropout of probabilities and inside the MLP; the MLP's pairs belong to the blocks themselves."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    rates = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2, "activation_dropout": 0.2}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
+    return BioGptForCausalLM(BioGptConfig(**sizes, **rates, **ends, layerdrop=0.0))
 
 
 def phi3() -> Phi3ForCausalLM:
@@ -147,6 +159,8 @@ MODELS = {
     "gemma3n": gemma3n,
     "mamba": mamba,
     "uneven": uneven,
+    "uneven_dropout": lambda: uneven(dropout_rate=0.2),
+    "biogpt_dropout": biogpt_dropout,
     "phi3": phi3,
     "bloom": bloom,
     "gpt_oss": gpt_oss,
