@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor
 from trainer_cases import ENV, Case, make_trainer
 
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, RankMismatchError
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,6 +61,33 @@ def trained(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_replicated_parameters_are_bit_equal_after_training(world_size: int, tmp_path: Path) -> None:
     run_ranks(trained, world_size, str(tmp_path), tmp_path=tmp_path, timeout=300, env=ENV)
+
+
+def ready(model: str, folder: Path, world_size: int) -> Any:
+    """A parallelized model in training mode."""
+    trainer = make_trainer(Case(model, model=model, parallel={"tp_size": 2}), folder, world_size)
+    return trainer.accelerator.prepare(trainer.model).train()
+
+
+def other_numbers(rank: int, world_size: int, folder: str) -> None:
+    batch = tiny.collate(tiny.rows(4))
+    model = ready("gpt2_dropout", Path(folder), world_size)
+    torch.manual_seed(rank)
+    with pytest.raises(RankMismatchError, match=r"rank 1 \(tp 1 of 2\) had another random state .* began .*set_seed"):
+        model(**batch)
+    model = ready("uneven", Path(folder), world_size)
+    torch.manual_seed(rank)
+    model(**batch)  # draws nothing
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3  # three heads: the ranks draw differently often
+    torch.manual_seed(0)
+    with pytest.raises(RankMismatchError, match="after a training forward, though not before"):
+        model(**batch)
+
+
+def test_ranks_that_would_draw_different_masks_are_refused(tmp_path: Path) -> None:
+    run_ranks(other_numbers, 2, str(tmp_path), tmp_path=tmp_path, env=ENV)
 
 
 def wrong_world(rank: int, world_size: int, folder: str) -> None:
