@@ -16,6 +16,8 @@ from transformers import (
     Gemma3nTextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -116,6 +118,15 @@ def biogpt_dropout() -> BioGptForCausalLM:
     return BioGptForCausalLM(BioGptConfig(**sizes, **rates, **ends, layerdrop=0.0))
 
 
+def gpt_neox_dropout() -> GPTNeoXForCausalLM:
+    """Attention and MLP side by side, each with dropout."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    rates = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "use_parallel_residual": True}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "attn_implementation": "eager"}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **rates, **ends))
+
+
 def phi3() -> Phi3ForCausalLM:
     torch.manual_seed(0)
     return Phi3ForCausalLM(Phi3Config(**SMALL, intermediate_size=64, num_hidden_layers=2, pad_token_id=0))
@@ -161,6 +172,7 @@ MODELS = {
     "uneven": uneven,
     "uneven_dropout": lambda: uneven(dropout_rate=0.2),
     "biogpt_dropout": biogpt_dropout,
+    "gpt_neox_dropout": gpt_neox_dropout,
     "phi3": phi3,
     "bloom": bloom,
     "gpt_oss": gpt_oss,

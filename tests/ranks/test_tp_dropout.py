@@ -31,8 +31,9 @@ from hf_parallel.tensor_parallel.seeds import PairSeeds
 
 pytestmark = pytest.mark.timeout(600)
 
-# Even heads; three heads and one key-value head on two ranks; dropout inside the MLP, pairs whose root is the block.
-KINDS = ("gpt2_dropout", "uneven_dropout", "biogpt_dropout")
+# Even heads; three heads and one key-value head on two ranks; dropout inside the MLP, pairs whose root is the block;
+# attention and MLP side by side.
+KINDS = ("gpt2_dropout", "uneven_dropout", "biogpt_dropout", "gpt_neox_dropout")
 
 
 def batch() -> dict[str, Tensor]:
