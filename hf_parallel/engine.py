@@ -21,7 +21,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_parallel.batches import BatchCheck, count_targets, require_targets
+from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
@@ -48,6 +48,7 @@ class Attachment:
         buffers: Ledger name -> this rank's persistent buffer.
         gradients: Reduction and clipping.
         batch_check: Same-batch check over a model copy.
+        random_check: Same-random-numbers check over tensor-parallel ranks.
         watchdog: Hang reports.
     """
 
@@ -60,6 +61,7 @@ class Attachment:
     buffers: dict[str, torch.Tensor]
     gradients: GradientSync
     batch_check: BatchCheck
+    random_check: RandomCheck
     watchdog: Watchdog
 
 
@@ -171,7 +173,7 @@ class DirectEngine(Engine):
             self.attachment.batch_check.check([batch])
             self.gradients.arm(1.0, last=GradientState().sync_gradients)
         context = self.autocast()
-        with context:
+        with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)

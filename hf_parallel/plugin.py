@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_parallel.batches import BatchCheck
+from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
@@ -187,6 +187,7 @@ def attach(
             ),
         ),
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),
+        random_check=RandomCheck(mesh, device, config.monitor.batch_check_steps),
         watchdog=watchdog,
     )
     engine = (

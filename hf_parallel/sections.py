@@ -420,5 +420,7 @@ class MonitorConfig(Section):
     ] = 600.0
     batch_check_steps: Annotated[
         NonNegative,
-        Field(description="an integer of 0 or more: first steps on which the ranks of a model copy compare batches"),
+        Field(
+            description="an integer of 0 or more: first steps on which ranks of a model copy compare batches and random states"
+        ),
     ] = 3
