@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -223,8 +223,19 @@ class Replicas:
                 )
         return lines
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around every forward pass: parameters may still be arriving."""
+        late = self.zero.late if self.zero is not None else None
+        with nullcontext() if late is None else late.forward():
+            yield
+
+    def adopt(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Partition an optimizer, or follow its steps, as the settings say.
+
+        Args:
+            optimizer: The optimizer.
+            model: Whose forward passes go through `forward`; updated parameters may then arrive during the next one.
 
         Raises:
             UnsupportedError: Another optimizer was adopted before.
@@ -241,6 +252,8 @@ class Replicas:
             )
         if self.partitions:
             self._partition(optimizer)
+            if self.zero is not None and model is not None and self._settings.zero.overlap_gather:
+                self.zero.arrive_late(model)
         if self._walks_alone:
             self._part(optimizer)
 
@@ -331,9 +344,11 @@ class Replicas:
                 reducer.reduce(factor * self._share)
 
     def synchronise(self) -> None:
-        """Make replicas that train by themselves equal, before anybody looks at the model; collective."""
+        """Make the model one and complete before anybody looks at it; collective."""
         if self.local is not None:
             self.local.synchronise()
+        if self.zero is not None and self.zero.late is not None:
+            self.zero.late.wait_for_all()
 
     def reloaded(self) -> None:
         """The parameters were loaded from elsewhere: take them over wherever there are copies."""
