@@ -29,6 +29,7 @@ from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
 from hf_parallel.tensor_parallel.routing import install_routing
+from hf_parallel.tensor_parallel.seeds import PairSeeds, install_seeds
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
@@ -115,9 +116,8 @@ def apply_tensor_parallel(
     Copies: `copy.deepcopy` of the result is a working model that communicates over the same group.
 
     Random numbers: outside pairs all tp ranks must draw the same dropout masks, which holds when they are seeded
-    equally and draw equally often (the Trainer seeds all ranks alike). Inside a pair the equal seed makes the mask of
-    each rank's part repeat: heads of different ranks drop at the same places. The expectation is right, the masks are
-    correlated.
+    equally and draw equally often (the Trainer seeds all ranks alike). Inside a pair each rank draws its own; whether
+    a pair has dropout is decided now, from rates above zero.
 
     Args:
         model: The model, or a stage of it, the plan was made for.
@@ -154,9 +154,11 @@ def apply_tensor_parallel(
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
         if linear.role == "vocab_head":
             install_loss(model, module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
+    seeds = PairSeeds(plan.tp_size, tp_rank)
     for pair in plan.pairs:
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
+            install_seeds(model, pair, seeds, row_is_linear=pair.row in held)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
