@@ -60,5 +60,6 @@ def _routed_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         rows = self.tp_routed_inner(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
     else:  # its gradients are zero, not absent: other ranks wait for those of the inputs
         rows = rows * chosen + sum(parameter.flatten()[:0].sum() for parameter in self.parameters())
-    result: Tensor = torch.zeros_like(flat, dtype=rows.dtype).index_add(0, token, rows.reshape(-1, flat.shape[-1]))
+    # In one dtype on all ranks, whatever the branch: the results are summed over them.
+    result: Tensor = torch.zeros_like(flat).index_add(0, token, rows.reshape(-1, flat.shape[-1]).to(flat.dtype))
     return result.reshape(hidden.shape)

@@ -33,6 +33,13 @@ CASES = [
     Case("tied_head", model="llama_tied", parallel={"tp_size": 2, "plan": {"lm_head": "gather"}}, steps=4),
 ]
 
+FOUR_RANKS = Case(
+    "staged_experts",
+    model="mixtral",
+    parallel={"pp_size": 2, "tp_size": 2, "num_microbatches": 1, "experts": "whole", "plan": {"lm_head": "gather"}},
+    steps=4,
+)
+
 
 def shown(model: Any) -> dict[str, str]:
     """Module -> what it runs as and the shape of its local weight."""
@@ -62,12 +69,13 @@ def settings_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("settings")
-    alone = run_cases([dataclasses.replace(case, parallel=None) for case in CASES], 1, folder / "one")
+    alone = run_cases([dataclasses.replace(case, parallel=None) for case in [*CASES, FOUR_RANKS]], 1, folder / "one")
+    staged = run_cases([FOUR_RANKS], 4, folder / "four")
     results = run_ranks(settings_main, 2, str(folder), tmp_path=folder, timeout=300, env=ENV)
-    return {"one": alone, "two": results[0]}
+    return {"one": alone, "two": results[0] | staged}
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES])
+@pytest.mark.parametrize("name", [case.name for case in [*CASES, FOUR_RANKS]])
 def test_a_run_with_settings_of_its_own_equals_one_process(name: str, runs: dict[str, Any]) -> None:
     compare(runs["two"][name], runs["one"][name])
 

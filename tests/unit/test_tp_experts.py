@@ -121,6 +121,7 @@ def test_a_rank_without_a_token_has_zero_gradients() -> None:
     x, weights = torch.randn(4, 3, requires_grad=True), torch.rand(4, 2, requires_grad=True)
     out = module(x, index=torch.zeros(4, 2, dtype=torch.int64), weights=weights)
     assert out.shape == x.shape
+    assert module(x.bfloat16(), index=torch.zeros(4, 2, dtype=torch.int64), weights=weights).dtype == torch.bfloat16
     grads = torch.autograd.grad(out.sum(), [x, weights, module.scale])
     assert all(
         grad.shape == t.shape and not grad.any() for grad, t in zip(grads, [x, weights, module.scale], strict=True)
