@@ -73,6 +73,16 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass in this thread: a forward in it is a recomputation."""
+    import torch
+
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    if current is None:
+        raise UnsupportedError("this torch does not tell whether a backward pass is running: install torch >= 2.11")
+    return bool(current() != -1)
+
+
 @contextlib.contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Inside, a transformers model computes attention in plain ops; models of other makes are left alone."""

@@ -113,6 +113,11 @@ class HFParallelConfig(Section):
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
                 "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
             )
+        if self.tensor_parallel.sequence_parallel and self.tp_size == 1:
+            problems.append(
+                "tensor_parallel.sequence_parallel=true with tp_size=1 has no effect: one rank has the whole sequence. Set "
+                "tp_size to 2 or more, or tensor_parallel.sequence_parallel to false."
+            )
         recompute = self.activation_checkpointing
         if recompute.every is None and recompute.mode != "block":
             problems.append(

@@ -28,9 +28,11 @@ from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
+from hf_parallel.sections import TensorParallelConfig
 from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.share import plan_on_one_rank
 from hf_parallel.tensor_parallel.vocab import labelled
 from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
@@ -93,8 +95,7 @@ def make_plans(
     if probes is not None:
         with probes.running():
             if shape.tp_size > 1:
-                wish = config.tensor_parallel.vocab_parallel_loss
-                tensor_parallel = _shards(model, shape.tp_size, probes.batch, wish, watchdog)
+                tensor_parallel = _shards(model, shape.tp_size, probes.batch, config.tensor_parallel, watchdog)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
                 expected = vocabulary_modules(model)
@@ -139,7 +140,7 @@ def make_plans(
 
 
 def _shards(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], wish: Literal["auto"] | bool, watchdog: Watchdog
+    model: nn.Module, tp_size: int, sample: Mapping[str, Any], settings: TensorParallelConfig, watchdog: Watchdog
 ) -> TPPlan:
     """The plan that rank 0 makes, on every rank; collective.
 
@@ -147,12 +148,14 @@ def _shards(
         model: The whole model.
         tp_size: Ranks that share each layer.
         sample: The batch to plan with.
-        wish: Whether the loss works on parts of the vocabulary.
+        settings: Whether the loss works on parts of the vocabulary, and the layers between on parts of the sequence.
         watchdog: For waits.
     """
 
     def make() -> TPPlan:
-        return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, sample), sample, wish)
+        plan = plan_tensor_parallel(model, tp_size, sample)
+        plan = shard_vocabulary(model, plan, sample, settings.vocab_parallel_loss)
+        return shard_sequence(model, plan, sample) if settings.sequence_parallel else plan
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):

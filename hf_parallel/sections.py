@@ -133,8 +133,7 @@ class TensorParallelConfig(Section):
     plan: Annotated[Literal["auto"], Field(description="'auto' (proposed from the module tree and verified)")] = "auto"
     sequence_parallel: Annotated[
         bool,
-        available(False, reason="activations between the sharded layers are replicated"),
-        Field(description="true or false"),
+        Field(description="true or false: share the sequence between the sharded layers over the tp ranks"),
     ] = False
     vocab_parallel_loss: Annotated[
         Literal["auto"] | bool,

@@ -28,6 +28,7 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
+from hf_parallel.tensor_parallel.sequence import install_regions
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
@@ -156,6 +157,8 @@ def apply_tensor_parallel(
     for pair in plan.pairs:
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
+    if plan.sequence is not None:
+        install_regions(model, plan.sequence, shared, holds)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
@@ -328,7 +331,8 @@ def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _EntryState = self.tp_entry
 
     def enter(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
-        return copy_to_tp(tensor, state.copy.group)
+        partial = state.copy.partial_of(tensor)
+        return copy_to_tp(tensor, state.copy.group) if partial is None else partial
 
     return self.tp_entry_inner(*map_tensors(enter, args), **map_tensors(enter, kwargs))
 

@@ -53,7 +53,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
         ("zero", "nvme_path", "scratch", "null"),
         ("gradient_compression", "method", "int8", "'none'"),
         ("local_sgd", "sync_every", 4, "1"),
-        ("tensor_parallel", "sequence_parallel", True, "false"),
     ],
 )
 def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:
