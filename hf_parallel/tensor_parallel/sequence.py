@@ -187,7 +187,8 @@ def _see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _BlockState = self.tp_block
     mode, plan = state.mode, state.plan
-    length = mode.length_for(_found(plan, args, kwargs), is_first=state.is_first)
+    hidden = _found(plan, args, kwargs)
+    length = mode.length_for(hidden, is_first=state.is_first)
     if not length:
         return self.tp_block_inner(*args, **kwargs)
     along = mode.along(length)
@@ -196,7 +197,8 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _at(plan.inputs, lambda x: scatter_to_sequence(x, *along), args, kwargs)
     if whole and not state.is_first:
         args, kwargs = _at(plan.inputs, lambda x: gather_from_sequence(x, *along, sums=False), args, kwargs)
-    with _running(mode, 0 if whole else length), _used_in_part(self, plan.partial, mode):
+    draws = mode.draws.of_block(hidden.device, trains=self.training and not whole)
+    with _running(mode, 0 if whole else length), draws, _used_in_part(self, plan.partial, mode):
         out = self.tp_block_inner(*args, **kwargs)
     if whole and not state.is_last:
         return _placed(plan.outputs, lambda x: scatter_to_sequence(x, *along), out)
@@ -231,8 +233,7 @@ def _placed(places: Sequence[Place], change: Callable[[Tensor], Tensor], value: 
 def _running(mode: SequenceMode, length: int) -> Iterator[None]:
     before, mode.length = mode.length, length
     try:
-        with mode.draws.of_block(length):
-            yield
+        yield
     finally:
         mode.length = before
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup, gather_over, sum_over
 from hf_parallel.tensor_parallel.layout import split_units
 
@@ -147,6 +148,8 @@ def unfolded(x: Tensor, dim: int, length: int) -> Tensor:
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     if x.shape[dim] == size:
         return x
+    if x.shape[dim] > size:
+        raise PlanError(f"a tensor of shape {tuple(x.shape)} is no part of a sequence: it has more than {size} positions.")
     shape = list(x.shape)
     shape[dim] = size - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim)

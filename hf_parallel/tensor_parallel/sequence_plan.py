@@ -160,6 +160,8 @@ class _Trial:
         ranks = self._run_ranks(None)
         numbers = range(len(self.reference.outputs))
         kept = [i for i in numbers if all(_equal(rank.outputs[i], self.reference.outputs[i]) for rank in ranks)]
+        if not kept:
+            raise RejectedError("nothing that it returns is equal on all ranks")
         if len(kept) < len(self.reference.outputs):
             self.compared = kept
             self.reference = self._run(private_copy(self.block.module))

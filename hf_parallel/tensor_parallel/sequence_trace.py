@@ -92,18 +92,18 @@ def sequence_dim(hidden: Tensor, sample: Mapping[str, Any]) -> int:
 
 
 def find_stack(model: nn.Module, plan: TPPlan) -> str:
-    """Name of the list of modules that holds most of the sharded layers.
+    """Name of the list of modules that holds most of the work of the sharded layers.
 
     Raises:
         PlanError: None of them is in a list.
     """
-    found: dict[str, int] = {}
+    found: dict[str, float] = {}
     for name in [*plan.linears, *(pair.root for pair in plan.pairs)]:
         parts = name.split(".")
         prefixes = [".".join(parts[:i]) for i in range(1, len(parts))]
         stack = next((p for p in prefixes if isinstance(model.get_submodule(p), nn.ModuleList)), None)
         if stack is not None:
-            found[stack] = found.get(stack, 0) + 1
+            found[stack] = found.get(stack, 0.0) + plan.flops.get(name, 0.0)
     if not found:
         raise refusal(model, "the model", "none of its sharded layers is in an nn.ModuleList of blocks")
     return max(found, key=lambda name: found[name])
