@@ -9,7 +9,6 @@ this rank's part of the input, gathered again there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,10 +64,7 @@ def _product(
     reduces: bool,
     entered: Entered | None = None,
 ) -> tuple[Tensor, Tensor]:
-    shard, again = (None, None) if entered is None else (entered.shard, entered.again)
-    result: tuple[Tensor, Tensor] = _Product.apply(  # type: ignore[no-untyped-call]
-        *(x, weight, bias, transposed, shared, reduces, shard, again)
-    )
+    result: tuple[Tensor, Tensor] = _Product.apply(x, weight, bias, transposed, shared, reduces, entered)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -84,14 +80,13 @@ class _Product(torch.autograd.Function):
         transposed: bool,
         shared: SharedCopy,
         reduces: bool,
-        shard: Tensor | None,
-        again: Callable[[Tensor], Tensor] | None,
+        entered: Entered | None,
     ) -> tuple[Tensor, Tensor]:
         # Autocast would remember a cast weight that was made in here, without a graph, for the use of everybody.
         dtype = _autocast_dtype(x)
         entry, matrix = x.to(dtype), weight.to(dtype if weight.dtype != torch.float64 else weight.dtype)
-        ctx.save_for_backward(entry if shard is None else shard, weight)
-        ctx.again, ctx.entry_dtype = again, entry.dtype
+        ctx.save_for_backward(entry if entered is None else entered.shard, weight)
+        ctx.again, ctx.entry_dtype = None if entered is None else entered.again, entry.dtype
         ctx.weight = weight if _is_plain(weight) else None
         ctx.dtype, ctx.transposed, ctx.shared, ctx.reduces = x.dtype, transposed, shared, reduces
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -111,7 +106,7 @@ class _Product(torch.autograd.Function):
         if ctx.again is not None and gradient is not None and ctx.needs_input_grad[1]:
             x = ctx.again(x).to(ctx.entry_dtype)
         to_weight, to_bias = (None, None) if gradient is None else _parameter_gradients(ctx, x, weight, gradient)
-        return to_input if wait is None else wait(), to_weight, to_bias, *[None] * 5
+        return to_input if wait is None else wait(), to_weight, to_bias, *[None] * 4
 
 
 def _input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: Tensor | None) -> Tensor | None:

@@ -172,7 +172,9 @@ class SequencePlan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SequencePlan:
         """The inverse of `to_json`."""
-        return cls(data["stack"], data["dim"], data["width"], tuple(_block_from_json(block) for block in data["blocks"]))
+        return cls(
+            data["stack"], data["dim"], data["width"], tuple(_block_from_json(block) for block in data["blocks"])
+        )
 
 
 def _block_from_json(data: Mapping[str, Any]) -> BlockSequence:

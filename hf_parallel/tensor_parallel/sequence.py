@@ -10,6 +10,7 @@ A sequence shorter than the number of ranks, and a call that asks for all hidden
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_parallel.compat import in_backward_pass
+from hf_parallel.compat import in_backward_pass, run_inside_checkpoint
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.linear import row_product
@@ -162,7 +163,9 @@ def install_regions(model: nn.Module, plan: SequencePlan, shared: SharedCopy, ho
         if not any(holds(prefix + name) for name, _ in root.named_parameters()):
             continue
         for region in block.regions:
-            _put_over(root.get_submodule(region.module), "tp_region", _RegionState(mode, shared, region), _region_forward)
+            _put_over(
+                root.get_submodule(region.module), "tp_region", _RegionState(mode, shared, region), _region_forward
+            )
             for row in region.rows:
                 state = _RowState(mode, region.exit == "row")
                 _put_over(root.get_submodule(row), "tp_scatter", state, _row_forward)
@@ -197,9 +200,13 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _at(plan.inputs, lambda x: scatter_to_sequence(x, *along), args, kwargs)
     if whole and not state.is_first:
         args, kwargs = _at(plan.inputs, lambda x: gather_from_sequence(x, *along, sums=False), args, kwargs)
-    draws = mode.draws.of_block(hidden.device, trains=self.training and not whole)
-    with _running(mode, 0 if whole else length), draws, _used_in_part(self, plan.partial, mode):
-        out = self.tp_block_inner(*args, **kwargs)
+
+    def run(forward: Callable[[], Any]) -> Any:
+        draws = mode.draws.of_block(hidden.device, trains=self.training and not whole)
+        with _running(mode, 0 if whole else length), draws, _used_in_part(self, plan.partial, mode):
+            return forward()
+
+    out = run_inside_checkpoint(self, functools.partial(self.tp_block_inner, *args, **kwargs), run)
     if whole and not state.is_last:
         return _placed(plan.outputs, lambda x: scatter_to_sequence(x, *along), out)
     if state.is_last and not whole:
@@ -209,7 +216,12 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _found(plan: BlockSequence, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     found: list[Tensor] = []
-    _at(plan.inputs, lambda x: found.append(x) or x, args, kwargs)
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    _at(plan.inputs, note, args, kwargs)
     if not found:
         raise PlanError(
             f"block {plan.name} was not given its hidden states at {plan.inputs[0]}, as it was when it was planned. Plan "
@@ -242,7 +254,9 @@ def _running(mode: SequenceMode, length: int) -> Iterator[None]:
 def _used_in_part(block: nn.Module, names: Sequence[str], mode: SequenceMode) -> Iterator[None]:
     """Inside, each named parameter is one whose gradient is summed over the ranks; see `apply._partial_forward`."""
     owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    learned = [(owner, key, p) for owner, key in owners if (p := owner._parameters[key]) is not None and p.requires_grad]
+    learned = [
+        (owner, key, p) for owner, key in owners if (p := owner._parameters[key]) is not None and p.requires_grad
+    ]
     if not learned:
         yield
         return
@@ -288,12 +302,15 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if "tp_row_inner" in vars(self):  # experts
         return self.tp_row_inner(*args, **kwargs)
     linear = self.tp_linear
-    x = args[0] if args else next(iter(kwargs.values()))
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
     total = row_product(linear.copy, x, self.weight, linear.transposed)
     if not state.scatters:
         return total
     if unfolded(total, mode.dim, mode.length).shape[mode.dim] != mode.length:
-        raise PlanError(f"a row's output of shape {tuple(total.shape)} has no dim {mode.dim} of {mode.length} positions.")
+        raise PlanError(
+            f"a row's output of shape {tuple(total.shape)} has no dim {mode.dim} of {mode.length} positions."
+        )
     total = reduce_scatter_to_sequence(total, *mode.along())
     mode.draws.leave_region()
-    return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
+    bias: Tensor | None = self.bias
+    return total if bias is None else total + bias  # after the sum: the bias counts once

@@ -37,9 +37,13 @@ class Draws:
         if not trains or isinstance(self._group, VirtualGroup):
             yield
             return
-        generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        )
         state = generator.get_state()
-        torch.empty(1, device=generator.device).uniform_(generator=generator)  # the next block begins from another state
+        torch.empty(1, device=generator.device).uniform_(
+            generator=generator
+        )  # the next block begins from another state
         self._generator, self._others = generator, generator.get_state()
         salt = self._group.rank().to_bytes(4, "little")
         digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7, salt=salt).digest()

@@ -90,7 +90,8 @@ class Entry:
         self.shard = x.detach()
         again = _Again(group, dim, sizes)
         self.again: Callable[[Tensor], Tensor] = again
-        self.full, self._partial = _Enter.apply(x, again)  # type: ignore[no-untyped-call]
+        entered: tuple[Tensor, Tensor] = _Enter.apply(x, again)  # type: ignore[no-untyped-call]
+        self.full, self._partial = entered
 
     def find(self, x: Tensor) -> Tensor | None:
         """The copy for partial gradients, in the shape of `x`, if `x` is the gathered input or a reshape of it."""
@@ -149,7 +150,9 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     if x.shape[dim] == size:
         return x
     if x.shape[dim] > size:
-        raise PlanError(f"a tensor of shape {tuple(x.shape)} is no part of a sequence: it has more than {size} positions.")
+        raise PlanError(
+            f"a tensor of shape {tuple(x.shape)} is no part of a sequence: it has more than {size} positions."
+        )
     shape = list(x.shape)
     shape[dim] = size - x.shape[dim]
     return torch.cat([x, x.new_zeros(shape)], dim)

@@ -376,8 +376,8 @@ class _Trial:
                 full = self.block.module.get_parameter(name)
                 expected = torch.zeros_like(full) if whole_grad is None else whole_grad
                 for rank, part in enumerate(parts):
-                    mine = specs[name].shard(expected, self.plan.tp_size, rank)
-                    if not agree(torch.zeros_like(mine) if part is None else part, mine, self.floor):
+                    own = specs[name].shard(expected, self.plan.tp_size, rank)
+                    if not agree(torch.zeros_like(own) if part is None else part, own, self.floor):
                         raise RejectedError(f"the gradient of {name} differs")
             elif self._is_partial(name, parts, whole_grad):
                 partial.append(name)

@@ -5,6 +5,7 @@ Blocks may work on parts of the sequence only if nothing but blocks reads what b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Tr
     hidden = _hidden_of(model, stack, calls)
     given = [[p for p, t in call.given.items() if _travels(t, hidden)] for call in calls]
     returned = [[p for p, t in call.returned.items() if _travels(t, hidden)] for call in calls]
-    for i, (before, after) in enumerate(zip(calls, calls[1:], strict=False)):
+    for i, (before, after) in enumerate(itertools.pairwise(calls)):
         left = {id(before.returned[place]) for place in returned[i]}
         given[i + 1] = [place for place in given[i + 1] if id(after.given[place]) in left]
         taken = {id(after.given[place]) for place in given[i + 1]}
@@ -123,7 +124,9 @@ def _travels(tensor: Tensor, hidden: Tensor) -> bool:
 
 def _hidden_of(model: nn.Module, stack: str, calls: list[Call]) -> Tensor:
     """The first tensor that the first block hands on to the second, or gets if there is one block only."""
-    handed = {id(t) for t in calls[0].returned.values()} if len(calls) > 1 else {id(t) for t in calls[0].given.values()}
+    handed = (
+        {id(t) for t in calls[0].returned.values()} if len(calls) > 1 else {id(t) for t in calls[0].given.values()}
+    )
     for tensor in calls[min(1, len(calls) - 1)].given.values():
         if id(tensor) in handed and tensor.requires_grad and tensor.ndim >= 3:
             return tensor
