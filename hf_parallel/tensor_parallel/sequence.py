@@ -68,7 +68,8 @@ class SequenceMode:
         """The full length in a call of a block with `hidden`; 0 on the ordinary path.
 
         A part does not tell how long the whole is. In a forward the first block knows it. A block that is recomputed
-        in a backward pass gets the storage that it got in the forward, by which the length is remembered.
+        in a backward pass gets the storage that it got in the forward, or what a block recomputed just before made;
+        by either the length is remembered.
 
         Raises:
             PlanError: A recomputed block gets another storage.
@@ -83,11 +84,15 @@ class SequenceMode:
         if is_first:
             whole = self.blocked or hidden.shape[self.dim] < self.group.size()
             self._stack_length = 0 if whole else hidden.shape[self.dim]
+        return self.remember(hidden, self._stack_length)
+
+    def remember(self, hidden: Tensor, length: int) -> int:
+        """Note `length`, which is returned, for a later call of a block with the storage of `hidden`."""
         self._remembered.pop(hidden.data_ptr(), None)
-        self._remembered[hidden.data_ptr()] = self._stack_length
+        self._remembered[hidden.data_ptr()] = length
         if len(self._remembered) > MOST_REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
-        return self._stack_length
+        return length
 
     def along(self, length: int = 0) -> tuple[TPGroup, int, list[int]]:
         """Group, dim and sizes for the functions that cut and gather."""
@@ -192,8 +197,16 @@ def _block_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     mode, plan = state.mode, state.plan
     hidden = _found(plan, args, kwargs)
     length = mode.length_for(hidden, is_first=state.is_first)
-    if not length:
-        return self.tp_block_inner(*args, **kwargs)
+    out = _run_block(self, state, length, args, kwargs) if length else self.tp_block_inner(*args, **kwargs)
+    if in_backward_pass():
+        _placed(plan.outputs, lambda x: (mode.remember(x, length), x)[1], out)
+    return out
+
+
+def _run_block(self: Any, state: _BlockState, length: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A block on parts of a sequence of `length`, or on all of it if it has to."""
+    mode, plan = state.mode, state.plan
+    hidden = _found(plan, args, kwargs)
     along = mode.along(length)
     whole = bool(plan.whole)
     if state.is_first and not whole:
