@@ -18,11 +18,14 @@ pytestmark = pytest.mark.timeout(900)
 SP: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 SP_PP2 = {**SP, "pp_size": 2, "num_microbatches": 3}
 VARIABLE: dict[str, Any] = {"accumulation": 2, "variable_length": True, "steps": 4}
+# In batches of variable length one bias of gpt2 has gradients of 1e-5 and below, which AdamW takes for whole steps: there
+# plain tensor parallelism is as far from one process as sequence parallelism is.
+ACCUMULATED: dict[str, Any] = {"accumulation": 2, "steps": 4, "arguments": NO_NOISE}
 
 TWO_RANKS = [
     Case("sp2_tied", model="llama_tied", parallel=SP, evaluate=True, metrics=True, **VARIABLE),
     Case("sp2_qwen3", model="qwen3", parallel=SP, **VARIABLE),
-    Case("sp2_gpt2", model="gpt2", parallel=SP, arguments=NO_NOISE, **VARIABLE),
+    Case("sp2_gpt2", model="gpt2", parallel=SP, **ACCUMULATED),
     Case("sp2_mixtral", model="mixtral", parallel=SP, steps=4),
     Case("sp2_mamba", model="mamba", parallel=SP, arguments=NO_NOISE, steps=4),
     Case("sp2_checkpointing", parallel=SP, arguments={"gradient_checkpointing": True}, **VARIABLE),
@@ -30,11 +33,11 @@ TWO_RANKS = [
 ]
 FOUR_RANKS = [
     Case("sp2_pp2", model="llama_tied", parallel=SP_PP2, **VARIABLE),
-    Case("sp2_pp2_gpt2", model="gpt2", parallel=SP_PP2, arguments=NO_NOISE, **VARIABLE),
+    Case("sp2_pp2_gpt2", model="gpt2", parallel=SP_PP2, **ACCUMULATED),
     Case("sp2_pp2_qwen3", model="qwen3", parallel={**SP_PP2, "every": 1}, **VARIABLE),
     Case("sp2_pp2_zero_bubble", parallel={**SP_PP2, "schedule": "zbv_zero_bubble", "num_microbatches": 4}, **VARIABLE),
     Case("sp2_dp2", model="llama_tied", parallel=SP, **VARIABLE),
-    Case("sp2_dp2_gpt2", model="gpt2", parallel=SP, arguments=NO_NOISE, **VARIABLE),
+    Case("sp2_dp2_gpt2", model="gpt2", parallel=SP, **ACCUMULATED),
 ]
 
 
