@@ -180,7 +180,7 @@ class _Trial:
             try:
                 found = self._verified(whole, chosen)
             except RejectedError as rejection:
-                failure = rejection
+                failure = failure or rejection
                 continue
             return found if chosen is firsts else self._smaller(whole, found, groups, chosen)
         raise failure or RejectedError("it has no sharded layer")
@@ -296,7 +296,7 @@ class _Trial:
                 apply_tensor_parallel(modules[rank], plan, group, rank, lambda name: True)
             return run_virtual_ranks(groups, lambda rank: self._run(modules[rank]))
         except Exception as error:  # the block's own code, run on parts, may raise anything
-            raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:150]}") from error
+            raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:150].rstrip('.')}") from error
 
     def _run(self, module: nn.Module, *, note: bool = False) -> _Outcome:
         leaves: list[Tensor] = []
