@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 import sys
 from pathlib import Path
@@ -81,6 +82,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
     parser.add_argument("--models", nargs="*", default=["llama", "gpt2"], choices=["llama", "gpt2"])
     parser.add_argument("--tp", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--output", type=Path, help="file to write the numbers to, as JSON")
     for name, default in (("hidden", 512), ("layers", 4), ("length", 512), ("rows", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -93,6 +95,7 @@ def main() -> int:
     table = Table(title=title.format(**vars(arguments)))
     for heading in ("model", "tp", "one process", "blocks", "tensor parallel", "and sequence", "sent per token"):
         table.add_column(heading)
+    rows = []
     for name in arguments.models:
         model = build(name, arguments.hidden, arguments.layers, arguments.length)
         sample = {"input_ids": ids[:, :13]}
@@ -102,8 +105,11 @@ def main() -> int:
             shared = shard_sequence(model, plan, sample)
             kept = [whole, recomputed, on_ranks(model, plan, batch), on_ranks(model, shared, batch)]
             sent = [f"{traffic(p, 4).per_token / 1e3:.1f}" for p in (plan, shared)]
+            rows.append({"model": name, "tp": tp_size, "bytes": kept})
             table.add_row(name, str(tp_size), *(f"{size / 1e6:.1f}" for size in kept), " -> ".join(sent) + " kB")
     Console().print(table)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 
