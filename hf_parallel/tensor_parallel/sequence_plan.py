@@ -148,7 +148,8 @@ class _Trial:
 
     def __init__(self, block: Block, plan: TPPlan, travel: Travel, given: tuple[Place, ...]) -> None:
         self.block, self.plan, self.travel, self.given = block, plan, travel, given
-        self.calls: dict[str, tuple[tuple[Place, ...], tuple[Place, ...]]] = {}
+        # Module -> where it gets tensors of the sequence, returns them as wide as the hidden states, and returns any.
+        self.calls: dict[str, tuple[tuple[Place, ...], tuple[Place, ...], tuple[Place, ...]]] = {}
         self.compared: list[int] | None = None
         self.reference = self._run(private_copy(block.module), note=True)
         self._leave_out_parts()
@@ -208,7 +209,7 @@ class _Trial:
         groups = [self._options(child, members) for child, members in pairs.items()]
         covered = {name for pair in self.plan.pairs for name in (*pair.columns, pair.row)}
         children = {name.partition(".")[0] for name in self.plan.linears if name not in covered} - set(pairs)
-        groups += [[self._split(child)] for child in sorted(children)]
+        groups += [self._splits(child) for child in sorted(children)]
         return [options for options in groups if options]
 
     def _options(self, child: str, pairs: list[PairPlan]) -> Options:
@@ -221,18 +222,19 @@ class _Trial:
             alone = [tuple(replace(r, inputs=r.inputs[i : i + 1] or r.inputs[-1:]) for r in regions) for i in (0, 1)]
             options += [option for option in (*alone, regions) if option not in options]
         if child in self.calls and all(pair.root for pair in pairs):
-            given, returned = self.calls[child]
+            given, returned, _ = self.calls[child]
             if given and returned and not any(self._has_bias(pair.row) for pair in pairs):
                 options.append((Region(child, given, "sum", returned, tuple(pair.row for pair in pairs)),))
-            options.append(self._split(child))
+            options += self._splits(child)
         return [option for option in options if option]
 
     def _has_bias(self, row: str) -> bool:
         return self.block.module.get_submodule(row)._parameters.get("bias") is not None
 
-    def _split(self, child: str) -> tuple[Region, ...]:
-        given, returned = self.calls.get(child, ((), ()))
-        return (Region(child, given, "split", returned),) if given and returned else ()
+    def _splits(self, child: str) -> Options:
+        """Scores of a router are whole for who collects them, unless the block itself uses them."""
+        given, *returned = self.calls.get(child, ((), (), ()))
+        return [(Region(child, given, "split", places),) for places in dict.fromkeys(returned) if given and places]
 
     def _entries(self, pair: PairPlan) -> Iterator[tuple[str, ...]]:
         """Modules that could gather for a pair, the innermost first; several where each column gathers for itself."""
@@ -244,9 +246,9 @@ class _Trial:
         outer = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
         names = [pair.root, *(parents if len(parents) == 1 else ()), *outer]
         for name in dict.fromkeys(names):
-            if name and self.calls.get(name, ((), ()))[0]:
+            if name and self.calls.get(name, ((), (), ()))[0]:
                 yield (name,)
-        if columns and all(self.calls.get(name, ((), ()))[0] for name in columns):
+        if columns and all(self.calls.get(name, ((), (), ()))[0] for name in columns):
             yield tuple(columns)
 
     def _merged(self, wanted: Sequence[tuple[tuple[str, ...], str]]) -> tuple[Region, ...]:
@@ -267,8 +269,8 @@ class _Trial:
         found = []
         for child, module in self.block.module.named_children():
             if child not in taken and any(p.ndim >= 2 for p in module.parameters()):
-                found.append(self._split(child))
-        return [regions for regions in found if regions]
+                found += self._splits(child)[-1:]
+        return found
 
     # -- proof ---------------------------------------------------------------------------------------------------
 
@@ -333,12 +335,13 @@ class _Trial:
             map_tensors(lambda place, x: hidden.append(x) if place in self.given else x, part)
         shape = hidden[0].shape
 
-        def sequences(value: Any) -> tuple[Place, ...]:
+        def sequences(value: Any, width: int | None = None) -> tuple[Place, ...]:
             found: list[Place] = []
 
             def see(place: Place, x: Tensor) -> Tensor:
                 folded = dim == 1 and x.ndim == 2 and x.shape[0] == shape[0] * shape[1]
-                if x.requires_grad and (folded or (x.ndim == len(shape) and x.shape[: dim + 1] == shape[: dim + 1])):
+                along = folded or (x.ndim == len(shape) and x.shape[: dim + 1] == shape[: dim + 1])
+                if x.requires_grad and along and width in (None, x.shape[-1]):
                     found.append(place)
                 return x
 
@@ -347,7 +350,8 @@ class _Trial:
 
         def record(name: str) -> Any:
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                self.calls.setdefault(name, (sequences(args) + sequences(kwargs), sequences(output)))
+                given = sequences(args) + sequences(kwargs)
+                self.calls.setdefault(name, (given, sequences(output, shape[-1]), sequences(output)))
 
             return hook
 
