@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan import BlockSequence, PairPlan, Place, Region, SequencePlan, TPPlan
-from hf_parallel.tensor_parallel.sequence_trace import Travel, refusal, trace_stack
+from hf_parallel.tensor_parallel.sequence_trace import Travel, plan_of_block, refusal, trace_stack
 from hf_parallel.tensor_parallel.trace import agree, capture_inputs, map_tensors, private_copy, tensors_in, undisturbed
 from hf_parallel.tensor_parallel.verify import RANK_TIMEOUT_S, RejectedError, cotangent
 from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
@@ -60,6 +60,22 @@ def shard_sequence(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) ->
     return replace(plan, sequence=SequencePlan(travel.stack, travel.dim, travel.width, tuple(blocks)))
 
 
+def _read_in(travel: Travel, name: str) -> tuple[tuple[str, Place], ...]:
+    """What of a block is read outside of it beside its hidden states, by relative names."""
+    prefix = f"{name}."
+    return tuple((m.removeprefix(prefix), place) for m, place in travel.read if m.startswith(prefix))
+
+
+def _is_part(block: BlockSequence, module: str, place: Place) -> bool:
+    """Whether what a module of `block` returns at `place` is of a part of the sequence."""
+    for region in block.regions:
+        if module.startswith(f"{region.module}."):
+            return False
+        if module == region.module:
+            return region.exit == "row" or place in region.outputs
+    return True
+
+
 def _long_enough(sample: Mapping[str, Any], tp_size: int) -> dict[str, Any]:
     """`sample` with its sequences repeated until every rank gets some of them."""
     ids = sample.get("input_ids")
@@ -84,33 +100,7 @@ def _kind(model: nn.Module, plan: TPPlan, travel: Travel, name: str) -> tuple[An
         for key, value in sorted(vars(module).items())
         if type(value) in (int, bool, str) and not any(word in key for word in ("idx", "index", "layer_id"))
     )
-    return type(block), shapes, settings, repr(plan_of_block(plan, name)), travel.blocks[name]
-
-
-def plan_of_block(plan: TPPlan, name: str) -> TPPlan:
-    """The part of `plan` inside a block, by names relative to it."""
-    prefix = f"{name}."
-
-    def inner(full: str) -> str:
-        return full.removeprefix(prefix) if full != name else ""
-
-    def inner_pair(pair: PairPlan) -> PairPlan:
-        return replace(
-            pair,
-            root=inner(pair.root),
-            columns=tuple(map(inner, pair.columns)),
-            row=inner(pair.row),
-            rewrites=tuple(replace(rewrite, module=inner(rewrite.module)) for rewrite in pair.rewrites),
-            partial=tuple(map(inner, pair.partial)),
-            sliced={inner(key): spec for key, spec in pair.sliced.items()},
-            norms={inner(key): spec for key, spec in pair.norms.items()},
-            entries=tuple(map(inner, pair.entries)),
-            scaled=tuple(map(inner, pair.scaled)),
-        )
-
-    inside = [pair for pair in plan.pairs if f"{pair.root}.".startswith(prefix)]
-    linears = {inner(key): linear for key, linear in plan.linears.items() if key.startswith(prefix)}
-    return TPPlan(plan.tp_size, linears, tuple(map(inner_pair, inside)), {}, {}, {})
+    return type(block), shapes, settings, repr(plan_of_block(plan, name)), travel.blocks[name], _read_in(travel, name)
 
 
 def _judge(model: nn.Module, plan: TPPlan, travel: Travel, name: str, arguments: Arguments) -> BlockSequence:
@@ -119,7 +109,7 @@ def _judge(model: nn.Module, plan: TPPlan, travel: Travel, name: str, arguments:
     whole = BlockSequence("", given, returned)
     try:
         block = Block.copied(model.get_submodule(name), {}, arguments)
-        trial = _Trial(block, plan_of_block(plan, name), travel, given)
+        trial = _Trial(block, plan_of_block(plan, name), travel, name)
         return trial.best(whole)
     except RejectedError as rejection:
         return replace(whole, whole=str(rejection))
@@ -143,11 +133,12 @@ class _Trial:
         block: A copy of it.
         plan: Its part of the plan, by relative names.
         travel: Where the hidden states are.
-        given: Where the block gets them.
+        name: Of the block in the model.
     """
 
-    def __init__(self, block: Block, plan: TPPlan, travel: Travel, given: tuple[Place, ...]) -> None:
-        self.block, self.plan, self.travel, self.given = block, plan, travel, given
+    def __init__(self, block: Block, plan: TPPlan, travel: Travel, name: str) -> None:
+        self.block, self.plan, self.travel = block, plan, travel
+        self.given, self.read = travel.blocks[name][0], _read_in(travel, name)
         # Module -> where it gets tensors of the sequence, returns them as wide as the hidden states, and returns any.
         self.calls: dict[str, tuple[tuple[Place, ...], tuple[Place, ...], tuple[Place, ...]]] = {}
         self.compared: list[int] | None = None
@@ -276,6 +267,9 @@ class _Trial:
 
     def _verified(self, whole: BlockSequence, chosen: Sequence[tuple[Region, ...]]) -> BlockSequence:
         proposal = replace(whole, regions=tuple(region for regions in chosen for region in regions))
+        for module, place in self.read:
+            if _is_part(proposal, module, place):
+                raise RejectedError(f"what {module} returns is read outside of the block")
         partial = self._partial(self._run_ranks(proposal))
         if not partial:
             return proposal

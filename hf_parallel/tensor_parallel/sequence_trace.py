@@ -6,8 +6,8 @@ Blocks may work on parts of the sequence only if nothing but blocks reads what b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.plan import Place, TPPlan
+from hf_parallel.tensor_parallel.plan import PairPlan, Place, TPPlan
 from hf_parallel.tensor_parallel.trace import map_tensors, run, tensors_in
 
 
@@ -42,12 +42,15 @@ class Travel:
         dim: Their sequence dim.
         width: Elements per token.
         blocks: Block that runs -> places of its hidden states among its arguments, and in what it returns.
+        read: (module inside a block, place in what it returns) that reaches the model's output by another way than
+            the hidden states: scores of a router, for a loss of their own.
     """
 
     stack: str
     dim: int
     width: int
     blocks: Mapping[str, tuple[tuple[Place, ...], tuple[Place, ...]]]
+    read: tuple[tuple[str, Place], ...] = ()
 
 
 def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Travel:
@@ -59,7 +62,7 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Tr
         PlanError: There is no such stack, or the model itself uses what its blocks hand on; names the block.
     """
     stack = find_stack(model, plan)
-    calls, used = _calls_of(model, stack, sample)
+    calls, used, made, output = _calls_of(model, stack, sample)
     hidden = _hidden_of(model, stack, calls)
     given = [[p for p, t in call.given.items() if _travels(t, hidden)] for call in calls]
     returned = [[p for p, t in call.returned.items() if _travels(t, hidden)] for call in calls]
@@ -80,7 +83,24 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Tr
         raise refusal(model, stack, "its first block gets no hidden states, or its last one returns none")
     ends = zip(calls, given, returned, strict=True)
     blocks = {call.name: (tuple(taken), tuple(left)) for call, taken, left in ends}
-    return Travel(stack, sequence_dim(hidden, sample), hidden.shape[-1], blocks)
+    last = {calls[-1].returned[place].grad_fn for place in returned[-1]}
+    return Travel(stack, sequence_dim(hidden, sample), hidden.shape[-1], blocks, _read(output, last, made))
+
+
+def _read(output: Any, last: Collection[Any], made: Mapping[Any, tuple[str, Place]]) -> tuple[tuple[str, Place], ...]:
+    """Results of modules that are met first on every way back from the output, but for those through `last`."""
+    found, seen = set(), set(last)
+    pending = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in made:
+            found.add(made[node])
+        else:
+            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return tuple(sorted(found, key=repr))
 
 
 def sequence_dim(hidden: Tensor, sample: Mapping[str, Any]) -> int:
@@ -108,6 +128,32 @@ def find_stack(model: nn.Module, plan: TPPlan) -> str:
     if not found:
         raise refusal(model, "the model", "none of its sharded layers is in an nn.ModuleList of blocks")
     return max(found, key=lambda name: found[name])
+
+
+def plan_of_block(plan: TPPlan, name: str) -> TPPlan:
+    """The part of `plan` inside a block, by names relative to it."""
+    prefix = f"{name}."
+
+    def inner(full: str) -> str:
+        return full.removeprefix(prefix) if full != name else ""
+
+    def inner_pair(pair: PairPlan) -> PairPlan:
+        return replace(
+            pair,
+            root=inner(pair.root),
+            columns=tuple(map(inner, pair.columns)),
+            row=inner(pair.row),
+            rewrites=tuple(replace(rewrite, module=inner(rewrite.module)) for rewrite in pair.rewrites),
+            partial=tuple(map(inner, pair.partial)),
+            sliced={inner(key): spec for key, spec in pair.sliced.items()},
+            norms={inner(key): spec for key, spec in pair.norms.items()},
+            entries=tuple(map(inner, pair.entries)),
+            scaled=tuple(map(inner, pair.scaled)),
+        )
+
+    inside = [pair for pair in plan.pairs if f"{pair.root}.".startswith(prefix)]
+    linears = {inner(key): linear for key, linear in plan.linears.items() if key.startswith(prefix)}
+    return TPPlan(plan.tp_size, linears, tuple(map(inner_pair, inside)), {}, {}, {})
 
 
 def refusal(model: nn.Module, name: str, why: str) -> PlanError:
@@ -157,9 +203,14 @@ class _Between(TorchFunctionMode):
         return name in HARMLESS
 
 
-def _calls_of(model: nn.Module, stack: str, sample: Mapping[str, Any]) -> tuple[list[Call], dict[int, str]]:
-    """Calls of the stack's blocks in order, and what was done outside of them with tensors they returned, by id."""
+def _calls_of(
+    model: nn.Module, stack: str, sample: Mapping[str, Any]
+) -> tuple[list[Call], dict[int, str], dict[Any, tuple[str, Place]], Any]:
+    """Calls of the stack's blocks in order, what was done outside of them with tensors they returned, by id, which module
+    in them made which node of the graph, and the model's output.
+    """
     calls: list[Call] = []
+    made: dict[Any, tuple[str, Place]] = {}
     between = _Between()
 
     def enter(name: str) -> Any:
@@ -174,20 +225,30 @@ def _calls_of(model: nn.Module, stack: str, sample: Mapping[str, Any]) -> tuple[
         calls[-1].returned = _places(output)
         between.watched |= {id(tensor) for tensor in calls[-1].returned.values()}
 
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            for place, tensor in _places(output).items():
+                if tensor.grad_fn is not None:
+                    made.setdefault(tensor.grad_fn, (name, place))
+
+        return hook
+
     handles = []
     for index, block in enumerate(model.get_submodule(stack).children()):
+        for name, part in block.named_modules(prefix=f"{stack}.{index}"):
+            handles.append(part.register_forward_hook(note(name)))
         handles.append(block.register_forward_pre_hook(enter(f"{stack}.{index}"), with_kwargs=True))
         handles.append(block.register_forward_hook(leave))
     try:
         with torch.enable_grad(), between:
-            run(model, sample)
+            output = run(model, sample)
     finally:
         for handle in handles:
             handle.remove()
     names = [call.name for call in calls]
     if not names or len(set(names)) < len(names):
         raise refusal(model, stack, "its blocks run more than once" if names else "its blocks do not run")
-    return calls, between.used
+    return calls, between.used, made, output
 
 
 def _places(value: Any) -> dict[Place, Tensor]:

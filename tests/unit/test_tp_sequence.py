@@ -247,6 +247,28 @@ def test_a_block_that_does_not_verify_runs_on_the_whole_sequence() -> None:
         assert any("2 of 3 blocks" in line for line in report(plan, 4))
 
 
+class Scored(Stack):
+    """Norms whose outputs, collected by hooks, reach the output beside the hidden states, like scores of routers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        seen: list[Tensor] = []
+        handle = self.layers[1].norm.register_forward_hook(lambda *call: seen.append(call[-1]))
+        try:
+            return super().forward(x), seen[0].square().mean()
+        finally:
+            handle.remove()
+
+
+def test_a_block_of_which_more_is_read_runs_on_the_whole_sequence() -> None:
+    model = Scored([Layer(), Layer()])
+    plan = planned(model, 2, floats())
+    assert [block.whole for block in sequence(plan).blocks] == [
+        "",
+        "what norm returns is read outside of the block",
+    ]
+    verify_model(model, plan, floats())
+
+
 def test_sequence_parallel_with_one_rank_is_refused() -> None:
     from hf_parallel.config import HFParallelConfig
 
