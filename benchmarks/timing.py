@@ -29,7 +29,10 @@ ENOUGH_ROUNDS = 3
 
 @dataclass
 class Sample:
-    """One timed step of one variant; ``spans`` holds, for each rank, the seconds of its actions."""
+    """One timed step of one variant; ``spans`` holds, for each rank, the seconds of its actions.
+
+    ``cpu`` is the CPU time of both ranks together, in seconds.
+    """
 
     variant: str
     microbatches: int
@@ -38,6 +41,7 @@ class Sample:
     foreign: float
     loss: float
     spans: list[Spans] = field(default_factory=list)
+    cpu: float = 0.0
 
 
 class Clock:
@@ -77,9 +81,10 @@ class Clock:
         total = busy_seconds() - busy
         facts: list[Any] = [None, None]
         dist.all_gather_object(facts, (mine, loss, {name: list(spans) for name, spans in self.spans.items()}))
-        foreign = max(0.0, total - facts[0][0] - facts[1][0]) / seconds
+        used = facts[0][0] + facts[1][0]
+        foreign = max(0.0, total - used) / seconds
         value = next(value for _, value, _ in facts if value is not None)
-        return Sample(variant, microbatches, number, seconds, foreign, value, [spans for _, _, spans in facts])
+        return Sample(variant, microbatches, number, seconds, foreign, value, [spans for _, _, spans in facts], used)
 
 
 def busy_seconds() -> float:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ZeroConfig,
     )
     from hf_parallel.trainer import HFParallelTrainer
+    from hf_parallel.twin import plan_for
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "ZeroConfig",
     "list_recipes",
     "load_recipe",
+    "plan_for",
 ]
 
 _HOMES = {
@@ -72,6 +74,7 @@ _HOMES = {
     "HFParallelTrainer": "trainer",
     "list_recipes": "recipes",
     "load_recipe": "recipes",
+    "plan_for": "twin",
 }
 
 

@@ -21,7 +21,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.checkpoint import gather_tensors
-from hf_parallel.compat import calling_trainer
+from hf_parallel.compat import calling_trainer, loss_scale
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -39,6 +39,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
         sample: A small batch of the kind you train on, as the collator makes it, for models that need more than text
             (images, cross-attention states) or other inputs than a language model's; None plans with made-up text.
+        total_steps: Optimizer steps of the whole run, for what begins or ends after a share of them.
         **overrides: Settings that win over `config`, such as `pp_size=2`.
 
     Raises:
@@ -50,8 +51,10 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None,
         *,
         sample: Mapping[str, Any] | None = None,
+        total_steps: int | None = None,
         **overrides: Any,
     ) -> None:
+        self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
         check_schedule(self.config)
         self._sample = sample
@@ -99,6 +102,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         if self._session is None:
             self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
             self._session.sample = self._sample
+            self._session.total_steps = self._total_steps
             self._present(self._session.mesh.shape.dp_size)
         attach_accelerator(accelerator, self._session)
 
@@ -149,6 +153,10 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
         engine.scaler = self.scaler
+        if engine.gradients.replicas.wire is not None and self.scaler is not None:
+            engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
+        if known is None and self.hf_parallel.total_steps is not None:
+            engine.gradients.replicas.plan_steps(self.hf_parallel.total_steps, 0)
         return engine
 
     def _agree_on_skipped_steps(self) -> None:
@@ -287,6 +295,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full model's weights on world rank 0, {} elsewhere; collective."""
         attachment = self.hf_parallel_engine.attachment
+        attachment.gradients.replicas.synchronise()
         with self.hf_parallel.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(
                 attachment.ledger, {**attachment.parameters, **attachment.buffers}, self.hf_parallel.mesh

@@ -1,9 +1,10 @@
-"""Batches as the engine sees them: rows cut into microbatches, label counts, and the same-batch check."""
+"""Batches as the engine sees them: rows cut into microbatches, label counts, and the checks that ranks mean the same."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,6 +129,66 @@ class BatchCheck:
             f"{', '.join(odd)} read a different batch than {self._mesh.shape.describe(first)}, but all ranks of one "
             "model copy must read the same rows. A collator or dataset that draws random numbers must be seeded alike "
             "on all of them; an IterableDataset must yield the same stream on all of them."
+        )
+
+
+class RandomCheck:
+    """Compares random states across tensor-parallel ranks around the first training forwards that draw numbers.
+
+    The ranks hold the same activations outside of pairs, so their dropout masks must be the same there. Ranks that
+    were seeded differently, or code that seeds itself, would train silently wrong.
+
+    Args:
+        mesh: This rank's mesh.
+        device: Where the model computes.
+        steps: Forwards to check.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, steps: int) -> None:
+        self._mesh, self._device, self._left = mesh, device, steps
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around one training forward; collective over the tensor-parallel ranks while forwards to check remain.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        if self._left <= 0 or self._mesh.tp_group is None:
+            yield
+            return
+        self._left -= 1
+        before = self._state()
+        yield
+        after = self._state()
+        mine = torch.tensor([before, after], dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
+        dist.all_gather(everyone, mine, group=self._mesh.tp_group)
+        states = [(int(each[0]), int(each[1])) for each in everyone]
+        if any(first != last for first, last in states) and len(set(states)) > 1:
+            self._refuse(states)
+
+    def _state(self) -> int:
+        """A 63-bit hash of the states of the default generators."""
+        states = {"cpu": torch.random.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)
+        return digest([states])
+
+    def _refuse(self, states: Sequence[tuple[int, int]]) -> None:
+        mesh = self._mesh
+        first = mesh.rank - mesh.tp_rank
+        odd = ", ".join(mesh.shape.describe(first + i) for i, state in enumerate(states) if state != states[0])
+        if len({before for before, _ in states}) > 1:
+            raise RankMismatchError(
+                f"{odd} had another random state than {mesh.shape.describe(first)} when a training forward began that "
+                "draws random numbers: their dropout masks would differ where all must hold the same activations. Seed "
+                "all ranks of a model copy alike: set_seed(seed), without the rank in it."
+            )
+        raise RankMismatchError(
+            f"{odd} had another random state than {mesh.shape.describe(first)} after a training forward, though not "
+            "before it: the model seeds itself, or draws inside a sharded layer with a rate that was set after "
+            "the model was parallelized. Set dropout rates before training begins, or to 0; or use tp_size 1."
         )
 
 

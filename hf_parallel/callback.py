@@ -93,6 +93,15 @@ class HFParallelCallback(TrainerCallback):
                 "HFParallelCallback was added with add_callback() after the Trainer was made, so it has no effect. "
                 "Pass it in Trainer(callbacks=[HFParallelCallback()])."
             )
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave equal replicas behind."""
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.gradients.replicas.synchronise()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -2,7 +2,7 @@
 
 Weights are written as one normal Hugging Face checkpoint: the writer receives every tensor whole, in ledger order.
 Each rank reads back only what it holds. Optimizer state is a safetensors file per (stage, tp rank), keyed by parameter
-name. A directory appears under its final name only when everything in it is on disk.
+name, whether it was partitioned over the replicas or not. A directory appears under its final name only when everything in it is on disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.data_parallel.zero_state import MASTER_WEIGHT, collect_state, restore_state
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
@@ -146,57 +148,107 @@ def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}. The file is truncated or damaged.") from error
 
 
-def optimizer_file(folder: str | Path, mesh: Mesh) -> Path:
-    """Where the optimizer state of this rank's (stage, tp rank) lives."""
-    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}.safetensors"
+def optimizer_file(folder: str | Path, mesh: Mesh, *, replica: int | None = None) -> Path:
+    """Where the optimizer state of this rank's (stage, tp rank) lives; `replica` if each replica has its own."""
+    of_replica = "" if replica is None else f"-dp{replica}"
+    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}{of_replica}.safetensors"
 
 
 def save_optimizer(
-    folder: str | Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh
+    folder: str | Path,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    zero: ZeroPartition | None = None,
+    replica: int | None = None,
 ) -> None:
-    """Write this rank's optimizer state; call it on the ranks of dp 0, all replicas have the same."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    """Write the optimizer state of this rank's (stage, tp rank), by parameter name.
+
+    Collective over the replicas that share the state, if it is partitioned: each call needs all of them.
+
+    Args:
+        folder: The checkpoint.
+        optimizer: The optimizer.
+        parameters: Ledger name -> this rank's parameter.
+        mesh: This rank's mesh.
+        zero: Its partition; then rank 0 of dp writes.
+        replica: This rank's replica, if each has a state of its own; None: the rank of dp 0 writes that of all.
+    """
+    if zero is not None and mesh.dp_rank >= zero.shard_group.size():
+        return
+    states = collect_state(zero) if zero is not None else _states_by_name(optimizer, parameters)
+    if mesh.dp_rank != 0 and replica is None:
+        return
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
-    for parameter, state in optimizer.state.items():
+    for name, state in states.items():
         for key, value in state.items():
-            label = f"{names[id(parameter)]}{STATE_SEPARATOR}{key}"
+            label = f"{name}{STATE_SEPARATOR}{key}"
             if isinstance(value, torch.Tensor):
-                tensors[label] = value.detach().cpu().contiguous()
+                tensors[label] = value.detach().cpu().contiguous().clone()
             else:
                 scalars[label] = value
-    groups = [
-        {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
-        for group in optimizer.param_groups
-    ]
+    members = _group_names(optimizer, parameters, zero)
+    groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, members, strict=True)]
     layout = {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
     description = {"layout": layout, "groups": groups, "scalars": scalars, "optimizer": type(optimizer).__name__}
-    save_file(tensors, optimizer_file(folder, mesh), metadata={"hf_parallel": json.dumps(description)})
+    save_file(
+        tensors, optimizer_file(folder, mesh, replica=replica), metadata={"hf_parallel": json.dumps(description)}
+    )
+
+
+def _states_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Mapping[str, Any]]:
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+
+
+def _group_names(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], zero: ZeroPartition | None
+) -> list[list[str | None]]:
+    """Names of the parameters in each group; None for one that this rank does not know."""
+    if zero is not None:
+        return [list(group) for group in zero.groups]
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def load_optimizer(
-    folder: str | Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh
+    folder: str | Path,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    zero: ZeroPartition | None = None,
+    replica: int | None = None,
 ) -> None:
-    """Read back what `save_optimizer` wrote for this rank's (stage, tp rank).
+    """Read back what `save_optimizer` wrote for this rank's (stage, tp rank), partitioned now as then or not.
 
     Raises:
         CheckpointError: No such file, another layout, another optimizer, or other parameter groups.
     """
-    path = optimizer_file(folder, mesh)
+    path = optimizer_file(folder, mesh, replica=replica)
     if not path.is_file():
+        of_replica = "" if replica is None else ", with fewer replicas or without local_sgd"
         raise CheckpointError(
-            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size, or without optimizer "
-            "state. Resume with the layout it was saved with, or start a new run from its weights."
+            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size{of_replica}, or without "
+            "optimizer state. Resume with the layout it was saved with, or start a new run from its weights."
         )
     description, tensors = _read_optimizer(path)
-    _check_optimizer(path, description, optimizer, parameters, mesh)
-    index = {name: position for position, name in enumerate(n for g in description["groups"] for n in g["params"])}
-    state: dict[int, dict[str, Any]] = {}
+    _check_optimizer(path, description, optimizer, _group_names(optimizer, parameters, zero), mesh)
+    states: dict[str, dict[str, Any]] = {}
     for label, value in [*tensors.items(), *description["scalars"].items()]:
         name, key = label.rsplit(STATE_SEPARATOR, 1)
-        state.setdefault(index[name], {})[key] = value
+        states.setdefault(name, {})[key] = value
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in description["groups"]]
+    if zero is not None:
+        restore_state(zero, states, settings)
+        return
+    order = [name for group in description["groups"] for name in group["params"]]
+    index = {name: position for position, name in enumerate(order)}
+    kept = {index[n]: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in description["groups"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 
 def _read_optimizer(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -215,14 +267,12 @@ def _check_optimizer(
     path: Path,
     description: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
+    groups: Sequence[Sequence[str | None]],
     mesh: Mesh,
 ) -> None:
     saved, here = description["layout"], {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
     if saved != here:
         raise CheckpointError(f"{path} was saved with {saved}, this run has {here}. Resume with the saved layout.")
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    groups = [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in description["groups"]] != groups:
         raise CheckpointError(
             f"{path} has other parameter groups than this run's {type(optimizer).__name__}: the cut, the frozen "

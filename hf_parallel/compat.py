@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
     from transformers import Trainer
 
@@ -52,6 +53,39 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
                 return (id(frame), frame.f_lasti), frame.f_code.co_name
             frame = frame.f_back
     return None, None
+
+
+def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
+    """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work | None = gather(whole, mine, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Work | None:
+    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`."""
+    import torch.distributed as dist
+
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work | None = scatter(mine, whole, group=group, async_op=True)
+    return work
+
+
+def loss_scale(scaler: Any) -> Tensor:
+    """What an fp16 loss scaler multiplies losses with now, without waiting for the device.
+
+    Raises:
+        UnsupportedError: This torch keeps it elsewhere.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    if scale is None:
+        raise UnsupportedError(
+            f"the scale of {type(scaler).__name__} cannot be read, so what gradient compression feeds back would be in "
+            "the wrong units. Train in bf16, or set gradient_compression.method to int8."
+        )
+    return scale
 
 
 def is_connection_loss(error: BaseException) -> bool:

@@ -6,16 +6,16 @@ group exists. The sections are in `sections`; what they mean together is checked
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.problems import locate, rewritten, sections_of
 from hf_parallel.sections import (
     DEFAULT_RANK_ORDER,
     STAGES_PER_RANK,
@@ -23,6 +23,7 @@ from hf_parallel.sections import (
     Axis,
     CheckpointConfig,
     Count,
+    DataParallelConfig,
     GradientCompressionConfig,
     LocalSgdConfig,
     MonitorConfig,
@@ -31,6 +32,7 @@ from hf_parallel.sections import (
     TensorParallelConfig,
     ZeroConfig,
     as_tuple,
+    spelled,
 )
 
 
@@ -45,6 +47,8 @@ PIPELINE_ONLY = (
     "compile_blocks",
     "transport",
 )
+# Settings that nothing reads when no layer is shared.
+TENSOR_ONLY = ("plan", "experts", "vocab_parallel_loss", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:
@@ -60,6 +64,7 @@ class HFParallelConfig(Section):
         rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
         pipeline: Stages, microbatches and schedule.
         tensor_parallel: Sharding of the layers.
+        data_parallel: Messages between the data-parallel replicas.
         zero: Partition over the data-parallel ranks.
         activation_checkpointing: Recomputation of activations.
         gradient_compression: Wire format of the gradients.
@@ -80,6 +85,7 @@ class HFParallelConfig(Section):
     ] = None
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
+    data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()
     zero: Annotated[ZeroConfig, _section(ZeroConfig)] = ZeroConfig()
     activation_checkpointing: Annotated[ActivationCheckpointingConfig, _section(ActivationCheckpointingConfig)] = (
         ActivationCheckpointingConfig()
@@ -97,13 +103,13 @@ class HFParallelConfig(Section):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise ConfigError("\n".join(_problems(error, values))) from None
+                raise ConfigError("\n".join(rewritten(error, HFParallelConfig, values))) from None
 
     @model_validator(mode="before")
     @classmethod
     def _null_section_is_default(cls, values: dict[str, Any]) -> dict[str, Any]:
         """`accelerate config update` turns an empty section into null."""
-        return {key: value for key, value in values.items() if value is not None or key not in _SECTIONS}
+        return {key: value for key, value in values.items() if value is not None or key not in sections_of(cls)}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -139,7 +145,9 @@ class HFParallelConfig(Section):
                 f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
-        problems += self._without_stages()
+        problems += [*self._without_effect(), *self._without_partition()]
+        problems += [*self.gradient_compression.problems("gradient_compression"), *self._compressed_partition()]
+        problems += self._local_steps()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -193,16 +201,61 @@ class HFParallelConfig(Section):
             )
         return problems
 
-    def _without_stages(self) -> list[str]:
-        """Settings of the pipeline that nothing reads because there is one stage."""
-        if self.pp_size > 1:
-            return []
-        defaults = PipelineConfig()
+    def _without_effect(self) -> list[str]:
+        """Settings of an axis that nothing reads because the axis has one rank."""
         return [
-            f"pipeline.{name}={_yaml(list(value) if isinstance(value, tuple) else value)} with pp_size=1 has no effect: there is one stage. Set pp_size to 2 or "
-            f"more, or pipeline.{name} to {_yaml(getattr(defaults, name))}."
-            for name in PIPELINE_ONLY
-            if (value := getattr(self.pipeline, name)) != getattr(defaults, name)
+            *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
+            *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _without_partition(self) -> list[str]:
+        """Settings of ZeRO that nothing reads because nothing is partitioned."""
+        if self.zero.stage > 0:
+            return []
+        return [
+            f"zero.{name}={spelled(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
+            f"or zero.{name} to 'auto'."
+            for name in ("engine", "dp_shard_size")
+            if (value := getattr(self.zero, name)) != "auto"
+        ]
+
+    def _local_steps(self) -> list[str]:
+        """Local steps with what expects equal replicas after every step."""
+        found, every = self.local_sgd.problems(), self.local_sgd.sync_every
+        if every > 1 and self.zero.stage:
+            found.append(
+                f"local_sgd.sync_every={every} with zero.stage={self.zero.stage}: replicas differ between "
+                "synchronisations, so they cannot share one optimizer. Set zero.stage to 0, or local_sgd.sync_every to 1."
+            )
+        if every > 1 and self.gradient_compression.method != "none":
+            found.append(
+                f"local_sgd.sync_every={every} with gradient_compression.method={self.gradient_compression.method}: no "
+                "gradient travels between synchronisations. Move the settings to local_sgd.compression."
+            )
+        return found
+
+    def _compressed_partition(self) -> list[str]:
+        """Compression that would need what ZeRO takes away."""
+        compression, found = self.gradient_compression, []
+        if not self.zero.stage or compression.method == "none":
+            return []
+        if self.zero.dp_shard_size != "auto":
+            found.append(
+                f"gradient_compression.method={compression.method} with zero.dp_shard_size={self.zero.dp_shard_size} is not "
+                "available yet: only sums over all replicas are compressed. Set zero.dp_shard_size to 'auto'."
+            )
+        if compression.topology == "hierarchical":
+            found.append(
+                f"gradient_compression.topology=hierarchical with zero.stage={self.zero.stage}: each rank needs its part of "
+                "the sum only, which is sent in one step. Set gradient_compression.topology to auto."
+            )
+        if not compression.feeds_back:
+            return found
+        return [
+            *found,
+            f"gradient_compression.method={compression.method} with zero.stage={self.zero.stage}: error feedback keeps a "
+            "residual of every element on every rank, which is more than ZeRO saves. Set gradient_compression.method to "
+            "int8, or zero.stage to 0.",
         ]
 
     @classmethod
@@ -240,7 +293,7 @@ class HFParallelConfig(Section):
         """
         values = self.model_dump()
         for key, value in overrides.items():
-            section, leaf = _locate(key)
+            section, leaf = locate(type(self), key)
             plain = value.model_dump() if isinstance(value, BaseModel) else value
             if section:
                 values[section][leaf] = plain
@@ -268,6 +321,7 @@ class HFParallelConfig(Section):
         """
         copy = self.model_parallel_size
         if world_size >= copy and world_size % copy == 0:
+            self._check_replicas(world_size // copy, world_size)
             return world_size // copy
         below, above = world_size // copy * copy, (world_size // copy + 1) * copy
         valid = f"{below} or {above}" if below else f"{above}"
@@ -277,6 +331,33 @@ class HFParallelConfig(Section):
             f"model copy needs {copy} processes. Set num_processes to {valid}, or lower tp_size or pp_size."
         )
 
+    def _check_replicas(self, dp_size: int, world_size: int) -> None:
+        """Refuse a partition over replicas that do not exist. One process alone is a trial run of any config."""
+        shard_size, method = self.zero.dp_shard_size, self.gradient_compression.method
+        if method != "none" and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"gradient_compression.method={method} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
+                f"gradient_compression.method to none, or num_processes to {2 * world_size}."
+            )
+        if self.local_sgd.sync_every > 1 and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"local_sgd.sync_every={self.local_sgd.sync_every} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, nothing to synchronise. Set local_sgd.sync_every "
+                f"to 1, or num_processes to {2 * world_size}."
+            )
+        if self.zero.stage and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
+                f"{self.pp_size}: there is one replica, so nothing is partitioned. Set zero.stage to 0, or num_processes "
+                f"to {2 * world_size}."
+            )
+        if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
+            raise ConfigError(
+                f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "
+                f"it to {dp_size} or 'auto'."
+            )
+
     def to_yaml_section(self) -> dict[str, Any]:
         """Return the plain mapping to write under `hf_parallel:`; settings at their defaults are left out."""
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
@@ -284,76 +365,16 @@ class HFParallelConfig(Section):
         return sizes | plain
 
 
-def _locate(key: str) -> tuple[str, str]:
-    """Return (section, leaf) of an override name; the section of a top-level name is ''."""
-    fields = HFParallelConfig.model_fields
-    section, _, leaf = key.rpartition(".")
-    if section in _SECTIONS or (not section and leaf in fields):
-        return section, leaf
-    homes = [name for name, model in _SECTIONS.items() if leaf in model.model_fields] if not section else []
-    if len(homes) == 1:
-        return homes[0], leaf
-    if homes:
-        raise ConfigError(f"{key}: found in {', '.join(homes)}. Write it with its section: {homes[0]}.{key}.")
-    raise ConfigError(_unknown_key(key, section=""))
-
-
-def _unknown_key(key: str, section: str) -> str:
-    home = _SECTIONS.get(section)
-    path = f"{section}.{key}" if section else key
-    if home is CheckpointConfig:
-        return f"{path} is not available yet: the checkpoint section has no options. Remove it."
-    known = [*(home or HFParallelConfig).model_fields]
-    elsewhere = [f"{name}.{key}" for name, model in _SECTIONS.items() if key in model.model_fields]
-    if key in HFParallelConfig.model_fields:
-        elsewhere.append(f"{key} at the top level")
-    if elsewhere:
-        return f"{path}: unknown key here. Move it to {' or '.join(elsewhere)}."
-    leaves = {leaf: f"{name}.{leaf}" for name, model in _SECTIONS.items() for leaf in model.model_fields}
-    nearest = difflib.get_close_matches(key, [*known, *leaves], n=1, cutoff=0.6)
-    hint = f"Did you mean {nearest[0] if nearest[0] in known else leaves[nearest[0]]}?" if nearest else "Remove it."
-    return f"{path}: unknown key. {hint} Known keys{f' of {section}' if section else ''}: {', '.join(known)}."
-
-
-def _problems(error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """Rewrite pydantic's errors, one line a setting (a union reports once for each of its members)."""
-    lines: dict[str, str] = {}
-    for detail in error.errors():
-        path = _setting_path(detail["loc"])
-        lines.setdefault(path, _problem(path, detail, values))
-    return list(lines.values())
-
-
-def _yaml(value: object) -> str:
-    """Return a value as one would type it in the YAML file."""
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-
-
-def _setting_path(loc: Iterable[int | str]) -> str:
-    """Return the part of a pydantic location that names a setting, without union members and list positions."""
-    section, *rest = [str(part) for part in loc] or [""]
-    return f"{section}.{rest[0]}" if section in _SECTIONS and rest else section
-
-
-def _problem(path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
-    section, _, leaf = path.rpartition(".")
-    if detail["type"] == "together":
-        return detail["msg"]
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(leaf, section)
-    inner = values[section] if section else values
-    given = inner[leaf] if isinstance(inner, Mapping) else getattr(inner, leaf)
-    if detail["type"] == "not_available":
-        neutral = detail["ctx"]["neutral"]
-        return f"{path}={_yaml(given)} is not available yet: {detail['msg']}. Set {path} to {_yaml(neutral)}."
-    field = (_SECTIONS[section] if section else HFParallelConfig).model_fields[leaf]
-    if leaf in _SECTIONS and not section:
-        return f"{path}={_yaml(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
-    return f"{path}={_yaml(given)}: expected {field.description}. Set {path} to {_yaml(field.default)}."
-
-
-_SECTIONS: Mapping[str, type[Section]] = {
-    name: type(field.default)
-    for name, field in HFParallelConfig.model_fields.items()
-    if isinstance(field.default, Section)
-}
+def _unread(settings: Section, section: str, names: Iterable[str], axis: str, size: int, why: str) -> list[str]:
+    if size > 1:
+        return []
+    problems = []
+    for name in names:
+        value, default = getattr(settings, name), type(settings).model_fields[name].default
+        if value != default:
+            shown = spelled(value)
+            problems.append(
+                f"{section}.{name}={shown} with {axis}_size=1 has no effect: {why}. Set {axis}_size to 2 or more, or "
+                f"{section}.{name} to {spelled(default)}."
+            )
+    return problems

@@ -21,12 +21,13 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_parallel.batches import BatchCheck, count_targets, require_targets
+from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.replicas import Replicas
 from hf_parallel.watchdog import Watchdog
 
 
@@ -47,6 +48,7 @@ class Attachment:
         buffers: Ledger name -> this rank's persistent buffer.
         gradients: Reduction and clipping.
         batch_check: Same-batch check over a model copy.
+        random_check: Same-random-numbers check over tensor-parallel ranks.
         watchdog: Hang reports.
     """
 
@@ -59,6 +61,7 @@ class Attachment:
     buffers: dict[str, torch.Tensor]
     gradients: GradientSync
     batch_check: BatchCheck
+    random_check: RandomCheck
     watchdog: Watchdog
 
 
@@ -89,6 +92,10 @@ class Engine:
         patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
+        if self.gradients.replicas.partitions:
+            vars(self.model)["zero_grad"] = functools.partial(
+                _zero_grad, self.model.zero_grad, self.gradients.replicas
+            )
         if self.mesh.shape.mp_size > 1:
             vars(self.model)["__deepcopy__"] = _refuse_copy
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
@@ -164,8 +171,9 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
+            self.gradients.arm(1.0, last=GradientState().sync_gradients)
         context = self.autocast()
-        with context:
+        with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
@@ -182,9 +190,17 @@ class DirectEngine(Engine):
 
     def _after_backward(self) -> None:
         self._queued = False
-        if GradientState().sync_gradients:
-            with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+            if GradientState().sync_gradients:
                 self.gradients.reduce(1.0)
+            else:
+                self.gradients.accumulate(1.0)
+
+
+def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
+    """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
+    own(set_to_none)
+    replicas.zero_grad()
 
 
 def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -203,7 +219,8 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
     """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
-    ours: dict[str, Any] = {name: vars(model).pop(name) for name in ("forward", "__deepcopy__")}
+    names = [name for name in ("forward", "__deepcopy__", "zero_grad") if name in vars(model)]
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
     if patched is not None:
         vars(model)["forward"] = patched
     try:

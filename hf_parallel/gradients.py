@@ -1,7 +1,8 @@
 """What happens to gradients between the last backward and the optimizer step, driven by the ledger.
 
 Shared parameters are summed over the pipeline ranks that hold them, everything is reduced over dp once per optimizer step, and
-the global norm counts every element of the full model exactly once, whatever the mesh.
+the global norm counts every element of the full model exactly once, whatever the mesh. With ZeRO the gradients end up
+in the flat parts that the optimizer updates, and the model's parameters have none after the reduction.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.data_parallel.buckets import GradientReducer
+from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.replicas import Replicas, ReplicaSettings
 
 
 # Update rules that treat every element by itself: right on a shard. Others (Adafactor, LAMB, Muon, ...) use norms or
@@ -25,6 +27,9 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
 )
 
 
+DEFAULTS = ReplicaSettings()
+
+
 class GradientSync:
     """Reduces and clips the gradients of one rank's parameters.
 
@@ -32,15 +37,23 @@ class GradientSync:
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
         mesh: This rank's mesh. Building the groups of shared parameters is collective.
+        settings: What the replicas do with each other.
     """
 
-    def __init__(self, ledger: Ledger, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        settings: ReplicaSettings = DEFAULTS,
+    ) -> None:
         self._ledger = ledger
         self._parameters = dict(parameters)
         self._mesh = mesh
         self._reduced = False
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
+        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counts)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -50,19 +63,42 @@ class GradientSync:
         for holders, group in self._groups.items():
             named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == holders]
             self._shared.append(GradientReducer(named, group))
-        self._replicas = GradientReducer(list(self._parameters.items()), self._mesh.dp_group)
 
     def _now_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
+    def arm(self, factor: float | None, *, last: bool) -> None:
+        """A backward pass begins: gradients may leave while it runs.
+
+        Args:
+            factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
+            last: Whether it is the last of its step.
+        """
+        if self._trained == self._now_trained():
+            self.replicas.arm(factor, last=last)
+
+    def accumulate(self, factor: float) -> None:
+        """After a backward pass that is not the last of its step."""
+        if self.replicas.reduces_every_backward:
+            self._reduce_shared()
+            self.replicas.accumulate(factor)
+
     def reduce(self, factor: float) -> None:
-        """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp."""
+        """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp.
+
+        Raises:
+            UnsupportedError: A parameter was frozen or unfrozen after ZeRO partitioned the optimizer.
+        """
         if self._trained != self._now_trained():  # (un)frozen since, alike on the ranks that hold them
+            self.replicas.relay()
             self._lay_out()
+        self._reduce_shared()
+        self.replicas.reduce(factor)
+        self._reduced = True
+
+    def _reduce_shared(self) -> None:
         for reducer in self._shared:
             reducer.reduce(1.0)
-        self._replicas.reduce(factor / self._mesh.shape.dp_size)
-        self._reduced = True
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the full model's gradient (0-d, float32), equal on every rank of a model copy.
@@ -70,20 +106,27 @@ class GradientSync:
         Args:
             norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
         """
-        counted = [piece for name, p in self._parameters.items() for piece in self._counted(name, p)]
-        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
         infinite = norm_type == float("inf")
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if counted:
-            # Half-precision gradients are measured in fp32: their squares overflow or vanish.
-            half = any(piece.dtype in (torch.bfloat16, torch.float16) for piece in counted)
-            each = torch._foreach_norm(counted, norm_type, dtype=torch.float32 if half else None)
-            norms = torch.stack([norm.to(device).double() for norm in each])
-            total = norms.max() if infinite else norms.pow(norm_type).sum()
+        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        total = self._power_sum([g for n, p in self._parameters.items() for g in self._counted(n, p)], norm_type)
+        if self.replicas.zero is not None:
+            parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
+            dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
+            total = torch.maximum(total, parts) if infinite else total + parts
         if self._mesh.mp_group is not None:
-            operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
+        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        # Half-precision gradients are measured in fp32: their squares overflow or vanish.
+        half = any(piece.dtype in (torch.bfloat16, torch.float16) for piece in gradients)
+        each = torch._foreach_norm(gradients, norm_type, dtype=torch.float32 if half else None)
+        norms = torch.stack([norm.to(device).double() for norm in each])
+        return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
@@ -92,7 +135,7 @@ class GradientSync:
         """
         norm = self.norm(norm_type)
         if max_norm != float("inf"):
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            gradients = self._gradients()
             if gradients:
                 torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -110,9 +153,16 @@ class GradientSync:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
+        self.replicas.adopt(optimizer)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Every gradient on this rank: of parameters, and of the optimizer's parts."""
+        zero = self.replicas.zero
+        owners = [*self._parameters.values(), *(shard.master for shard in (zero.shards if zero is not None else []))]
+        return [owner.grad for owner in owners if owner.grad is not None]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if not self._reduced and any(p.grad is not None for p in self._parameters.values()):
+        if not self._reduced and self._gradients():
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
                 "parallelized model's forward, or backward ran while gradients were still accumulating. Call "
@@ -121,14 +171,37 @@ class GradientSync:
         self._reduced = False
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
         kind = type(optimizer).__name__
-        if sharded and kind not in ELEMENTWISE_OPTIMIZERS:
+        if kind in ELEMENTWISE_OPTIMIZERS:
+            return
+        sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
+        if sharded:
             raise UnsupportedError(
                 f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
                 f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
                 f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or tp_size 1."
             )
+        if self.replicas.partitions:
+            raise UnsupportedError(
+                f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
+                f"whole tensors, but each rank updates a part of a flat buffer. Use one of "
+                f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or zero.stage 0."
+            )
+
+    def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+        entry: Entry = self._ledger.entries[name]
+        if entry.owner != self._mesh.pp_rank:
+            return False
+        if entry.spec is None:
+            return self._mesh.tp_rank == 0
+        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+        if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim]:
+            return True
+        mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+        for start, length in pieces:
+            mask.narrow(entry.spec.dim, start, length).fill_(True)
+        return mask
 
     def _counted(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
         """The parts of this rank's gradient of `name` that this rank counts in the norm."""

@@ -10,6 +10,7 @@ a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,7 +81,8 @@ class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
     `pp_down_group` carries messages to higher ranks of the pipeline and `pp_up_group` to lower ones: NCCL serialises all
-    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B.
+    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B. The replicas of
+    `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same part of it.
     """
 
     shape: MeshShape
@@ -90,11 +92,20 @@ class Mesh:
     pp_down_group: dist.ProcessGroup | None
     pp_up_group: dist.ProcessGroup | None
     dp_group: dist.ProcessGroup | None
+    dp_shard_group: dist.ProcessGroup | None
+    dp_replicate_group: dist.ProcessGroup | None
     mp_group: dist.ProcessGroup | None
     timeout: timedelta
 
     @classmethod
-    def build(cls, shape: MeshShape, *, timeout: timedelta, p2p_backend: str | None = None) -> Mesh:
+    def build(
+        cls,
+        shape: MeshShape,
+        *,
+        timeout: timedelta,
+        p2p_backend: str | None = None,
+        dp_shard_size: int | None = None,
+    ) -> Mesh:
         """Create this rank's groups; collective over the default group.
 
         Args:
@@ -102,9 +113,10 @@ class Mesh:
             timeout: Longest wait of a collective before it raises.
             p2p_backend: Backend of the two stage-to-stage groups; None for the default group's. `"gloo"` lets CUDA
                 tensors travel through host memory.
+            dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
 
         Raises:
-            ConfigError: `shape` does not fit the world size.
+            ConfigError: `shape` does not fit the world size, or `dp_shard_size` does not divide the replicas.
         """
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if shape.world_size != world_size:
@@ -116,7 +128,15 @@ class Mesh:
         def group(lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
             return new_group_of(lists, timeout=timeout, backend=backend)
 
+        shard_size = shape.dp_size if dp_shard_size is None else dp_shard_size
+        if shape.dp_size % shard_size:
+            raise ConfigError(
+                f"zero.dp_shard_size={shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
+                f"{shape.dp_size}, or to 'auto'."
+            )
         pipelines = shape.groups(lambda d, p, t: (d, t))
+        dp_group = group(shape.groups(lambda d, p, t: (p, t)))
+        whole = shard_size == shape.dp_size
         return cls(
             shape=shape,
             rank=rank,
@@ -124,7 +144,9 @@ class Mesh:
             pp_group=group(pipelines),
             pp_down_group=group(pipelines, p2p_backend),
             pp_up_group=group(pipelines, p2p_backend),
-            dp_group=group(shape.groups(lambda d, p, t: (p, t))),
+            dp_group=dp_group,
+            dp_shard_group=dp_group if whole else group(shape.groups(lambda d, p, t: (d // shard_size, p, t))),
+            dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t: (d % shard_size, p, t))),
             mp_group=group(shape.groups(lambda d, p, t: (d,))),
             timeout=timeout,
         )
@@ -153,6 +175,33 @@ class Mesh:
         lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
         return new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout)
 
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Another group of the same ranks as `dp_group`; None without replicas. Collective."""
+        return new_group_of(self.shape.groups(lambda d, p, t: (p, t)), timeout=self.timeout)
+
+    def node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """Groups of the replicas on this rank's node, and of those with its place on the other nodes. Collective.
+
+        Args:
+            ranks_per_node: Ranks on each node; neighbours share one.
+
+        Returns:
+            None if there is one node, or if no node has several replicas of a part.
+        """
+        inside = self.shape.groups(lambda d, p, t: (self.shape.rank_at(d, p, t) // ranks_per_node, p, t))
+        sizes = {len(ranks) for ranks in inside}
+        if len(inside) == self.shape.mp_size or sizes == {1}:
+            return None
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"gradient_compression.topology=hierarchical: nodes of {ranks_per_node} ranks hold different numbers of "
+                f"replicas ({sorted(sizes)}). Set gradient_compression.topology to flat."
+            )
+        place = {rank: ranks.index(rank) for ranks in inside for rank in ranks}
+        across = self.shape.groups(lambda d, p, t: (place[self.shape.rank_at(d, p, t)], p, t))
+        groups = [new_group_of(lists, timeout=self.timeout) for lists in (inside, across)]
+        return None if groups[0] is None or groups[1] is None else (groups[0], groups[1])
+
     def describe(self) -> str:
         """This rank in words, for messages."""
         return self.shape.describe(self.rank)
@@ -171,3 +220,9 @@ def new_group_of(
         if rank in ranks:
             mine = group
     return mine
+
+
+def ranks_per_node() -> int:
+    """Ranks that the launcher started on each node; all of them if it does not say."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -191,7 +191,7 @@ class PipelineEngine(Engine):
         if window is not None and window.holds(batch):
             if window.position == 0:
                 extras = {name: value for name, value in batch.items() if name not in window.batches[0]}
-                window.losses = self._run_schedule([{**other, **extras} for other in window.batches])
+                window.losses = self._run_schedule([{**other, **extras} for other in window.batches], last=True)
             loss = window.losses[window.position]
             window.position += 1
         elif window is not None and 0 < window.position < len(window.batches):
@@ -200,13 +200,18 @@ class PipelineEngine(Engine):
                 "the schedule of the whole window has already run. Change batches in the collator instead."
             )
         else:
-            loss = self._run_schedule([batch])[0]
+            loss = self._run_schedule([batch], last=GradientState().sync_gradients)[0]
         self._pending = True
         checked: torch.Tensor = _FusedLoss.apply(self._anchor.to(loss.device), loss, self)  # type: ignore[no-untyped-call]
         return PipelineTrainingOutput(loss=checked)
 
-    def _run_schedule(self, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
-        """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages."""
+    def _run_schedule(self, batches: list[dict[str, Any]], *, last: bool) -> list[torch.Tensor]:
+        """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
+
+        Args:
+            batches: The batches.
+            last: Whether no other schedule follows in this optimizer step.
+        """
         self.attachment.batch_check.check(batches)
         microbatches: list[dict[str, Any]] = []
         shares: list[_Share] = []
@@ -217,6 +222,8 @@ class PipelineEngine(Engine):
                 shares.append(share)
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         self.seeds.next_step()
+        # The factor that upstream code applies is not known before its backward.
+        self.runtime.at_last_backward = lambda: self.gradients.arm(None, last=last)
         losses = self.runtime.run(
             microbatches,
             self._programs.training(len(microbatches)),
@@ -280,6 +287,9 @@ class PipelineEngine(Engine):
             self._factors = []
             self._window = None
             self._reduce(first)
+        elif self._window is None:  # a window's gradients are all here by its first backward
+            with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
+                self.gradients.accumulate(first)
 
     def _reduce(self, factor: float) -> None:
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
@@ -308,10 +318,14 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
+        last = GradientState().sync_gradients
+        self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
         self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
-        if GradientState().sync_gradients:
+        if last:
             self._reduce(1.0)
+        else:
+            self.gradients.accumulate(1.0)
 
     # -- forward only --------------------------------------------------------------------------------------------
 

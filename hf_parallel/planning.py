@@ -29,13 +29,13 @@ from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
 from hf_parallel.sections import TensorParallelConfig
+from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.cost import report
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.overrides import USERS_WISH
 from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.share import plan_on_one_rank
 from hf_parallel.tensor_parallel.vocab import labelled
-from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS, shard_vocabulary
+from hf_parallel.tensor_parallel.vocab_plan import WHOLE_LOGITS
 from hf_parallel.watchdog import Watchdog
 
 
@@ -148,14 +148,15 @@ def _shards(
         model: The whole model.
         tp_size: Ranks that share each layer.
         sample: The batch to plan with.
-        settings: Whether the loss works on parts of the vocabulary, and the layers between on parts of the sequence.
+        settings: What the user wants of modules, of the loss and of the sequence.
         watchdog: For waits.
     """
 
     def make() -> TPPlan:
-        plan = plan_tensor_parallel(model, tp_size, sample)
-        plan = shard_vocabulary(model, plan, sample, settings.vocab_parallel_loss)
-        return shard_sequence(model, plan, sample) if settings.sequence_parallel else plan
+        overrides = None if settings.plan == "auto" else settings.plan
+        wishes: dict[str, Any] = {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
+        wishes["sequence"] = settings.sequence_parallel
+        return plan_model(model, tp_size, sample, overrides=overrides, **wishes)
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):
@@ -205,7 +206,8 @@ def judge_fallbacks(
     Raises:
         PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
     """
-    fallbacks = {name: reason for name, reason in plan.fallbacks.items() if name not in expected}
+    wanted = ("gathered: " + USERS_WISH, "replicated: " + USERS_WISH)
+    fallbacks = {n: why for n, why in plan.fallbacks.items() if n not in expected and not why.startswith(wanted)}
     if not fallbacks or on_fallback == "ignore":
         return
     shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])

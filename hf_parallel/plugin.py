@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_parallel.batches import BatchCheck
+from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh
+from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
@@ -35,6 +35,7 @@ from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.planning import Plans, agree, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
+from hf_parallel.replicas import ReplicaSettings
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.sequence import install_blocks
 from hf_parallel.watchdog import Watchdog
@@ -189,8 +190,22 @@ def attach(
         ledger=plans.ledger,
         parameters=parameters,
         buffers=buffers,
-        gradients=GradientSync(plans.ledger, parameters, mesh),
+        gradients=GradientSync(
+            plans.ledger,
+            parameters,
+            mesh,
+            ReplicaSettings(
+                config.data_parallel,
+                config.zero,
+                config.gradient_compression,
+                config.local_sgd,
+                ranks_per_node=ranks_per_node(),
+                overlaps=pieces is None or pieces.weights is None,
+                waiting=watchdog.waiting,
+            ),
+        ),
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),
+        random_check=RandomCheck(mesh, device, config.monitor.batch_check_steps),
         watchdog=watchdog,
     )
     engine = (

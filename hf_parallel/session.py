@@ -40,6 +40,7 @@ class Session:
     Attributes:
         engine: Of the attached model, None before.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
+        total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -48,6 +49,7 @@ class Session:
         self.watchdog = watchdog
         self.engine: Engine | None = None
         self.sample: Mapping[str, Any] | None = None
+        self.total_steps: int | None = None
 
     @classmethod
     def start(
@@ -74,7 +76,13 @@ class Session:
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
         p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
-        mesh = Mesh.build(shape, timeout=timeout, p2p_backend=p2p_backend)
+        shard_size = config.zero.dp_shard_size
+        mesh = Mesh.build(
+            shape,
+            timeout=timeout,
+            p2p_backend=p2p_backend,
+            dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
+        )
         store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]
         watchdog = Watchdog(store, mesh.rank, names, limit)

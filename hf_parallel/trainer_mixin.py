@@ -45,6 +45,21 @@ class HFParallelTrainerMixin(SavingMixin):
         engine = self._engine
         return engine if isinstance(engine, PipelineEngine) else None
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As stock, with what gradient compression did since the last time beside the training loss."""
+        wire = self._engine.gradients.replicas.wire if self._engine is not None else None
+        super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().predict(*args, **kwargs)
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     def get_batch_samples(

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from hf_parallel.checkpoint import load_optimizer, load_weights, publish, save_optimizer
+from hf_parallel.checkpoint import load_weights, publish
 from hf_parallel.errors import CheckpointError
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.training_state import load_training_state, save_training_state
 
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class SavingMixin(Base):
             with session.watchdog.waiting(f"waits for the other ranks to {what}"):
                 dist.barrier()
 
+    def _synchronise(self) -> None:
+        """Replicas that train by themselves become equal before the model is looked at."""
+        if self._engine is not None:
+            self._engine.gradients.replicas.synchronise()
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -73,6 +79,7 @@ class SavingMixin(Base):
             super().save_model(output_dir, _internal_call)
             return
         self.accelerator.attach_model(self.model)
+        self._synchronise()
         state = self.accelerator.get_state_dict(self.model)
         folder = Path(output_dir or self.args.output_dir or ".")
         if self.args.should_save:
@@ -126,6 +133,7 @@ class SavingMixin(Base):
         attachment = self.accelerator.hf_parallel_engine.attachment
         held = {**attachment.parameters, **attachment.buffers}
         load_weights(folder, attachment.ledger, held, attachment.mesh)
+        attachment.gradients.replicas.reloaded()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -139,6 +147,7 @@ class SavingMixin(Base):
         if self.hf_parallel_session is None:
             super()._save_checkpoint(model, trial)
             return
+        self._synchronise()
         run_dir = Path(super()._get_output_dir(trial))
         staging, name = run_dir / STAGING, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
@@ -185,10 +194,10 @@ class SavingMixin(Base):
         if session is None or engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        if session.mesh.dp_rank == 0:
-            optimizer = self._bare_optimizer()
-            os.makedirs(output_dir, exist_ok=True)
-            save_optimizer(output_dir, optimizer, engine.attachment.parameters, session.mesh)
+        os.makedirs(output_dir, exist_ok=True)
+        optimizer, attachment = self._bare_optimizer(), engine.attachment
+        with session.watchdog.waiting("waits for the optimizer state of the other replicas"):
+            save_training_state(output_dir, optimizer, attachment.gradients.replicas, attachment.parameters, session)
         if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
         if self.args.should_save and isinstance(engine, PipelineEngine):
@@ -201,7 +210,8 @@ class SavingMixin(Base):
             return
         if checkpoint is None:
             return
-        load_optimizer(checkpoint, self._bare_optimizer(), engine.attachment.parameters, session.mesh)
+        optimizer, attachment = self._bare_optimizer(), engine.attachment
+        load_training_state(checkpoint, optimizer, attachment.gradients.replicas, attachment.parameters, session)
         if self.lr_scheduler is not None:
             path = Path(checkpoint, SCHEDULER)
             if not path.is_file():

@@ -6,16 +6,28 @@ from typing import Any
 
 import torch
 from transformers import (
+    BioGptConfig,
+    BioGptForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -89,6 +101,64 @@ def mamba() -> MambaForCausalLM:
     )
 
 
+def uneven(dropout_rate: float = 0.0) -> LlamaForCausalLM:
+    """Three heads that share one key-value head: two ranks get two heads and one."""
+    heads = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 45}
+    options = {"num_hidden_layers": 2, "tie_word_embeddings": True, "attention_dropout": dropout_rate}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **heads}, **options))
+
+
+def biogpt_dropout() -> BioGptForCausalLM:
+    """Dropout of probabilities and inside the MLP; the MLP's pairs belong to the blocks themselves."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    rates = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2, "activation_dropout": 0.2}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
+    return BioGptForCausalLM(BioGptConfig(**sizes, **rates, **ends, layerdrop=0.0))
+
+
+def gpt_neox_dropout() -> GPTNeoXForCausalLM:
+    """Attention and MLP side by side, each with dropout."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    rates = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "use_parallel_residual": True}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "attn_implementation": "eager"}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **rates, **ends))
+
+
+def phi3() -> Phi3ForCausalLM:
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**SMALL, intermediate_size=64, num_hidden_layers=2, pad_token_id=0))
+
+
+def bloom() -> BloomForCausalLM:
+    torch.manual_seed(0)
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, attn_implementation="eager")
+    )
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Sinks, sliding and full attention, experts with halves interleaved and biases."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 8}
+    router = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return GptOssForCausalLM(GptOssConfig(**SMALL, **sizes, **router, pad_token_id=0))
+
+
+def deepseek_v3() -> DeepseekV3ForCausalLM:
+    """Latent attention; a dense block, then one with shared and routed experts."""
+    torch.manual_seed(0)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {"intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    router = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    config = DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4}, **latent, **sizes, **router, experts_implementation="eager"
+    )
+    return DeepseekV3ForCausalLM(config)
+
+
 MODELS = {
     "llama": llama,
     "llama_tied": lambda: llama(tied=True),
@@ -99,6 +169,14 @@ MODELS = {
     "mixtral": mixtral,
     "gemma3n": gemma3n,
     "mamba": mamba,
+    "uneven": uneven,
+    "uneven_dropout": lambda: uneven(dropout_rate=0.2),
+    "biogpt_dropout": biogpt_dropout,
+    "gpt_neox_dropout": gpt_neox_dropout,
+    "phi3": phi3,
+    "bloom": bloom,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
 }
 
 

@@ -98,6 +98,10 @@ class Snapshots(TrainerCallback):
         session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
         named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
         held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
+        zero = session.engine.gradients.replicas.zero if session is not None else None
+        if zero is not None and name == "gradients":
+            assert not held, "parameters kept gradients that the optimizer's parts should have"
+            held = zero_gradients(zero)
         if session is not None:
             from hf_parallel.checkpoint import gather_tensors
 
@@ -106,6 +110,18 @@ class Snapshots(TrainerCallback):
         if held and self.trainer.args.should_save:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
+
+
+def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
+    """The whole gradient of every partitioned parameter; collective."""
+    found = {}
+    for shard in zero.shards:
+        parts = [torch.empty_like(shard.master) for _ in range(zero.shard_group.size())]
+        torch.distributed.all_gather(parts, shard.master.grad, group=zero.shard_group)
+        whole = torch.cat(parts)
+        for key, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
+            found[key] = whole[start : start + param.numel()].view_as(param)
+    return found
 
 
 def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerCallback] | None = None) -> Trainer:
@@ -164,6 +180,11 @@ def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
     snapshots = Snapshots(folder)
     trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots])
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{case.resume_at}") if case.resume_at else None)
+    return finished(trainer, folder)
+
+
+def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Save the model of a run that has ended, and say what it logged."""
     history = trainer.state.log_history
     trainer.save_model(str(folder / "final"))
     session = getattr(trainer.accelerator, "hf_parallel", None)

@@ -107,6 +107,7 @@ class PipelineRuntime:
         before: Called with (stage, microbatch) before every forward.
 
     Attributes:
+        at_last_backward: Called before the last backward of a run: the gradients that follow are the last.
         peak_live: Most (stage, microbatch) pairs held at once in the last run, between a forward and the end of its
             backward.
         counters: Messages, headers and bytes since the runtime was built.
@@ -131,6 +132,7 @@ class PipelineRuntime:
         self.cache_headers = cache_headers
         self.probe = probe if probe is not None else Probe()
         self.before = before
+        self.at_last_backward: Callable[[], None] | None = None
         self.counters = Counters()
         self.peak_live = 0
         self._links = Links(placement, rank, transports, self.probe, self.counters)
@@ -255,10 +257,13 @@ class PipelineRuntime:
         for (stage, i), live in run.live.items():
             if stage != self.last_stage:
                 self._links.expect_gradients(stage, i, live.specs)
+        last_backward = max((k for k, action in enumerate(program.actions) if action.kind == "B"), default=-1)
         works = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
-        for action in program.actions:
+        for position, action in enumerate(program.actions):
             with self._named(action.stage, f"action {action}"):
                 self._links.post_ahead()
+                if position == last_backward and self.at_last_backward is not None:
+                    self.at_last_backward()
                 works[action.kind](action, run)
         with self._named(self.last_stage if self.has_last_stage else min(self.stages), "finishing its sends"):
             self._links.drain()

@@ -28,7 +28,9 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
-from hf_parallel.tensor_parallel.sequence import install_regions
+from hf_parallel.tensor_parallel.routing import install_routing
+from hf_parallel.tensor_parallel.seeds import PairSeeds, install_seeds
+from hf_parallel.tensor_parallel.sequence import install_regions, leaves_partial
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
@@ -115,9 +117,8 @@ def apply_tensor_parallel(
     Copies: `copy.deepcopy` of the result is a working model that communicates over the same group.
 
     Random numbers: outside pairs all tp ranks must draw the same dropout masks, which holds when they are seeded
-    equally and draw equally often (the Trainer seeds all ranks alike). Inside a pair the equal seed makes the mask of
-    each rank's part repeat: heads of different ranks drop at the same places. The expectation is right, the masks are
-    correlated.
+    equally and draw equally often (the Trainer seeds all ranks alike). Inside a pair each rank draws its own; whether
+    a pair has dropout is decided now, from rates above zero.
 
     Args:
         model: The model, or a stage of it, the plan was made for.
@@ -154,11 +155,13 @@ def apply_tensor_parallel(
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
         if linear.role == "vocab_head":
             install_loss(model, module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
+    seeds = PairSeeds(plan.tp_size, tp_rank)
     for pair in plan.pairs:
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
+            install_seeds(model, pair, seeds, row_is_linear=pair.row in held)
     if plan.sequence is not None:
-        install_regions(model, plan.sequence, shared, holds)
+        install_regions(model, plan.sequence, shared, holds, seeds)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
@@ -213,6 +216,8 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
         sizes = [spec.local_size(tp_size, rank) for rank in range(tp_size)]
         state = _NormState(shared.group, sizes, sum(sizes[:tp_rank]))
         _replace_forward(model.get_submodule(name), "tp_norm", state, _norm_forward)
+    if pair.routing is not None:
+        install_routing(model.get_submodule(pair.row), pair.routing, tp_size, tp_rank)
     for name in pair.entries:
         _replace_forward(model.get_submodule(name), "tp_entry", _EntryState(shared), _entry_forward)
     if not is_linear:
@@ -339,7 +344,8 @@ def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _sum_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _RowState = self.tp_row
-    return reduce_from_tp(self.tp_row_inner(*args, **kwargs), state.group)
+    out = self.tp_row_inner(*args, **kwargs)
+    return out if leaves_partial(self) else reduce_from_tp(out, state.group)
 
 
 def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

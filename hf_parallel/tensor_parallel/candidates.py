@@ -14,7 +14,7 @@ from hf_parallel.tensor_parallel.trace import LinearInfo, Trace
 
 @dataclass
 class Draft:
-    """The plan while it is made."""
+    """The plan while it is made; `unrouted` are owners of experts that cannot be shared out whole, and why."""
 
     model: nn.Module
     tp_size: int
@@ -25,6 +25,7 @@ class Draft:
     hinted: frozenset[str] = frozenset()
     plans: dict[str, LinearPlan] = field(default_factory=dict)
     pairs: list[PairPlan] = field(default_factory=list)
+    unrouted: dict[str, str] = field(default_factory=dict)
 
 
 def pair_candidates(draft: Draft) -> list[Candidate]:
@@ -79,13 +80,10 @@ def expert_candidates(draft: Draft) -> list[Candidate]:
     """Modules that own several matrices, or stacks of them, which are not linears: each could act as the row."""
     found = []
     taken = set(draft.plans) | {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced}
-    for owner, matrices in matrix_owners(draft).items():
-        module = draft.model.get_submodule(owner)
-        if owner in taken or owner in draft.tied or owner in draft.reasons:
+    for owner, matrices in expert_owners(draft).items():
+        if owner in taken:
             continue
-        stack = len(matrices) == 1 and module.get_parameter(matrices[0]).ndim == 3
-        if len(matrices) < 2 and not stack:
-            continue
+        stack = len(matrices) == 1
         foreign = any(f"{owner}.{key}" in draft.trace.foreign for key in matrices)
         root = owner.rpartition(".")[0] if foreign or stack else owner
         row = "" if root == owner or foreign else owner.removeprefix(f"{root}.")
@@ -93,6 +91,17 @@ def expert_candidates(draft: Draft) -> list[Candidate]:
         if root:
             found += [Candidate(root, (), row, (), f"{prefix}.{key}" if prefix else key) for key in reversed(matrices)]
     return found
+
+
+def expert_owners(draft: Draft) -> dict[str, list[str]]:
+    """Those of `matrix_owners` with several matrices, or a stack of them, of which nothing is decided."""
+    return {
+        owner: keys
+        for owner, keys in matrix_owners(draft).items()
+        if owner not in draft.tied
+        and owner not in draft.reasons
+        and (len(keys) > 1 or draft.model.get_parameter(f"{owner}.{keys[0]}").ndim == 3)
+    }
 
 
 def matrix_owners(draft: Draft) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -140,8 +141,8 @@ def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
     return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
 
 
-def _differs(value: Tensor, reference: Tensor, tolerance: float, floor: float = 0.0) -> bool:
-    """Whether two tensors differ by more than rounding through a whole model.
+def _error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Relative difference of two tensors, inf where they cannot be compared.
 
     Measured by the norm of the difference: a wrong layout changes a gradient by its own magnitude, while fp32 rounding,
     1e-6 in one block, grows with depth (2e-5 in 30 blocks of trained weights).
@@ -149,13 +150,13 @@ def _differs(value: Tensor, reference: Tensor, tolerance: float, floor: float = 
     Args:
         value: The tensor to judge.
         reference: The tensor to compare with.
-        tolerance: Relative difference that is allowed.
         floor: Root mean square below which a gradient is itself rounding noise.
     """
     if value.shape != reference.shape:
-        return True
+        return math.inf
     size = max(float(reference.norm()), floor * max(reference.numel(), 1) ** 0.5, torch.finfo(reference.dtype).tiny)
-    return not float((value - reference).norm()) <= tolerance * size
+    error = float((value - reference).norm()) / size
+    return math.inf if math.isnan(error) else error
 
 
 def _compare(
@@ -165,10 +166,10 @@ def _compare(
     # The loss of transformers is fp32 in an fp64 model too, and so are the gradients that it alone makes.
     tolerance = 1e-6 if any(value.dtype == torch.float64 for value in values) else 1e-3
     wrong = [
-        f"output {i} of tp rank {rank}"
+        f"output {i} of tp rank {rank} (relative error {error:.1e})"
         for rank, mine in enumerate(outputs)
         for i, (value, other) in enumerate(zip(values, mine, strict=True))
-        if _differs(other.to(value.device), value, tolerance)
+        if (error := _error(other.to(value.device), value)) > tolerance
     ]
     present = [grad for grad in expected.values() if grad is not None and grad.numel()]
     floor = 1e-3 * max((float(grad.norm()) / grad.numel() ** 0.5 for grad in present), default=0.0)
@@ -181,10 +182,12 @@ def _compare(
             continue
         spec = specs.get(name)
         whole = parts if spec is None else [spec.assemble(parts)]
-        if any(_differs(part.to(grad.device), grad, tolerance, floor) for part in whole):
-            wrong.append(f"gradient of {name}")
+        error = max(_error(part.to(grad.device), grad, floor) for part in whole)
+        if error > tolerance:
+            wrong.append(f"gradient of {name} (relative error {error:.1e})")
     if wrong:
         raise PlanError(
-            f"tp_size={plan.tp_size}: the sharded model differs from the plain one in {len(wrong)} quantities: "
-            f"{', '.join(wrong[:5])}. Remove the pairs involved from the plan, or report the model type."
+            f"tp_size={plan.tp_size}: the sharded model differs from the plain one in {len(wrong)} quantities by "
+            f"more than {tolerance:.0e}: {', '.join(wrong[:5])}. Set tensor_parallel.plan to gather the modules involved, "
+            "or report the model type."
         )

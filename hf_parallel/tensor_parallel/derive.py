@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
-from hf_parallel.tensor_parallel.overrides import Override, decided, hinted_rows
-from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan
+from hf_parallel.tensor_parallel.overrides import USERS_WISH, decided, hinted_rows
+from hf_parallel.tensor_parallel.plan import LinearPlan, PairPlan, TPPlan, in_order
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal, proposals
 from hf_parallel.tensor_parallel.trace import (
     Trace,
@@ -28,13 +29,19 @@ from hf_parallel.tensor_parallel.trace import (
     undisturbed,
 )
 from hf_parallel.tensor_parallel.verify import BlockVerifier, RejectedError
+from hf_parallel.tensor_parallel.vocab_plan import find_ends
+from hf_parallel.tensor_parallel.whole_experts import routed_candidates, routed_proposals, why_none
 
 
 NARROW = 8  # a gather of a linear with so many times fewer outputs than inputs (a router) costs more than it saves
 
 
 def plan_tensor_parallel(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], overrides: Mapping[str, Override] | None = None
+    model: nn.Module,
+    tp_size: int,
+    sample: Mapping[str, Any],
+    overrides: Mapping[str, Treatment] | None = None,
+    experts: ExpertSharing = "split",
 ) -> TPPlan:
     """Plan how `tp_size` ranks share the linear modules of `model`.
 
@@ -48,14 +55,17 @@ def plan_tensor_parallel(
         tp_size: Number of tensor-parallel ranks, >= 1.
         sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A
             few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
-        overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived.
+        overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived. Whether
+            the embedding and the head are as wished is checked by `shard_vocabulary`.
+        experts: "split" (a part of every expert on each rank) or "whole" (some whole experts, where that verifies).
 
     Returns:
         The plan; with `tp_size=1` it shards nothing.
 
     Raises:
         PlanError: If `tp_size` is below 1 or above the model's width, if the model has no values (meta device) or
-            quantised ones, if an override names nothing or asks for a pair that does not verify.
+            quantised ones, if an override names nothing or asks for a pair that does not verify, if experts shall be
+            whole and none can be.
     """
     if tp_size < 1:
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
@@ -68,21 +78,32 @@ def plan_tensor_parallel(
         linears = {name: info for name, info in linears.items() if not _is_only_read(name, trace)}
         draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
         _refuse_widths(draft)
-        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft)])
+        ends = find_ends(model).names
+        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft), *ends])
         draft.reasons = _unusable(draft) | {
-            name: "whole: the user wants it replicated" if wish == "replicate" else "gathered: the user wants it"
+            name: f"whole: {USERS_WISH} replicated" if wish == "replicate" else f"gathered: {USERS_WISH}"
             for name, wish in wanted.items()
-            if wish != "pair"
+            if wish != "pair" and (name in linears or name not in ends)
         }
         draft.hinted = hinted_rows(model, linears)
-        for candidates in (pair_candidates(draft), expert_candidates(draft)):
-            _pair_up(draft, candidates, sample)
+        _pair_all(draft, sample, experts)
     _drop_unequal_ties(draft)
     for name in linears:
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
-    _require_pairs(draft, wanted)
+    _require_pairs(draft, {name: wish for name, wish in wanted.items() if name not in ends})
     return _finish(draft)
+
+
+def _pair_all(draft: Draft, sample: Mapping[str, Any], experts: ExpertSharing) -> None:
+    """Pairs of linears, then of experts."""
+    _pair_up(draft, pair_candidates(draft), sample)
+    if experts == "whole":
+        _share_out_experts(draft, sample)
+    _pair_up(draft, expert_candidates(draft), sample)
+    for name, reason in draft.unrouted.items():
+        other = f"{draft.reasons[name]}; " if name in draft.reasons else ""
+        draft.reasons[name] = f"{other}not whole experts: {reason}"
 
 
 def _refuse_quantised(model: nn.Module) -> None:
@@ -106,13 +127,13 @@ def _refuse_widths(draft: Draft) -> None:
         )
 
 
-def _require_pairs(draft: Draft, wanted: Mapping[str, Override]) -> None:
+def _require_pairs(draft: Draft, wanted: Mapping[str, Treatment]) -> None:
     for name, wish in wanted.items():
         paired = name in draft.plans and draft.plans[name].role != "gather"
         if wish == "pair" and not paired and not any(n.startswith(f"{name}.") for p in draft.pairs for n in p.sliced):
             raise PlanError(
-                f"the override wants {name} in a pair with tp_size={draft.tp_size}, but it is "
-                f"{draft.reasons.get(name, 'not shardable')}. Remove the override, or choose another tp_size."
+                f"tensor_parallel.plan wants {name} in a pair with tp_size={draft.tp_size}, but it is "
+                f"{draft.reasons.get(name, 'not shardable')}. Remove its pattern, or choose another tp_size."
             )
 
 
@@ -187,6 +208,20 @@ def _pair_up(draft: Draft, candidates: list[Candidate], sample: Mapping[str, Any
         _settle(draft, candidate, verdicts[kind])
 
 
+def _share_out_experts(draft: Draft, sample: Mapping[str, Any]) -> None:
+    """Pairs whose experts are whole; what cannot have them is left to the other proposals.
+
+    Raises:
+        PlanError: There is none.
+    """
+    _pair_up(draft, routed_candidates(draft, sample), sample)
+    if not any(pair.routing is not None for pair in draft.pairs):
+        raise PlanError(
+            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be shared out whole: "
+            f"{why_none(draft)}. Set tensor_parallel.experts to split."
+        )
+
+
 def _is_sliced(draft: Draft, name: str) -> bool:
     return any(name in pair.sliced for pair in draft.pairs)
 
@@ -207,7 +242,7 @@ def _kind(draft: Draft, candidate: Candidate) -> tuple[Any, ...]:
 def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:
     """The first proposal that verifies, or why none does."""
     if arguments is None:
-        return f"{candidate.root} is not called as a module"
+        return "its block is not called as a module"
     root = draft.model.get_submodule(candidate.root)
     prefix = f"{candidate.root}."
     local = {name.removeprefix(prefix): info for name, info in draft.linears.items() if name.startswith(prefix)}
@@ -215,7 +250,7 @@ def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> P
     try:
         block = Block.copied(root, local, arguments)
         verifier = BlockVerifier(block, candidate, draft.tp_size)
-        for proposal in proposals(block, candidate, draft.tp_size):
+        for proposal in (routed_proposals if candidate.routed else proposals)(block, candidate, draft.tp_size):
             try:
                 verified = verifier.verify(proposal)
                 _check_reads(draft, candidate, verified)
@@ -246,8 +281,11 @@ def _settle(draft: Draft, candidate: Candidate, verdict: Proposal | str) -> None
     names = [f"{root}.{name}" if name else root for name in members]
     collision = None if isinstance(verdict, str) else _collision(draft, root, verdict)
     if isinstance(verdict, str) or collision:
+        owner = f"{root}.{candidate.parameter}".rpartition(".")[0]
+        if candidate.routed:
+            draft.unrouted[owner] = f"{collision or verdict}"
+            return
         if candidate.parameter:
-            owner = f"{root}.{candidate.parameter}".rpartition(".")[0]
             draft.reasons.setdefault(owner, f"replicated: no parameter acts as a row: {collision or verdict}")
             return
         reason = f"pair into {names[-1]} rejected: {collision or verdict}"
@@ -338,7 +376,7 @@ def _finish(draft: Draft) -> TPPlan:
     plan = TPPlan(
         tp_size=draft.tp_size,
         linears=draft.plans,
-        pairs=tuple(draft.pairs),
+        pairs=in_order(draft.pairs),
         fallbacks={name: reason for name, reason in reasons.items() if not reason.startswith("whole: ")},
         whole={
             name: reason.removeprefix("whole: ") for name, reason in reasons.items() if reason.startswith("whole: ")
@@ -347,10 +385,11 @@ def _finish(draft: Draft) -> TPPlan:
         numel={name: parameter.numel() for name, parameter in draft.model.named_parameters()},
         aliases={},
     )
-    return replace(plan, aliases=_aliases(draft.model, plan.shard_specs()))
+    return replace(plan, aliases=aliases_of(draft.model, plan.shard_specs()))
 
 
-def _aliases(model: nn.Module, stored: Mapping[str, ShardSpec]) -> dict[str, tuple[str, ...]]:
+def aliases_of(model: nn.Module, stored: Mapping[str, ShardSpec]) -> dict[str, tuple[str, ...]]:
+    """Name of each of the `stored` tensors that has several -> the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in [
         *model.named_parameters(remove_duplicate=False),

@@ -6,18 +6,23 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import get_args
 
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.sections import Treatment
 
 
-Override = Literal["pair", "gather", "replicate"]
-KINDS = ("pair", "gather", "replicate")
+USERS_WISH = "the user wants it"  # in the reason of a module that is gathered or replicated for this only
 
 
-def decided(overrides: Mapping[str, Override], names: Iterable[str]) -> dict[str, Override]:
+def wish_for(overrides: Mapping[str, Treatment], name: str) -> Treatment | None:
+    """What the last pattern that matches `name` says."""
+    return next((wish for pattern, wish in reversed(list(overrides.items())) if fnmatchcase(name, pattern)), None)
+
+
+def decided(overrides: Mapping[str, Treatment], names: Iterable[str]) -> dict[str, Treatment]:
     """Module -> what the user wants; the last matching pattern counts.
 
     Args:
@@ -28,16 +33,18 @@ def decided(overrides: Mapping[str, Override], names: Iterable[str]) -> dict[str
     Raises:
         PlanError: A pattern names none of them, or the wish is unknown.
     """
-    known = sorted(names)
-    wanted: dict[str, Override] = {}
+    known = sorted(set(names))
+    wanted: dict[str, Treatment] = {}
     for pattern, wish in overrides.items():
-        if wish not in KINDS:
-            raise PlanError(f"tensor_parallel override {pattern!r} is {wish!r}. Choose one of {', '.join(KINDS)}.")
+        if wish not in get_args(Treatment):
+            raise PlanError(
+                f"tensor_parallel.plan[{pattern!r}]={wish!r}. Choose one of {', '.join(get_args(Treatment))}."
+            )
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
             close = difflib.get_close_matches(pattern, known, 3, 0.3) or known[:3]
             raise PlanError(
-                f"tensor_parallel override {pattern!r} names none of the {len(known)} modules that can be sharded. "
+                f"tensor_parallel.plan[{pattern!r}] names none of the {len(known)} modules that can be sharded. "
                 f"Similar names: {', '.join(close)}."
             )
         wanted.update(dict.fromkeys(matching, wish))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +79,23 @@ class InputRule:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Where a module of experts takes what it needs to compute single (token, expert) choices.
+
+    Args:
+        hidden: Position or keyword of the hidden states f[... H].
+        index: Of the chosen experts i[N K].
+        weights: Of their weights f[N K].
+        experts: Number of experts of the full module; each rank has consecutive ones.
+    """
+
+    hidden: str | int
+    index: str | int
+    weights: str | int
+    experts: int
+
+
+@dataclass(frozen=True)
 class PairPlan:
     """Linears whose outputs meet in one row: two all-reduces, one forward and one backward, plus what is listed here.
 
@@ -93,6 +110,7 @@ class PairPlan:
         norms: Modules that mix all channels: each runs on its gathered input and keeps this rank's channels.
         entries: Modules that are no linears and whose inputs are replicated (experts).
         scaled: Parameters that every rank adds to its partial sum, divided by the number of ranks.
+        routing: Of experts that are shared out whole: what enters `row`; none: every expert is split.
     """
 
     root: str
@@ -105,6 +123,7 @@ class PairPlan:
     norms: dict[str, ShardSpec] = field(default_factory=dict)
     entries: tuple[str, ...] = ()
     scaled: tuple[str, ...] = ()
+    routing: Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -316,6 +335,15 @@ class TPPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def in_order(pairs: Iterable[PairPlan]) -> tuple[PairPlan, ...]:
+    """The pairs by the name of their row, with numbers in names in their order."""
+
+    def key(pair: PairPlan) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in pair.row.split(".")]
+
+    return tuple(sorted(pairs, key=key))
+
+
 def _pair_to_json(pair: PairPlan) -> dict[str, Any]:
     return {
         "root": pair.root,
@@ -331,6 +359,7 @@ def _pair_to_json(pair: PairPlan) -> dict[str, Any]:
         "norms": {name: spec.to_json() for name, spec in sorted(pair.norms.items())},
         "entries": list(pair.entries),
         "scaled": list(pair.scaled),
+        "routing": None if pair.routing is None else asdict(pair.routing),
     }
 
 
@@ -361,4 +390,5 @@ def _pair_from_json(data: Mapping[str, Any]) -> PairPlan:
         norms={name: ShardSpec.from_json(spec) for name, spec in data["norms"].items()},
         entries=tuple(data["entries"]),
         scaled=tuple(data["scaled"]),
+        routing=None if data["routing"] is None else Routing(**data["routing"]),
     )

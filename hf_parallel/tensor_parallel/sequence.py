@@ -10,6 +10,7 @@ A sequence shorter than the number of ranks, and a call that asks for all hidden
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.linear import row_product
 from hf_parallel.tensor_parallel.plan import BlockSequence, Place, Region, SequencePlan
+from hf_parallel.tensor_parallel.seeds import PairSeeds
 from hf_parallel.tensor_parallel.sequence_draws import Draws
 from hf_parallel.tensor_parallel.sequence_functions import (
     Entry,
@@ -62,7 +64,9 @@ class SequenceMode:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceMode:
         """A copy of a model communicates over the same group, with a state of its own."""
-        return SequenceMode(self.group, self.dim)
+        twin = SequenceMode(self.group, self.dim)
+        twin.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
+        return twin
 
     def length_for(self, hidden: Tensor, *, is_first: bool) -> int:
         """The full length in a call of a block with `hidden`; 0 on the ordinary path.
@@ -150,7 +154,9 @@ def install_blocks(
             _put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
 
 
-def install_regions(model: nn.Module, plan: SequencePlan, shared: SharedCopy, holds: Callable[[str], bool]) -> None:
+def install_regions(
+    model: nn.Module, plan: SequencePlan, shared: SharedCopy, holds: Callable[[str], bool], seeds: PairSeeds
+) -> None:
     """Let regions gather and rows reduce-scatter. In place; call after the rows are sharded.
 
     Args:
@@ -158,10 +164,12 @@ def install_regions(model: nn.Module, plan: SequencePlan, shared: SharedCopy, ho
         plan: Its plan.
         shared: That of the sharded layers.
         holds: Whether this stage holds the parameter of that name.
+        seeds: Random numbers inside pairs.
     """
     if "tp_sequence" not in vars(model):
         install_blocks(model, plan, shared.group)
     mode: SequenceMode = vars(model)["tp_sequence"]
+    mode.draws.pairs = seeds
     for block in plan.blocks:
         root = model.get_submodule(block.name)
         prefix = f"{block.name}." if block.name else ""
@@ -172,8 +180,10 @@ def install_regions(model: nn.Module, plan: SequencePlan, shared: SharedCopy, ho
                 root.get_submodule(region.module), "tp_region", _RegionState(mode, shared, region), _region_forward
             )
             for row in region.rows:
-                state = _RowState(mode, region.exit == "row")
-                _put_over(root.get_submodule(row), "tp_scatter", state, _row_forward)
+                module = root.get_submodule(row)
+                vars(module)["tp_scatter"] = _RowState(mode, region.exit == "row")
+                if "tp_linear" in vars(module):
+                    _put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
 
 
 def _put_over(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
@@ -273,8 +283,8 @@ def _used_in_part(block: nn.Module, names: Sequence[str], mode: SequenceMode) ->
     if not learned:
         yield
         return
-    for (owner, key, _), copy in zip(learned, copies_to_tp([p for _, _, p in learned], mode.group), strict=True):
-        vars(owner)[key] = copy
+    for (owner, key, _), summed in zip(learned, copies_to_tp([p for _, _, p in learned], mode.group), strict=True):
+        vars(owner)[key] = summed
     try:
         yield
     finally:
@@ -307,13 +317,17 @@ def _region_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _placed(plan.outputs, lambda x: leave(x, *along), out)
 
 
+def leaves_partial(module: nn.Module) -> bool:
+    """Whether a row is to leave its partial sum now, because the region around it sums over the ranks."""
+    state: _RowState | None = vars(module).get("tp_scatter")
+    return state is not None and state.mode.length > 0
+
+
 def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _RowState = self.tp_scatter
     mode = state.mode
     if not mode.length:
         return self.tp_scatter_inner(*args, **kwargs)
-    if "tp_row_inner" in vars(self):  # experts
-        return self.tp_row_inner(*args, **kwargs)
     linear = self.tp_linear
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     total = row_product(linear.copy, x, self.weight, linear.transposed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
+from hf_parallel.tensor_parallel.seeds import PairSeeds
 
 
 class Draws:
@@ -23,10 +24,12 @@ class Draws:
 
     Args:
         group: The tensor-parallel group.
+        pairs: What sets a stream aside while a pair runs: the streams are exchanged behind it.
     """
 
-    def __init__(self, group: TPGroup) -> None:
+    def __init__(self, group: TPGroup, pairs: PairSeeds | None = None) -> None:
         self._group = group
+        self.pairs = pairs
         self._generator: torch.Generator | None = None
         self._others: Tensor | None = None  # state of the stream that is not in use
         self._in_region = False
@@ -75,6 +78,8 @@ class Draws:
     def _swap(self, in_region: bool) -> None:
         if self._generator is None or self._others is None or self._in_region == in_region:
             return
-        state = self._generator.get_state()
-        self._generator.set_state(self._others)
+        state = None if self.pairs is None else self.pairs.exchange(self._generator, self._others)
+        if state is None:
+            state = self._generator.get_state()
+            self._generator.set_state(self._others)
         self._others, self._in_region = state, in_region

@@ -88,11 +88,20 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum, column, held = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         for part, rows in _chunks(logits):
-            share = (part.float() - log_sum[rows, None]).exp_()  # of the probability
-            share.scatter_add_(-1, column[rows, None], -held[rows, None].float())
-            # Not a product: an ignored token may have nan for a loss.
-            gradient[rows] = torch.where(grads[0][rows, None] == 0, 0.0, share.mul_(grads[0][rows, None]))
+            probability, scale = _less(part, log_sum[rows, None], gradient[rows]).exp_(), grads[0][rows, None]
+            probability.scatter_add_(-1, column[rows, None], -held[rows, None].float())
+            # Not only a product: an ignored token may have nan for a loss.
+            probability.mul_(scale).masked_fill_(scale == 0, 0.0)
+            if logits.dtype != torch.float32:
+                gradient[rows] = probability
         return gradient, None, None, None
+
+
+def _less(part: Tensor, subtrahend: Tensor, room: Tensor) -> Tensor:
+    """`part - subtrahend` in fp32: in `room` if that is fp32, else in new memory."""
+    if part.dtype == torch.float32:
+        return torch.sub(part, subtrahend, out=room)
+    return part.float().sub_(subtrahend)
 
 
 def _chunks(logits: Tensor) -> Iterator[tuple[Tensor, slice]]:

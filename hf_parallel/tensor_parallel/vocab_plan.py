@@ -20,8 +20,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from hf_parallel.errors import PlanError
+from hf_parallel.sections import Treatment
 from hf_parallel.tensor_parallel.functions import VirtualGroup
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
+from hf_parallel.tensor_parallel.overrides import USERS_WISH, wish_for
 from hf_parallel.tensor_parallel.plan import LinearPlan, TPPlan
 from hf_parallel.tensor_parallel.trace import (
     NOISE_SEED,
@@ -41,12 +43,17 @@ WHOLE_LOGITS = "the loss needs whole logits"  # in the reason of a head that is 
 
 
 @dataclass
-class _Ends:
+class Ends:
     """Embedding and head of a model by name; empty where it has none."""
 
     embedding: str
     head: str
     tied: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that the model has."""
+        return tuple(name for name in (self.embedding, self.head) if name)
 
 
 @dataclass
@@ -65,7 +72,11 @@ class _RefusedError(Exception):
 
 
 def shard_vocabulary(
-    model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], wish: Literal["auto"] | bool = "auto"
+    model: nn.Module,
+    plan: TPPlan,
+    sample: Mapping[str, Any],
+    wish: Literal["auto"] | bool = "auto",
+    overrides: Mapping[str, Treatment] | None = None,
 ) -> TPPlan:
     """Add the roles `vocab_embedding` and `vocab_head` to a plan, where they verify.
 
@@ -76,30 +87,48 @@ def shard_vocabulary(
         plan: From `plan_tensor_parallel`.
         sample: Keyword arguments of a forward pass; `input_ids` serve as labels if there are none.
         wish: `tensor_parallel.vocab_parallel_loss`: False leaves the plan as it is; True insists on the loss.
+        overrides: Pattern of module names -> "pair" (refuse to do without), "gather" (whole logits) or "replicate".
 
     Returns:
         The plan; what stays gathered or replicated has the reason in `fallbacks`.
 
     Raises:
-        PlanError: `wish` is True and the loss does not verify.
+        PlanError: `wish` is True and the loss does not verify, or an override insists on what does not.
     """
-    if wish is False or plan.tp_size == 1:
+    if plan.tp_size == 1:
         return plan
-    ends = _find_ends(model)
+    ends = find_ends(model)
+    wishes = {name: wish_for(overrides or {}, name) for name in ends.names}
+    if wish is False:
+        _require(wishes, ends, dict.fromkeys(("embedding", "head"), "vocab_parallel_loss is false"))
+        return plan
     with undisturbed(model):
         storage = {
             "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, sample)),
             "head": _reason(lambda: _check_head(model, ends, plan.tp_size, sample)),
         }
+        replicated = f"{USERS_WISH} replicated"
+        storage |= {end: replicated for end in storage if wishes.get(getattr(ends, end)) == "replicate"}
         if ends.tied and any(storage.values()):
             storage = dict.fromkeys(storage, storage["embedding"] or storage["head"])
-        loss = storage["head"] or _reason(lambda: _check_loss(model, ends.head, plan.tp_size, sample))
+        loss = storage["head"] or (USERS_WISH if wishes.get(ends.head) == "gather" else "")
+        loss = loss or _reason(lambda: _check_loss(model, ends.head, plan.tp_size, sample))
+    _require(wishes, ends, {"embedding": storage["embedding"], "head": loss})
     if loss and wish is True:
         raise PlanError(
             f"tensor_parallel.vocab_parallel_loss: true, but {ends.head or 'the head'} needs whole logits: {loss}. Set "
             "it to auto to gather them."
         )
     return _extended(model, plan, ends, storage, loss)
+
+
+def _require(wishes: Mapping[str, Treatment | None], ends: Ends, reasons: Mapping[str, str]) -> None:
+    for end, reason in reasons.items():
+        name = getattr(ends, end)
+        if reason and wishes.get(name) == "pair":
+            raise PlanError(
+                f"tensor_parallel.plan wants {name} sharded over the vocabulary, but: {reason}. Remove its pattern."
+            )
 
 
 def _reason(check: Callable[[], None]) -> str:
@@ -112,7 +141,7 @@ def _reason(check: Callable[[], None]) -> str:
     return ""
 
 
-def _extended(model: nn.Module, plan: TPPlan, ends: _Ends, storage: Mapping[str, str], loss: str) -> TPPlan:
+def _extended(model: nn.Module, plan: TPPlan, ends: Ends, storage: Mapping[str, str], loss: str) -> TPPlan:
     linears, reasons = dict(plan.linears), dict(plan.fallbacks)
     if not storage["embedding"]:
         weight = model.get_submodule(ends.embedding)._parameters["weight"]
@@ -131,11 +160,11 @@ def _extended(model: nn.Module, plan: TPPlan, ends: _Ends, storage: Mapping[str,
         reasons.pop(ends.head, None)
     if loss and ends.head:
         kept = "gathered" if ends.head in linears else "replicated"
-        reasons[ends.head] = f"{kept}: {WHOLE_LOGITS}: {loss}"
+        reasons[ends.head] = f"{kept}: {loss}" if USERS_WISH in loss else f"{kept}: {WHOLE_LOGITS}: {loss}"
     return replace(plan, linears=linears, fallbacks=reasons)
 
 
-def _find_ends(model: nn.Module) -> _Ends:
+def find_ends(model: nn.Module) -> Ends:
     found = []
     for end in ("input", "output"):
         module = None
@@ -143,10 +172,10 @@ def _find_ends(model: nn.Module) -> _Ends:
             module = getattr(model, f"get_{end}_embeddings")()
         found.append(next((name for name, other in model.named_modules() if other is module), ""))
     weights = [model.get_submodule(name)._parameters.get("weight") if name else None for name in found]
-    return _Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])
+    return Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])
 
 
-def _check_storage(model: nn.Module, name: str, ends: _Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
     """The weight can be cut by rows: nobody but the two ends reads it, and every rank gets some."""
     module = model.get_submodule(name)
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
@@ -163,7 +192,7 @@ def _check_storage(model: nn.Module, name: str, ends: _Ends, tp_size: int, sampl
         raise _RefusedError(f"{rows} rows leave a rank of {tp_size} without any")
 
 
-def _check_embedding(model: nn.Module, ends: _Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_embedding(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
     module = model.get_submodule(ends.embedding) if ends.embedding else None
     if not isinstance(module, nn.Embedding):
         raise _RefusedError("the input embedding is not an nn.Embedding")
@@ -199,7 +228,7 @@ def _looked_up(module: nn.Embedding, tokens: Tensor, tp_size: int) -> tuple[list
     return outputs, grads
 
 
-def _check_head(model: nn.Module, ends: _Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_head(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
     if not ends.head:
         raise _RefusedError("the model has no output embedding")
     info = find_linears(model.get_submodule(ends.head)).get("")

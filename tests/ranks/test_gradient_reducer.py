@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 
-from hf_parallel.data_parallel.buckets import GradientReducer
+from hf_parallel.data_parallel.reducer import GradientReducer
+from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.errors import ConfigError, UnsupportedError
 
 
@@ -52,7 +53,9 @@ def reducer_rank(rank: int, world_size: int) -> None:
     for dtype, bucket_bytes in itertools.product((torch.float32, torch.bfloat16, torch.float64), (1, 100, 25 * 2**20)):
         named = parameters(dtype)
         frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        reducer = GradientReducer([*named, ("frozen", frozen), ("tied", named[0][1])], dist.group.WORLD, bucket_bytes)
+        reducer = GradientReducer(
+            [*named, ("frozen", frozen), ("tied", named[0][1])], dist.group.WORLD, Traffic(bucket_bytes)
+        )
         optimizer = torch.optim.SGD([param for _, param in named])
         for step, set_to_none in enumerate((True, False, False, True, True), start=1):
             for index, (_, param) in enumerate(named):
@@ -106,4 +109,4 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 def test_a_bucket_of_no_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="bucket_bytes=0"):
-        GradientReducer([], None, 0)
+        GradientReducer([], None, Traffic(0))

@@ -27,6 +27,7 @@ from tp_models import (
 )
 
 from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.check import check_on_ranks
@@ -135,6 +136,12 @@ def test_a_block_costs_two_all_reduces_forward_and_two_backward(tmp_path: Path) 
     run_ranks(count_collectives, 2, tmp_path=tmp_path)
 
 
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 def checkpointing(rank: int, world_size: int) -> None:
     for case in ("llama", "qwen3", "gpt2"):
         expected = tiny_model(case)
@@ -142,16 +149,33 @@ def checkpointing(rank: int, world_size: int) -> None:
         for reentrant in (False, True):
             model, plan = sharded(case, rank)
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.train()
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            without_dropout(model.train())
             assert backward(model, 2) == pytest.approx(losses, rel=1e-5)
             assert_equal_to_one_process(gathered(plan, grads(model)), grads(expected), 1e-5)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(tmp_path: Path) -> None:
     run_ranks(checkpointing, 2, tmp_path=tmp_path)
+
+
+def repeated_collectives(rank: int, world_size: int) -> None:
+    for case, stack, extra in [("llama", "model.layers", 1), ("gpt2", "transformer.h", 0)]:
+        # The second run of what is checkpointed ends with the last tensor the backward needs, before the last sum.
+        for mode, repeats in [("torch", 2), ("reentrant", 4), ("blocks", 2), ("pair of blocks", 3)]:
+            model, plan = sharded(case, rank)
+            if mode in ("torch", "reentrant"):
+                model.gradient_checkpointing_enable({"use_reentrant": mode == "reentrant"})
+                without_dropout(model.train())  # behind the last sum it needs its mask, and so the sum
+            else:
+                recompute_blocks(model, stack, [range(2)] if mode == "pair of blocks" else [range(1), range(1, 2)])
+            loss = model(**tiny_batch(), use_cache=False).loss
+            with Counter("all_reduce") as reduces, Counter("all_gather") as gathers:
+                loss.backward()
+            assert (reduces.calls, gathers.calls) == (len(plan.pairs) + extra + repeats, 0), (case, mode)
+
+
+def test_a_checkpointed_block_repeats_one_all_reduce(tmp_path: Path) -> None:
+    run_ranks(repeated_collectives, 2, tmp_path=tmp_path)
 
 
 def live_tensors() -> int:

@@ -79,3 +79,12 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
         assert row["bubble_error"] == pytest.approx(row["measured_bubble"] - row["simulated_bubble"])
     assert {row["cut"] for row in report["cuts"]} >= {"even", "balanced"}
     assert set(report["bounds"]) == {"even", "balanced", "measured"}
+
+
+def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
+    report = run("bench_tp.py", tmp_path / "report.json")
+    assert [row["variant"] for row in report["speed"]] == ["hf_parallel", "native", "one"]
+    assert all(row["seconds"] > 0 and row["cpu"] > 0 for row in report["speed"])
+    # Bytes, unlike times, mean the same at any size.
+    assert [row["dtype"] for row in report["memory"]] == ["torch.float32", "torch.bfloat16"]
+    assert all(2 * max(row["ranks"]) <= row["one"] for row in report["memory"])

@@ -46,13 +46,11 @@ def test_a_null_section_is_the_default(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "fix"),
     [
-        ("zero", "stage", 1, "0"),
+        ("zero", "stage", 3, "0"),
         ("zero", "engine", "fsdp2", "'auto'"),
         ("zero", "offload_optimizer", "cpu", "'none'"),
         ("zero", "offload_param", "nvme", "'none'"),
         ("zero", "nvme_path", "scratch", "null"),
-        ("gradient_compression", "method", "int8", "'none'"),
-        ("local_sgd", "sync_every", 4, "1"),
     ],
 )
 def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:
@@ -228,6 +226,53 @@ def test_a_pipeline_setting_without_a_pipeline_is_refused(key: str, value: objec
         parse(tp_size=2, pipeline={key: value})
 
 
+PLAN = {"model.layers.*.self_attn.*": "gather", "lm_head": "replicate"}
+
+
+def test_a_plan_may_be_a_mapping_of_patterns() -> None:
+    config = parse(tp_size=2, tensor_parallel={"plan": PLAN})
+    assert config.tensor_parallel.plan == PLAN
+    assert parse(**config.to_yaml_section()) == config
+    assert config.fingerprint() != parse(tp_size=2).fingerprint()
+    assert parse(tp_size=2).with_overrides(plan=PLAN) == config
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"lm_head": "gathr"},
+            r"plan\['lm_head'\]='gathr': expected 'pair', 'gather', 'replicate'\. .*mean 'gather'\?",
+        ),
+        ({"a": "pair", "b": True}, r"plan\['b'\]=True: expected 'pair'"),
+        ({1: "pair"}, r"plan\[1\]: patterns are words"),
+        ({}, r"plan=\{\}: an empty mapping has no effect\. Write 'auto'"),
+        ("none", r"plan='none': expected 'auto' .* or a mapping: .*Set tensor_parallel\.plan to 'auto'\."),
+    ],
+)
+def test_a_plan_that_means_nothing_is_refused_by_its_pattern(plan: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tensor_parallel\.{message}") as caught:
+        parse(tp_size=2, tensor_parallel={"plan": plan})
+    assert len(str(caught.value).splitlines()) == 2, "one line of its own"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("plan", PLAN, "'auto'"),
+        ("vocab_parallel_loss", True, "'auto'"),
+        ("experts", "whole", "'split'"),
+        ("on_fallback", "error", "'warn'"),
+    ],
+)
+def test_a_setting_of_shared_layers_without_any_is_refused(key: str, value: object, neutral: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"tensor_parallel\.{key}=.* with tp_size=1 has no effect.*tp_size to 2 or more, or .*{neutral}\.",
+    ):
+        parse(pp_size=2, tensor_parallel={key: value})
+
+
 def test_all_settings_without_a_pipeline_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(pipeline={"schedule": "gpipe", "num_microbatches": 4, "transport": "direct"})
@@ -255,7 +300,7 @@ def test_overrides_find_the_section_of_a_name() -> None:
     [
         ({"num_microbatch": 2}, r"Did you mean pipeline\.num_microbatches"),
         ({"zero.stages": 0}, r"zero\.stages: unknown key\. Did you mean stage\?"),
-        ({"stage": 2}, r"(?s)overrides stage:.*zero\.stage=2 is not available yet"),
+        ({"stage": 3}, r"(?s)overrides stage:.*zero\.stage=3 is not available yet"),
     ],
 )
 def test_bad_overrides_are_refused(overrides: dict[str, Any], message: str) -> None:

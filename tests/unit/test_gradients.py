@@ -15,6 +15,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.replicas import Replicas, ReplicaSettings
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
@@ -53,6 +54,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
+        sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counts)
         yield ledger, sync
 
 

@@ -14,16 +14,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections"},
+    {"problems"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
-    {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel"},
+    {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches"},
-    {"preflight", "gradients", "checkpoint"},
+    {"replicas"},
+    {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
-    {"pipeline_engine", "planning"},
+    {"pipeline_engine", "planning", "twin"},
     {"plugin"},
     {"session"},
     {"accelerator"},
+    {"training_state"},
     {"trainer_saving"},
     {"trainer_mixin"},
     {"callback"},
@@ -31,7 +34,7 @@ FLOORS = [
     {"schedule_cli"},
     {"cli"},
 ]
-STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel"}
+STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
 STRATEGIES_MAY_IMPORT = {"errors", "sections", "config", "compat", "mesh"}
 
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

@@ -190,7 +190,12 @@ def without_sections(plan: TPPlan) -> TPPlan:
 @pytest.mark.parametrize(
     ("case", "damage", "message"),
     [
-        ("qwen3", without_partial, r"gradient of model.layers.0.self_attn.q_norm.weight"),
+        (
+            "qwen3",
+            without_partial,
+            r"tp_size=2: .* in 4 quantities by more than 1e-03: "
+            r"gradient of model\.layers\.0\.self_attn\.q_norm\.weight \(relative error \d\.\de[+-]\d\d\).*plan to gather",
+        ),
         ("phi3", without_rewrites, r"differs|does not run"),
         ("gpt2", without_sections, r"differs.*output 0"),
     ],

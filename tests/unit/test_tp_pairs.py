@@ -188,8 +188,8 @@ def test_an_override_decides_before_anything_is_derived() -> None:
 @pytest.mark.parametrize(
     ("name", "tp_size", "overrides", "message"),
     [
-        ("llama", 2, {"*.q_prj": "gather"}, r"'\*\.q_prj' names none of the \d+ modules.*q_proj"),
-        ("llama", 2, {"*": "columns"}, r"'columns'.*pair, gather, replicate"),
+        ("llama", 2, {"*.q_prj": "gather"}, r"plan\['\*\.q_prj'\] names none of the \d+ modules.*q_proj"),
+        ("llama", 2, {"*": "columns"}, r"plan\['\*'\]='columns'.*pair, gather, replicate"),
         ("codegen", 2, {"*.attn.qkv_proj": "pair"}, r"wants transformer\.h\.0\.attn\.qkv_proj in a pair.*rejected"),
         ("llama", 65, {}, r"tp_size=65 is larger than 64"),
     ],

@@ -167,7 +167,7 @@ def difference(model: nn.Module, plan: TPPlan, inputs: dict[str, Any]) -> float:
     return max(errors)
 
 
-class _AllDouble(TorchFunctionMode):
+class AllDouble(TorchFunctionMode):
     """Lifts a model's own casts to fp32: what it computes in fp64 is then exact to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +182,7 @@ class _AllDouble(TorchFunctionMode):
 
 def _measure(model: nn.Module, inputs: dict[str, Any]) -> Measured:
     is_double = next(model.parameters()).dtype == torch.float64
-    with _AllDouble() if is_double else nullcontext():
+    with AllDouble() if is_double else nullcontext():
         loss = model(**inputs).loss
         loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}

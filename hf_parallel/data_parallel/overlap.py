@@ -1,0 +1,92 @@
+"""Start the reduction of a bucket while the last backward pass of a step still computes the gradients of others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from hf_parallel.data_parallel.buckets import Bucket
+from hf_parallel.errors import UnsupportedError
+
+
+class Overlap:
+    """Calls `start(index)` for every bucket, in order, as soon as its gradients and those of all before are complete.
+
+    The first armed pass only watches: a parameter whose gradient arrives in several pieces (reentrant checkpointing
+    runs a backward pass inside another) is not complete when it first arrives, so its bucket is started at the end.
+
+    Args:
+        buckets: The buckets, in the order in which all ranks start them.
+        start: Starts one.
+        skipped: Indices of buckets that are always started at the end.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], start: Callable[[int], None], skipped: frozenset[int] = frozenset()
+    ) -> None:
+        self._buckets = buckets
+        self._start = start
+        self._skipped = skipped
+        self._armed = False
+        self._next = 0
+        self._seen: Counter[int] = Counter()
+        self._whole: set[int] | None = None  # buckets whose gradients come in one piece; None: not known yet
+        self._missing: list[int] = []
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._hook(index, position))
+            for index, bucket in enumerate(buckets)
+            if index not in skipped
+            for position, param in enumerate(bucket.params)
+        ]
+
+    def remove(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def arm(self) -> None:
+        """The gradients that arrive from now on are the last of this step."""
+        if not self._armed:
+            self._armed = True
+            self._seen.clear()
+            self._missing = [len(bucket.params) for bucket in self._buckets]
+
+    def finish(self) -> None:
+        """Start what is left; the backward pass is over."""
+        while self._next < len(self._buckets):
+            self._start_next()
+        if self._armed and self._whole is None:
+            repeated = {key for key, count in self._seen.items() if count > 1}
+            self._whole = {
+                index
+                for index, bucket in enumerate(self._buckets)
+                if index not in self._skipped and not repeated & {id(param) for param in bucket.params}
+            }
+        self._armed, self._next = False, 0
+
+    def _start_next(self) -> None:
+        self._next += 1
+        self._start(self._next - 1)
+
+    def _hook(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
+        def arrived(param: nn.Parameter) -> None:
+            if self._armed:
+                self._arrived(index, position, param)
+
+        return arrived
+
+    def _arrived(self, index: int, position: int, param: nn.Parameter) -> None:
+        self._seen[id(param)] += 1
+        if self._whole is None or index not in self._whole:
+            return
+        if self._seen[id(param)] > 1:
+            raise UnsupportedError(
+                f"the gradient of {self._buckets[index].names[position]} arrived in several pieces in one backward "
+                "pass, after passes in which it came whole: its reduction may have begun without the rest. Set "
+                "data_parallel.overlap to false."
+            )
+        self._missing[index] -= 1
+        while self._next < len(self._buckets) and self._next in self._whole and not self._missing[self._next]:
+            self._start_next()

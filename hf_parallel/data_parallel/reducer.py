@@ -1,0 +1,154 @@
+"""Average gradients over the replicas once per optimizer step, in flat buckets that leave during the backward pass.
+
+Not DDP: accumulation, pipeline stages that share a parameter, ZeRO and the compressed wire all need the reduction as
+one explicit call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.data_parallel.buckets import lay_out
+from hf_parallel.data_parallel.overlap import Overlap
+from hf_parallel.data_parallel.wire import PLAIN, Counts, PlainWire, Traffic, Wait, Wire, WireCounters
+from hf_parallel.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A bucket between its start and its end."""
+
+    flat: Tensor
+    present: tuple[bool, ...]
+    wait: Wait
+
+
+class GradientReducer:
+    """Replaces the gradients of fixed parameters by a multiple of their sum over a group, one message a bucket.
+
+    Gradients in bf16 or fp16 are summed in fp32. A parameter that has a gradient on some ranks only counts as zero on
+    the others; one that has none anywhere keeps ``grad = None``, so that the optimizer does not decay it. The flags
+    that tell the two apart ride in the bucket, or in one message of their own where the bucket is approximated.
+
+    Args:
+        params: Names and parameters, in the same order on all ranks. Frozen ones are left out; a parameter that occurs
+            twice is reduced once.
+        group: The group to sum over; None, or a group of one rank, applies the factor alone.
+        traffic: How they travel.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        traffic: Traffic = PLAIN,
+    ) -> None:
+        self._buckets = lay_out(params, traffic.bucket_bytes, kind=traffic.kind)
+        alone = group is None or group.size() == 1
+        self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
+        self._under_way: list[_UnderWay] = []
+        self._factor = 1.0
+        self._overlap = None
+        if traffic.overlaps and self._wire is not None:
+            late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
+            self._overlap = Overlap(self._buckets, self._start, late)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets."""
+        return len(self._buckets)
+
+    @property
+    def counters(self) -> Counts:
+        """Messages and bytes so far."""
+        return self._wire.counters if self._wire is not None else WireCounters()
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        if self._overlap is not None:
+            self._overlap.remove()
+
+    def arm(self, factor: float | None) -> None:
+        """The backward pass that follows is the last before `reduce`: buckets may leave as they fill up.
+
+        Args:
+            factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
+        """
+        if self._overlap is None or self._wire is None or (self._wire.lossy and factor is None):
+            return
+        self._factor = 1.0 if factor is None else factor
+        self._overlap.arm()
+
+    @torch.no_grad()
+    def reduce(self, factor: float) -> None:
+        """Replace every gradient by ``factor`` times its sum over the group; call once per optimizer step.
+
+        Afterwards ``p.grad`` may be a view of a bucket; it stays valid under both forms of ``zero_grad``.
+
+        Raises:
+            UnsupportedError: If a gradient is sparse; nothing is sent then. Or buckets left with another factor.
+        """
+        if not self._under_way:
+            for bucket in self._buckets:
+                bucket.refuse_sparse()
+        wire = self._wire
+        if wire is None:
+            self._scale(factor)
+            return
+        if wire.lossy and self._under_way and factor != self._factor:
+            raise UnsupportedError(
+                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
+                "early carry the wrong one. Announce what will be reduced."
+            )
+        self._factor = factor
+        if self._overlap is not None:
+            self._overlap.finish()
+        else:
+            for index in range(len(self._buckets)):
+                self._start(index)
+        under_way, self._under_way = self._under_way, []
+        flags = self._exchange_flags(wire, under_way) if wire.lossy else None
+        wire.flush()
+        for index, (bucket, item) in enumerate(zip(self._buckets, under_way, strict=True)):
+            item.wait()
+            if factor != 1.0 and not wire.lossy:
+                item.flat[: bucket.numel].mul_(factor)
+            bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
+
+    @torch.no_grad()
+    def _start(self, index: int) -> None:
+        wire, bucket = self._wire, self._buckets[index]
+        if wire is None:
+            return
+        flat, present = bucket.pack(flagged=not wire.lossy)
+        if wire.lossy and self._factor != 1.0:
+            flat.mul_(self._factor)
+        self._under_way.append(_UnderWay(flat, present, wire.all_reduce(flat, bucket)))
+
+    def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:
+        """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""
+        present = [float(here) for item in under_way for here in item.present]
+        device = self._buckets[0].device if self._buckets else torch.device("cpu")
+        counts = torch.tensor(present, device=device)
+        wait = wire.all_reduce(counts, None)
+        return wait, list(counts.split([len(item.present) for item in under_way]))
+
+    def _anywhere(self, index: int, item: _UnderWay, flags: tuple[Wait, list[Tensor]] | None) -> list[bool]:
+        """Which parameters had a gradient on some rank. Reading waits for the device: only a rank that lacks one asks."""
+        bucket = self._buckets[index]
+        if flags is None:
+            counts = item.flat[bucket.numel :]
+        else:
+            flags[0]()
+            counts = flags[1][index]
+        return [count > 0.0 for count in counts.tolist()]
+
+    def _scale(self, factor: float) -> None:
+        grads = [param.grad for bucket in self._buckets for param in bucket.params if param.grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)

@@ -1,0 +1,145 @@
+"""What carries a flat buffer over a group. The gradient reduction and ZeRO know this interface only.
+
+A wire is used by one group of ranks, which call it with the same buckets in the same order. It sums: what the sum is
+multiplied with is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.compat import reduce_scatter_flat
+from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
+
+
+Wait: TypeAlias = Callable[[], None]
+
+
+@dataclass(slots=True)
+class WireCounters:
+    """Since the wire was made: collectives started, bytes of the buffers that they reduced or gathered."""
+
+    collectives: int = 0
+    bytes: int = 0
+
+
+class Counts(Protocol):
+    """Since a wire was made: collectives started, bytes of the buffers that they summed."""
+
+    collectives: int
+    bytes: int
+
+
+class Wire(Protocol):
+    """Sums flat buffers over a group of ranks.
+
+    Attributes:
+        lossy: Whether the sum is an approximation that feeds errors back. Buffers must then come with their final
+            factor already applied, because what is fed back must be in the units of the result.
+        counters: What went through it.
+    """
+
+    lossy: bool
+
+    @property
+    def counters(self) -> Counts:
+        """Of this wire."""
+        ...
+
+    def all_reduce(self, flat: Tensor, bucket: Bucket | None) -> Wait:
+        """Begin to replace `flat` by its sum over the ranks; the function that is returned waits until it is.
+
+        Args:
+            flat: f[n], n >= bucket.numel.
+            bucket: Whose gradients it holds; None for a few numbers that must arrive as they are.
+        """
+        ...
+
+    def reduce_scatter(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Wait]:
+        """Begin to sum `flat` over the ranks; each keeps its own part.
+
+        Args:
+            flat: f[bucket.numel], divisible by the number of ranks; it may be overwritten.
+
+        Returns:
+            f[bucket.numel / N], filled when the second item, a function that waits, returns.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Begin everything that is still held back: no more buffers come before the waits."""
+        ...
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How gradients travel.
+
+    Args:
+        bucket_bytes: Size at which a bucket is closed, at least 1.
+        kind: Parameters of different kinds do not share a bucket.
+        late: Whether the buckets of a kind must not be started before the reduction is asked for.
+        overlaps: Start buckets during backward passes that are announced.
+        wire: What carries the buckets; None for exact sums.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    kind: Callable[[str, nn.Parameter], Hashable] = lambda name, param: None
+    late: Callable[[Hashable], bool] = lambda kind: False
+    overlaps: bool = False
+    wire: Wire | None = None
+
+
+PLAIN = Traffic()
+
+
+@dataclass
+class PlainWire:
+    """Exact sums by the collectives of torch.distributed."""
+
+    group: dist.ProcessGroup
+    lossy: bool = False
+    counters: WireCounters = field(default_factory=WireCounters)
+
+    def all_reduce(self, flat: Tensor, bucket: Bucket | None) -> Wait:
+        """One all-reduce."""
+        self._count(flat)
+        return _waits_for(dist.all_reduce(flat, group=self.group, async_op=True))
+
+    def reduce_scatter(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Wait]:
+        """One reduce-scatter; on gloo, whose own sends the bytes of an all-reduce, an exchange and a local sum."""
+        self._count(flat)
+        ranks = self.group.size()
+        if "gloo" not in dist.get_backend(self.group):
+            mine = flat.new_empty(flat.numel() // ranks)
+            return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group))
+        parts = torch.empty_like(flat)
+        wait_for_parts = _waits_for(dist.all_to_all_single(parts, flat, group=self.group, async_op=True))
+        mine = flat.new_empty(flat.numel() // ranks)
+
+        def wait() -> None:
+            wait_for_parts()
+            torch.sum(parts.view(ranks, -1), 0, out=mine)
+
+        return mine, wait
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def _count(self, flat: Tensor) -> None:
+        self.counters.collectives += 1
+        self.counters.bytes += flat.nbytes
+
+
+def _waits_for(work: dist.Work | None) -> Wait:
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+
+    return wait

@@ -1,0 +1,380 @@
+"""ZeRO stages 1 and 2 on plain torch: every rank of a group updates its part of flat parameter buffers.
+
+The optimizer object stays the user's own. Its parameter groups get, in place of the model's parameters, one flat
+tensor a bucket: this rank's part, in fp32. `step()` updates it, and a hook after the step gathers the updated
+parameters, which are views of the flat buffers. So any optimizer that treats every element by itself works unchanged,
+with its groups, schedulers and hooks.
+
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) and P_os+g (stage 2).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hf_parallel.compat import all_gather_flat
+from hf_parallel.data_parallel.buckets import Bucket, lay_out
+from hf_parallel.data_parallel.overlap import Overlap
+from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire
+from hf_parallel.errors import UnsupportedError
+
+
+logger = logging.getLogger(__name__)
+
+PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
+ALIGN = 32  # elements: views of a flat buffer begin at 64 bytes or more, as kernels like it
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype
+    group: int
+    user: Hashable
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """One flat buffer of parameters, and the part of it that this rank updates.
+
+    Args:
+        bucket: Its layout.
+        group: Index of the optimizer's parameter group.
+        flat: Storage of the parameters, in their dtype.
+        shard: This rank's part of `flat`, a view.
+        master: What the optimizer updates: `shard` itself, or its fp32 copy where the parameters are in half precision.
+        start: First element of the part.
+        counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
+        absent: Elements of the part that had no gradient on any rank.
+        saved: During a step, what they were: tensor, elements, values.
+    """
+
+    bucket: Bucket
+    group: int
+    flat: Tensor
+    shard: Tensor
+    master: nn.Parameter
+    start: int
+    counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
+    absent: list[slice] = field(default_factory=list)
+    saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `master` has memory of its own."""
+        return self.master.dtype != self.shard.dtype
+
+    def inside(self, position: int) -> slice | None:
+        """Elements of `master` that belong to a parameter of the bucket; None if none do."""
+        offset, count = self.bucket.offsets[position], self.bucket.params[position].numel()
+        low = max(offset - self.start, 0)
+        high = min(offset + count - self.start, self.shard.numel())
+        return slice(low, high) if low < high else None
+
+    def part_of(self, position: int, whole: Tensor) -> tuple[slice, Tensor] | None:
+        """The elements of a parameter that are in this part: where, and their values in `whole`, of its shape."""
+        piece = self.inside(position)
+        if piece is None:
+            return None
+        begin = self.start + piece.start - self.bucket.offsets[position]
+        return piece, whole.reshape(-1)[begin : begin + piece.stop - piece.start]
+
+
+class ZeroPartition:
+    """The gradients and the optimizer of the parameters that a group of ranks updates together.
+
+    Args:
+        optimizer: Whose parameters are taken over; changed in place.
+        params: Names and parameters of the model, in the same order on all ranks.
+        shard_group: Ranks that share one copy of the optimizer state; at least two.
+        replicate_group: Ranks with the same part in other copies; None if there is one copy.
+        stage: 1 or 2: whether gradients are kept whole between the backward passes of one step.
+        traffic: How gradients travel over `shard_group`.
+        counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
+            parameter's shape.
+        waiting: Context for waits on other ranks outside of `reduce`.
+
+    Attributes:
+        shards: The flat buffers.
+        groups: Names of the parameters in each group of the optimizer, in the user's order.
+
+    Raises:
+        UnsupportedError: If a parameter is in two groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[tuple[str, nn.Parameter]],
+        shard_group: dist.ProcessGroup,
+        replicate_group: dist.ProcessGroup | None = None,
+        *,
+        stage: int = 1,
+        traffic: Traffic = PLAIN,
+        counted: Callable[[str, nn.Parameter], bool | Tensor] = lambda name, param: True,
+        waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
+    ) -> None:
+        self.stage, self.optimizer = stage, optimizer
+        self.shard_group, self.replicate_group = shard_group, replicate_group
+        self.wire: Wire = traffic.wire or PlainWire(shard_group)
+        self._replicas = PlainWire(replicate_group) if replicate_group is not None else None
+        self._waiting = waiting
+        index_of = _group_of_parameters(optimizer)
+        names = {id(param): name for name, param in params}
+        self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+        taken = [(name, param) for name, param in params if id(param) in index_of]
+
+        def kind_of(name: str, param: nn.Parameter) -> _Kind:
+            return _Kind(param.dtype, index_of[id(param)], traffic.kind(name, param))
+
+        buckets = lay_out(taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * shard_group.size())
+        self.shards = [_flatten(bucket, shard_group) for bucket in buckets]
+        for shard in self.shards:
+            shard.counted = _counted(shard, counted)
+        self._buckets = buckets
+        _take_over(optimizer, self.shards)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        self._factor = 1.0
+        self._under_way: list[tuple[Tensor, tuple[bool, ...], Wait]] = []
+        late = frozenset(i for i, b in enumerate(buckets) if isinstance(b.kind, _Kind) and traffic.late(b.kind.user))
+        self._overlap = Overlap(buckets, self._start, late) if traffic.overlaps else None
+        self._absent_names: frozenset[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that are partitioned."""
+        return [name for bucket in self._buckets for name in bucket.names]
+
+    def arm(self, factor: float | None) -> None:
+        """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
+        if self._overlap is not None and not (self.wire.lossy and factor is None):
+            self._factor = 1.0 if factor is None else factor
+            self._overlap.arm()
+
+    @torch.no_grad()
+    def reduce(self, factor: float) -> None:
+        """Add `factor` times the sum of the gradients over all ranks to the gradient of this rank's part.
+
+        The parameters of the model give their gradients up.
+        """
+        if self.wire.lossy and self._under_way and factor != self._factor:
+            raise UnsupportedError(
+                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
+                "early carry the wrong one. Announce what will be reduced."
+            )
+        self._factor = factor
+        if not self._under_way:
+            for bucket in self._buckets:
+                bucket.refuse_sparse()
+        if self._overlap is not None:
+            self._overlap.finish()
+        else:
+            for index in range(len(self._buckets)):
+                self._start(index)
+        under_way, self._under_way = self._under_way, []
+        counts = torch.tensor([float(here) for _, flags, _ in under_way for here in flags])
+        counts = counts.to(self._buckets[0].device) if self._buckets else counts
+        counted = self.wire.all_reduce(counts, None)
+        self.wire.flush()
+        for mine, _, wait in under_way:
+            wait()
+            if factor != 1.0 and not self.wire.lossy:
+                mine.mul_(factor)
+        counted()
+        self._over_copies([*(mine for mine, _, _ in under_way), counts])
+        self._note_absent(counts, all(all(flags) for _, flags, _ in under_way))
+        for shard, (mine, _, _) in zip(self.shards, under_way, strict=True):
+            if shard.master.grad is None:
+                shard.master.grad = mine
+            else:
+                shard.master.grad.add_(mine)
+
+    def _start(self, index: int) -> None:
+        with torch.no_grad():
+            bucket = self._buckets[index]
+            flat, present = bucket.pack(flagged=False)
+            if self.wire.lossy and self._factor != 1.0:
+                flat.mul_(self._factor)
+            mine, wait = self.wire.reduce_scatter(flat, bucket)
+        self._under_way.append((mine, present, wait))
+
+    def _over_copies(self, parts: Sequence[Tensor]) -> None:
+        """Sum the parts of this rank over the copies of the optimizer state."""
+        if self._replicas is not None:
+            for wait in [self._replicas.all_reduce(part, None) for part in parts]:
+                wait()
+
+    def _note_absent(self, counts: Tensor, all_here: bool) -> None:
+        """Remember which elements have no gradient on any rank: the optimizer must leave them as they are."""
+        anywhere = iter([True] * len(counts) if all_here else [count > 0.0 for count in counts.tolist()])
+        absent_names = set()
+        for shard in self.shards:
+            missing = [position for position in range(len(shard.bucket.params)) if not next(anywhere)]
+            absent_names |= {shard.bucket.names[position] for position in missing}
+            found = [piece for position in missing if (piece := shard.inside(position)) is not None]
+            fresh = shard.master.grad is None  # else gradients of an earlier pass are there already
+            shard.absent = found if fresh else [piece for piece in shard.absent if piece in found]
+        self._judge_absent(frozenset(absent_names))
+
+    def _judge_absent(self, names: frozenset[str]) -> None:
+        """Say once when a parameter has a gradient in some steps only."""
+        known, self._absent_names = self._absent_names, names
+        counts_steps = any("step" in self.optimizer.state.get(shard.master, {}) for shard in self.shards)
+        if known is not None and known != names and counts_steps:
+            logger.warning(
+                "hf_parallel: %s has a gradient in some steps only. ZeRO leaves it untouched in the others, but its bias "
+                "correction counts the steps of its bucket, not its own as in one process. Set zero.stage to 0 if that "
+                "matters.",
+                sorted(known ^ names)[0],
+            )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this rank's parts."""
+        for shard in self.shards:
+            shard.master.grad = None
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for shard in self.shards:
+            kept = [shard.master.data, *_per_element(optimizer, shard)]
+            shard.saved = [(tensor, piece, tensor[piece].clone()) for piece in shard.absent for tensor in kept]
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        for shard in self.shards:
+            for tensor, piece, before in shard.saved:
+                tensor[piece] = before
+            shard.saved = []
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Every rank's updated part into the flat buffers: the model has all parameters again. Collective."""
+        works = []
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.shard.copy_(shard.master)
+            works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
+        with self._waiting("waits for the updated parameters of the other replicas"):
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the model's parameters over into the fp32 copies, after they were loaded from elsewhere."""
+        for shard in self.shards:
+            if shard.is_copy:
+                shard.master.copy_(shard.shard)
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of this rank's parts, without what another rank counts already."""
+        pieces = []
+        for shard in self.shards:
+            gradient = shard.master.grad
+            if gradient is not None:
+                pieces += [gradient[at] if mask is None else gradient[at] * mask for at, mask in shard.counted]
+        return pieces
+
+
+def _group_of_parameters(optimizer: Optimizer) -> dict[int, int]:
+    """Id of a parameter -> index of its group.
+
+    Raises:
+        UnsupportedError: If a parameter is in two groups.
+    """
+    found: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if found.setdefault(id(param), index) != index:
+                raise UnsupportedError(
+                    f"a parameter of shape {tuple(param.shape)} is in the optimizer's groups {found[id(param)]} and "
+                    f"{index}: with ZeRO each is updated by one rule. Put it into one group."
+                )
+    return found
+
+
+@torch.no_grad()
+def _flatten(bucket: Bucket, group: dist.ProcessGroup) -> FlatShard:
+    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity."""
+    kind = bucket.kind
+    if not isinstance(kind, _Kind):
+        raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
+    flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
+    for param, offset in zip(bucket.params, bucket.offsets, strict=True):
+        slot = flat[offset : offset + param.numel()].view_as(param)
+        slot.copy_(param)
+        param.data = slot
+    length = bucket.numel // group.size()
+    start = group.rank() * length
+    shard = flat[start : start + length]
+    master = nn.Parameter(shard if shard.dtype == bucket.dtype else shard.to(bucket.dtype))
+    return FlatShard(bucket, kind.group, flat, shard, master, start)
+
+
+def _counted(
+    shard: FlatShard, counted: Callable[[str, nn.Parameter], bool | Tensor]
+) -> list[tuple[slice, Tensor | None]]:
+    """Elements of a part that this rank counts; neighbours are merged over the gaps between them, which hold zeros."""
+    found: list[tuple[slice, Tensor | None]] = []
+    mergeable = False
+    for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
+        piece, wanted = shard.inside(position), counted(name, param)
+        if isinstance(wanted, Tensor):
+            part = shard.part_of(position, wanted)
+            found += [(part[0], part[1].to(param.device))] if part is not None else []
+        elif wanted and piece is not None:
+            if mergeable:
+                found[-1] = (slice(found[-1][0].start, piece.stop), None)
+            else:
+                found.append((piece, None))
+        mergeable = wanted is True and bool(found)
+    return found
+
+
+def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> None:
+    """Give the optimizer the flat parts in place of the parameters, with the state it has of these."""
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [shard.master for shard in shards if shard.group == index]
+    old = dict(optimizer.state)
+    optimizer.state.clear()
+    for shard in shards:
+        found = [(position, old[param]) for position, param in enumerate(shard.bucket.params) if param in old]
+        if found:
+            optimizer.state[shard.master] = pack_state(shard, dict(found))
+
+
+def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
+    """Optimizer state of a flat part from that of its parameters.
+
+    Args:
+        shard: The part.
+        states: Position in the bucket -> state of that parameter; tensors of its shape, or numbers.
+    """
+    packed: dict[str, object] = {}
+    for position, state in states.items():
+        param = shard.bucket.params[position]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != param.shape or key in PER_TENSOR:
+                packed[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            whole = packed.setdefault(key, torch.zeros_like(shard.master, dtype=value.dtype))
+            part = shard.part_of(position, value)
+            if part is not None and isinstance(whole, Tensor):
+                whole[part[0]] = part[1].to(whole.device)
+    return packed
+
+
+def _per_element(optimizer: Optimizer, shard: FlatShard) -> list[Tensor]:
+    """State tensors with one entry an element of the part."""
+    state = optimizer.state.get(shard.master, {})
+    return [value for value in state.values() if isinstance(value, Tensor) and value.shape == shard.master.shape]

@@ -1,0 +1,160 @@
+"""True compressed sums over a group: only codes travel, sums are made in fp32.
+
+`all_gather`: every rank sends its code to all, N - 1 codes a rank. `reduce_scatter`: each rank gets the codes of its
+part, sums them, and sends the code of the sum to all: 2 (N - 1) / N codes a rank, with a second error, which the owner
+of the part keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_parallel.compat import all_gather_flat
+from hf_parallel.gradient_compression.codecs import GradientCompressor
+
+
+Schedule: TypeAlias = Literal["all_gather", "reduce_scatter"]
+Steps: TypeAlias = Generator[dist.Work | None, None, Tensor]
+
+
+@dataclass(slots=True)
+class Meter:
+    """What went through a wire since it was made.
+
+    Attributes:
+        wire_bytes: Sent by this rank, by the formulas of the collectives.
+        dense_bytes: What a ring all-reduce (or reduce-scatter) in the gradients' own dtype would have sent.
+        codec_seconds: Spent in encoding and decoding; on CUDA, in launching it.
+        skipped: Buckets with values that were not finite, whose residuals stayed as they were.
+    """
+
+    wire_bytes: int = 0
+    dense_bytes: int = 0
+    codec_seconds: float = 0.0
+    skipped: Tensor | None = field(default=None)
+
+
+class CompressedAllReduce:
+    """Sums vectors over a group through a codec.
+
+    Args:
+        codec: The codec.
+        group: The ranks; this object is used by one thread at a time.
+        schedule: How codes travel.
+        meter: Counts.
+    """
+
+    def __init__(self, codec: GradientCompressor, group: dist.ProcessGroup, schedule: Schedule, meter: Meter) -> None:
+        self.codec, self.group, self.schedule, self.meter = codec, group, schedule, meter
+        self.ranks = group.size()
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a vector must be divisible by."""
+        return self.codec.block * (self.ranks if self.schedule == "reduce_scatter" else 1)
+
+    def total(self, mine: Tensor, error: Tensor | None) -> Steps:
+        """Steps to the sum of the ranks' vectors, f32[n], which all ranks get bit for bit alike.
+
+        Args:
+            mine: f32[n], this rank's, n a multiple of `multiple`.
+            error: f32[n], overwritten with what this rank's messages left out; None if nobody asks.
+        """
+        payload = self._encode(mine, error)
+        if self.schedule == "reduce_scatter":
+            shard = yield from self.part(payload)
+            begin = self.group.rank() * shard.numel()
+            second = None if error is None else torch.empty_like(shard)
+            payload = self._encode(shard, second)
+            if error is not None and second is not None:
+                error[begin : begin + shard.numel()] += second
+        everyone = payload.new_empty(self.ranks * payload.numel())
+        work = all_gather_flat(everyone, payload, self.group)
+        self.meter.wire_bytes += (self.ranks - 1) * payload.numel()
+        yield work
+        decoded = self._timed(lambda: self.codec.decode(everyone))
+        return decoded if self.schedule == "reduce_scatter" else decoded.view(self.ranks, -1).sum(0)
+
+    def part(self, payload: Tensor) -> Steps:
+        """Steps from this rank's code of a whole vector to the sum of this rank's part of it, f32[n / N]."""
+        received = torch.empty_like(payload)
+        work = dist.all_to_all_single(received, payload, group=self.group, async_op=True)
+        self.meter.wire_bytes += (self.ranks - 1) * payload.numel() // self.ranks
+        yield work
+        return self._timed(lambda: self.codec.decode(received).view(self.ranks, -1).sum(0))
+
+    def _encode(self, x: Tensor, error: Tensor | None) -> Tensor:
+        def encode() -> Tensor:
+            payload = self.codec.encode(x)
+            if error is not None:
+                torch.sub(x, self.codec.decode(payload), out=error)
+            return payload
+
+        return self._timed(encode)
+
+    def encoded(self, x: Tensor) -> Tensor:
+        """The code of a vector."""
+        return self._encode(x, None)
+
+    def _timed(self, work: Callable[[], Tensor]) -> Tensor:
+        start = perf_counter()
+        result = work()
+        self.meter.codec_seconds += perf_counter() - start
+        return result
+
+
+class HierarchicalAllReduce:
+    """Exact sums inside a node, compressed ones between nodes: each rank compresses its part of the node's sum.
+
+    Args:
+        inside: The ranks of this rank's node.
+        between: Sums over the ranks with the same place in other nodes; None for exact sums there too.
+        across: Those ranks.
+        meter: Counts the bytes between nodes.
+    """
+
+    def __init__(
+        self,
+        inside: dist.ProcessGroup,
+        across: dist.ProcessGroup,
+        between: CompressedAllReduce | None,
+        meter: Meter,
+    ) -> None:
+        self.inside, self.across, self.between, self.meter = inside, across, between, meter
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a vector must be divisible by."""
+        return self.inside.size() * (self.between.multiple if self.between is not None else 1)
+
+    def span(self, length: int) -> tuple[int, int]:
+        """First element and number of elements of this rank's part of a vector of `length`."""
+        part = length // self.inside.size()
+        return self.inside.rank() * part, part
+
+    def total(self, whole: Tensor, error: Tensor | None, residual: Callable[[Tensor], Tensor]) -> Steps:
+        """Steps to the sum of the ranks' vectors, f32[n].
+
+        Args:
+            whole: f32[n], this rank's.
+            error: f32[n / ranks of the node], as in `CompressedAllReduce.total`, of the part that this rank compresses.
+            residual: Adds what was left out before to that part, and returns it.
+        """
+        parts = torch.empty_like(whole)
+        yield dist.all_to_all_single(parts, whole, group=self.inside, async_op=True)
+        mine = residual(parts.view(self.inside.size(), -1).sum(0))
+        if self.between is not None:
+            mine = yield from self.between.total(mine, error)
+        else:
+            self.meter.wire_bytes += 2 * (self.across.size() - 1) * mine.nbytes // self.across.size()
+            yield dist.all_reduce(mine, group=self.across, async_op=True)
+        total = torch.empty_like(whole)
+        yield all_gather_flat(total, mine.contiguous(), self.inside)
+        return total

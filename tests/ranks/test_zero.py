@@ -1,0 +1,138 @@
+"""ZeRO trains exactly as one process does, on every layout, and its checkpoints fit any number of replicas.
+
+If these fail, partitioned runs drift from unpartitioned ones, lose optimizer state on resume, or hold more than they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+from torch import nn
+from trainer_cases import NO_NOISE, Case, compare, run_cases
+
+from hf_parallel.data_parallel.wire import Traffic
+from hf_parallel.data_parallel.zero import ZeroPartition
+
+
+pytestmark = pytest.mark.timeout(600)
+
+# A few gradient elements of this run are nearly zero; AdamW makes steps of their rounding, partitioned or not.
+PLAIN = Case("plain", model="llama_tied", steps=4, variable_length=True, arguments=NO_NOISE)
+ACCUMULATED = dataclasses.replace(PLAIN, name="accumulated", accumulation=3)
+GPT2 = Case("gpt2", model="gpt2", steps=4, accumulation=2, arguments=NO_NOISE)
+USER = Case("user", steps=4, user_optimizer=True, clip=0.0)
+REFERENCES = (PLAIN, ACCUMULATED, GPT2, USER)
+PP2 = {"pp_size": 2, "num_microbatches": 3}
+SMALL = {"bucket_cap_mb": 0.02}  # several buckets
+
+
+def zero(base: Case, name: str, stage: int, shard: int | str = "auto", **parallel: Any) -> tuple[Case, Case]:
+    settings = {"zero": {"stage": stage, "dp_shard_size": shard}, "data_parallel": SMALL, **parallel}
+    return dataclasses.replace(base, name=name, parallel=settings), base
+
+
+TWO_RANKS = [
+    zero(PLAIN, "dp2_stage1", 1),
+    zero(ACCUMULATED, "dp2_stage1_accumulated", 1, data_parallel={}),
+    zero(ACCUMULATED, "dp2_stage2_accumulated", 2),
+    zero(ACCUMULATED, "dp2_stage2_at_the_end", 2, data_parallel={**SMALL, "overlap": False}),
+    zero(GPT2, "dp2_stage2_gpt2", 2),
+    zero(USER, "dp2_stage1_user_optimizer", 1),
+]
+FOUR_RANKS = [
+    zero(ACCUMULATED, "dp4_stage1", 1),
+    zero(ACCUMULATED, "dp4_stage2", 2),
+    zero(ACCUMULATED, "dp4_hybrid_stage1", 1, shard=2),
+    zero(GPT2, "dp4_hybrid_stage2", 2, shard=2),
+    zero(ACCUMULATED, "pp2_dp2_stage1", 1, **PP2),
+    zero(PLAIN, "pp2_dp2_stage2", 2, **PP2),
+    zero(PLAIN, "pp2_dp2_zero_bubble_stage1", 1, **PP2, schedule="zbv_zero_bubble"),
+    zero(ACCUMULATED, "tp2_dp2_stage1", 1, tp_size=2),
+    zero(GPT2, "tp2_dp2_stage2", 2, tp_size=2),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
+    for world_size, cases in ((1, stock), (2, [c for c, _ in TWO_RANKS]), (4, [c for c, _ in FOUR_RANKS])):
+        found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "base"), TWO_RANKS + FOUR_RANKS, ids=lambda value: value.name)
+def test_zero_trains_as_one_process_does(case: Case, base: Case, runs: dict[str, dict[str, Any]]) -> None:
+    compare(runs[case.name], runs[f"stock_{base.name}"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 1), (2, 0)), ((2, 0), (2, 1))]
+)
+def test_a_checkpoint_resumes_on_other_replicas_and_stages(
+    saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path, runs: dict[str, dict[str, Any]]
+) -> None:
+    def case(stage: int, **changes: Any) -> Case:
+        parallel = {"zero": {"stage": stage}, "data_parallel": SMALL}
+        return dataclasses.replace(PLAIN, name="run", parallel=parallel, **changes)
+
+    run_cases([case(saved[1], save=True, steps=4)], saved[0], tmp_path)
+    (tmp_path / "run" / "parameters.safetensors").unlink()
+    finished = run_cases([case(resumed[1], resume_at=2)], resumed[0], tmp_path)["run"]
+    expected = runs["stock_plain"]["history"]
+    here = [entry["loss"] for entry in finished["history"] if "loss" in entry]
+    assert here == pytest.approx([entry["loss"] for entry in expected if "loss" in entry], abs=1e-5)
+
+
+def resume_rank(rank: int, world_size: int) -> None:
+    """Bytes of what is held, and bit-equal results, with bf16 parameters and fp32 copies of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).to(torch.bfloat16)
+    masters = [p.detach().float() for p in model.parameters()]
+    reference = [nn.Parameter(p.clone()) for p in masters]
+    expected = torch.optim.AdamW(reference, lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    part = ZeroPartition(
+        optimizer, list(model.named_parameters()), dist.group.WORLD, stage=1, traffic=Traffic(bucket_bytes=40000)
+    )
+    for step in range(3):
+        grads = []
+        for other in range(world_size):
+            generator = torch.Generator().manual_seed(100 * step + other)
+            grads.append([torch.randn(p.shape, generator=generator).bfloat16() for p in reference])
+        for param, gradient in zip(model.parameters(), grads[rank], strict=True):
+            param.grad = gradient.clone()
+        for param, *parts in zip(reference, *grads, strict=True):
+            param.grad = torch.stack([g.float() for g in parts]).sum(0) / world_size
+        part.reduce(1.0 / world_size)
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        for param, wanted in zip(model.parameters(), reference, strict=True):
+            torch.testing.assert_close(param, wanted.bfloat16(), rtol=0, atol=0)
+    count = sum(p.numel() for p in model.parameters())
+    held = {shard.master.untyped_storage().data_ptr(): shard.master.nbytes for shard in part.shards}
+    states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+    optimizer_bytes = sum(held.values()) + sum(v.nbytes for v in states)
+    assert optimizer_bytes == pytest.approx(12 * count / world_size, rel=0.05)
+    assert sum(shard.flat.nbytes for shard in part.shards) == pytest.approx(2 * count, rel=0.05)
+    part.reduce(1.0)  # no gradient anywhere
+    assert sum(shard.master.grad.nbytes for shard in part.shards) == pytest.approx(4 * count / world_size, rel=0.05)
+    before = [param.clone() for param in model.parameters()]
+    optimizer.step()
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old)  # neither decayed nor moved
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_half_precision_parameters_have_fp32_copies_and_the_bytes_of_the_table(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(resume_rank, world_size, tmp_path=tmp_path)
