@@ -48,7 +48,7 @@ PIPELINE_ONLY = (
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
-TENSOR_ONLY = ("plan", "experts", "vocab_parallel_loss", "on_fallback")
+TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:
@@ -118,11 +118,6 @@ class HFParallelConfig(Section):
             problems.append(
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
                 "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
-            )
-        if self.tensor_parallel.sequence_parallel and self.tp_size == 1:
-            problems.append(
-                "tensor_parallel.sequence_parallel=true with tp_size=1 has no effect: one rank has the whole sequence. Set "
-                "tp_size to 2 or more, or tensor_parallel.sequence_parallel to false."
             )
         recompute = self.activation_checkpointing
         if recompute.every is None and recompute.mode != "block":

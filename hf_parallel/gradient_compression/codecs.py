@@ -48,7 +48,7 @@ class CastCompressor(GradientCompressor):
         block: Elements that share a scale; fp16 only.
     """
 
-    def __init__(self, dtype: torch.dtype, block: int = 4096) -> None:
+    def __init__(self, dtype: torch.dtype, block: int = 2048) -> None:
         self.dtype = dtype
         self._scaled = dtype == torch.float16
         self.block = block if self._scaled else 1

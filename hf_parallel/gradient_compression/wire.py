@@ -56,17 +56,21 @@ class CompressedWire:
 
     def all_reduce(self, flat: Tensor, bucket: Layout | None) -> Callable[[], None]:
         """Begin to replace `flat` by its sum over the ranks."""
+        return self.lane.submit(self.job(flat, bucket))
+
+    def job(self, flat: Tensor, bucket: Layout | None) -> Job:
+        """What `all_reduce` gives to the lane."""
         self.counters.collectives += 1
         self.counters.bytes += flat.nbytes
         ranks = self.group.size()
         self.meter.dense_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
         if bucket is None or not self.warm or self._is_dense(bucket):
-            return self.lane.submit(self._dense(flat))
+            return self._dense(flat)
         if isinstance(self.method, PowerSGD):
-            return self.lane.submit(self._low_rank(flat, bucket, self.method))
+            return self._low_rank(flat, bucket, self.method)
         if isinstance(self.method, HierarchicalAllReduce):
-            return self.lane.submit(self._hierarchical(flat, bucket, self.method))
-        return self.lane.submit(self._compressed(flat, bucket, self.method))
+            return self._hierarchical(flat, bucket, self.method)
+        return self._compressed(flat, bucket, self.method)
 
     def reduce_scatter(self, flat: Tensor, bucket: Layout) -> tuple[Tensor, Callable[[], None]]:
         """Begin to sum `flat` over the ranks; each keeps its part. Nothing is fed back."""
