@@ -23,9 +23,11 @@ from tp_models import (
     gathered,
     grads,
     plan_sample,
+    spread,
     tiny_batch,
     tiny_model,
 )
+from transformers import AutoModelForCausalLM, BertConfig
 
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
@@ -188,10 +190,32 @@ class Masks:
         return hook
 
 
+def tiny_bert() -> nn.Module:
+    """Its pairs end outside of the regions that their columns are in."""
+    config = BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        is_decoder=True,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    spread(model)
+    return model
+
+
 def dropout(rank: int, world_size: int) -> None:
-    model, plan = sharded("gpt2", rank)
-    model.train()
-    names = ["transformer.drop", "transformer.h.0.attn.resid_dropout", "transformer.h.1.mlp.dropout"]
+    gpt2 = ["transformer.drop", "transformer.h.0.attn.resid_dropout", "transformer.h.1.mlp.dropout"]
+    bert = ["bert.embeddings.dropout", *(f"bert.encoder.layer.{i}.output.dropout" for i in (0, 1))]
+    for made, names in ((tiny_model("gpt2"), gpt2), (tiny_bert(), bert)):
+        plan = shard_sequence(made, plan_tensor_parallel(made, world_size, plan_sample()), plan_sample())
+        model = copy.deepcopy(made)
+        apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: True)
+        check_draws(copy.deepcopy(model).train(), plan, names, rank)
+
+
+def check_draws(model: nn.Module, plan: TPPlan, names: list[str], rank: int) -> None:
     masks = Masks(model, names)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -199,7 +223,7 @@ def dropout(rank: int, world_size: int) -> None:
         optimizer.zero_grad()
         model(**tiny_batch(step, length=7 + step), use_cache=False).loss.backward()
         optimizer.step()
-        after = [None] * world_size
+        after: list[Any] = [None, None]
         dist.all_gather_object(after, (masks.seen, torch.get_rng_state()))
         (mine, state), (others, other) = after
         assert torch.equal(state, other), "ranks must leave the stack in step"

@@ -14,6 +14,7 @@ from tp_models import CASES, plan_sample, tiny_batch, tiny_model
 
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.tensor_parallel.check import verify_model
+from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.cost import report, traffic
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.functions import TPGroup
@@ -135,6 +136,14 @@ def test_experts_and_mixers_share_the_sequence() -> None:
         plan = planned(model.eval(), 2)
         assert region in [(r.module, r.exit) for r in sequence(plan).blocks[0].regions]
         verify_model(model, plan, tiny_batch())
+
+
+def test_whole_experts_on_each_rank_go_with_parts_of_the_sequence() -> None:
+    model = mixtral().eval()
+    plan = plan_model(model, 2, plan_sample(), experts="whole", sequence=True)
+    assert any(pair.routing is not None for pair in plan.pairs)
+    assert not any(block.whole for block in sequence(plan).blocks)
+    verify_model(model, plan, tiny_batch())
 
 
 def test_a_loss_on_parts_of_the_vocabulary_goes_with_parts_of_the_sequence() -> None:
