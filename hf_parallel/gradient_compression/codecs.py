@@ -127,8 +127,8 @@ class OneBitCompressor(GradientCompressor):
     def decode(self, payload: Tensor) -> Tensor:
         """See the base class."""
         scale, codes = _split_scale(payload, self.bytes_per_block)
-        bits = (codes.unsqueeze(-1) & _powers(payload.device)) != 0
-        return torch.where(bits.flatten(1), scale, -scale).view(-1)
+        signs = _signs(payload.device).index_select(0, codes.view(-1).int())
+        return signs.view(len(codes), -1).mul_(scale).view(-1)
 
 
 class TopKCompressor(GradientCompressor):
@@ -181,6 +181,12 @@ def _split_scale(payload: Tensor, bytes_per_block: int) -> tuple[Tensor, Tensor]
     """Scales f32[blocks 1] and codes u8[blocks bytes_per_block - 4]."""
     rows = payload.view(-1, bytes_per_block)
     return rows[:, :SCALE_BYTES].contiguous().view(torch.float32), rows[:, SCALE_BYTES:].contiguous()
+
+
+def _signs(device: torch.device) -> Tensor:
+    """The eight signs that each byte stands for, f32[256 8]."""
+    bits = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1) & _powers(device)
+    return (bits != 0).float().mul_(2.0).sub_(1.0)
 
 
 def _powers(device: torch.device) -> Tensor:
