@@ -371,7 +371,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool, bool]]:
         label = f"{row['layout']} {row['way']}"
         target = TARGETS.get((row["layout"], row["way"]))
         if target is not None:
-            found.append((f"{label}: {row['ratio']:.2f}x fewer bytes, asked {target}x", row["ratio"] >= target, False))
+            found.append((f"{label}: {row['ratio']:.3f}x fewer bytes, asked {target}x", row["ratio"] >= target, False))
         if row["way"] == PLAIN:
             found += [
                 (

@@ -82,3 +82,23 @@ def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
     # Bytes, unlike times, mean the same at any size.
     assert [row["dtype"] for row in report["memory"]] == ["torch.float32", "torch.bfloat16"]
     assert all(2 * max(row["ranks"]) <= row["one"] for row in report["memory"])
+
+
+def test_the_benchmark_of_the_wire_runs(tmp_path: Path) -> None:
+    report = run("bench_wire.py", tmp_path / "report.json")
+    if "skipped" in report:
+        pytest.skip(report["skipped"])
+    rows = {(row["layout"], row["way"]): row for row in report["rows"]}
+    assert {layout for layout, _ in rows} == {"2x1", "2x2"}
+    assert all(row["seconds"] > 0 for row in rows.values())
+    for (_, way), row in rows.items():
+        if way != "no exchange":
+            assert row["sent_mb"] > row["formula_mb"] > 0, way
+    # Headers and barriers weigh more than at full size; what the product counts must be there all the same.
+    ratios = {way: rows["2x1", way]["formula_mb"] for way in ("none", "fp16", "int8", "int4")}
+    assert ratios["none"] > ratios["fp16"] > ratios["int8"] > ratios["int4"]
+    assert not {name for name in namespaces() if name.startswith("hfp")}
+
+
+def namespaces() -> list[str]:
+    return os.listdir("/run/netns") if os.path.isdir("/run/netns") else []
