@@ -191,7 +191,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As stock, on the parameters this rank holds."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            self.hf_parallel_engine.gradients.guard(optimizer)
+            self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_data_loader(

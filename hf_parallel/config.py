@@ -209,9 +209,9 @@ class HFParallelConfig(Section):
             return []
         return [
             f"zero.{name}={spelled(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
-            f"or zero.{name} to 'auto'."
-            for name in ("engine", "dp_shard_size")
-            if (value := getattr(self.zero, name)) != "auto"
+            f"or zero.{name} to {spelled(default)}."
+            for name, default in (("engine", "auto"), ("dp_shard_size", "auto"), ("overlap_gather", False))
+            if (value := getattr(self.zero, name)) != default
         ]
 
     def _local_steps(self) -> list[str]:

@@ -85,7 +85,7 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with engine.attachment.watchdog.engaged():
+            with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward():
                 return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.

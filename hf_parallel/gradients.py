@@ -140,8 +140,12 @@ class GradientSync:
                 torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def guard(self, optimizer: torch.optim.Optimizer) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
+
+        Args:
+            optimizer: The optimizer.
+            model: Whose parameters it updates, if its forward passes go through an engine.
 
         Raises:
             UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards.
@@ -153,7 +157,7 @@ class GradientSync:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
-        self.replicas.adopt(optimizer)
+        self.replicas.adopt(optimizer, model)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""

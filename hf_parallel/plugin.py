@@ -83,7 +83,7 @@ def parallelize(
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
     watchdog.runs()
     if mesh.rank == 0:
-        for line in summary(plans):
+        for line in [*summary(plans), *engine.gradients.replicas.describe()]:
             logger.warning("hf_parallel: %s", line)
     return engine
 

@@ -127,6 +127,12 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
             f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
         )
+    replicas = _replica_settings(config) if kind in FOREIGN_ENGINES else []
+    if replicas:
+        problems.append(
+            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} reduces gradients itself, so that would have no "
+            f"effect. Set distributed_type to MULTI_GPU, or use what {kind} has of its own."
+        )
     problems += _stock_sizes(accelerate.get(SECTION) or {})
     num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
     if isinstance(num_processes, int) and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
@@ -178,3 +184,14 @@ def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from None
     return config
+
+
+def _replica_settings(config: HFParallelConfig) -> list[str]:
+    """Settings of what the replicas do with each other that are not the defaults."""
+    given = {
+        f"zero.stage={config.zero.stage}": config.zero.stage > 0,
+        f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
+        != "none",
+        f"local_sgd.sync_every={config.local_sgd.sync_every}": config.local_sgd.sync_every > 1,
+    }
+    return [text for text, chosen in given.items() if chosen]

@@ -5,9 +5,10 @@ One place in which buckets, overlap, ZeRO, compression and local steps meet, wha
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,10 +20,14 @@ from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.build import make_wire
+from hf_parallel.gradient_compression.predict import predict
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
-from hf_parallel.sections import DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+from hf_parallel.sections import BIASED, DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,17 @@ class Replicas:
             total: Of the whole run.
             done: Of those that are behind it, when it resumes.
         """
-        self._warmup, self._steps = math.ceil(self._settings.compression.warmup * total), done
+        compression = self._settings.compression
+        self._warmup, self._steps = math.ceil(compression.warmup * total), done
+        if self.wire is not None and compression.method == "topk" and total < 10 / compression.density:
+            logger.warning(
+                "hf_parallel: %d steps with gradient_compression.density=%g: an element is sent about once in %d steps, too "
+                "seldom in so short a run. Set gradient_compression.density to %g, or the method to int8.",
+                total,
+                compression.density,
+                round(1 / compression.density),
+                min(0.25, 10 / max(total, 1)),
+            )
 
     def _choose_warmth(self) -> None:
         """Compress, or not yet, from the next bucket on.
@@ -184,15 +199,61 @@ class Replicas:
             )
         self.wire.warm = self._steps >= (self._warmup or 0)
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def describe(self) -> list[str]:
+        """What the replicas do with each other, in lines for the start of a run; warnings among them."""
+        if self._mesh.dp_group is None:
+            return []
+        lines, settings = [], self._settings
+        if settings.zero.stage:
+            size = self._mesh.dp_shard_group.size() if self._mesh.dp_shard_group is not None else 1
+            what = "optimizer state" if settings.zero.stage == 1 else "optimizer state and gradients"
+            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts")
+        if self._walks_alone:
+            lines.append(f"local steps: replicas meet every {settings.local_sgd.sync_every} optimizer steps")
+        if self.wire is not None:
+            compression = settings.local_sgd.compression if self._walks_alone else settings.compression
+            trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
+            prediction = predict(self.wire, trained, next(iter(self._parameters.values())).device)
+            link = compression.link_gbit_s
+            lines.append(prediction.line(f"gradient compression {compression.method}", link))
+            if link is not None and prediction.seconds(link)[0] < prediction.seconds(link)[1]:
+                lines.append(
+                    f"warning: on {link:g} Gbit/s compression takes longer than it saves (it pays below "
+                    f"{prediction.break_even:.3g} Gbit/s). Set gradient_compression.method to none or bf16."
+                )
+        return lines
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around every forward pass: parameters may still be arriving."""
+        late = self.zero.late if self.zero is not None else None
+        with nullcontext() if late is None else late.forward():
+            yield
+
+    def adopt(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Partition an optimizer, or follow its steps, as the settings say.
+
+        Args:
+            optimizer: The optimizer.
+            model: Whose forward passes go through `forward`; updated parameters may then arrive during the next one.
 
         Raises:
             UnsupportedError: Another optimizer was adopted before.
         """
         optimizer.register_step_pre_hook(self._count_step)
+        compression = self._settings.compression
+        adaptive = type(optimizer).__name__ in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+        if self.wire is not None and compression.method in BIASED and compression.warmup == 0 and adaptive:
+            logger.warning(
+                "hf_parallel: gradient_compression.method=%s with %s and no warm-up: sparse and 1-bit gradients from the first "
+                "step cost the most (docs/compression.md). Set gradient_compression.warmup_ratio to 0.1 or auto.",
+                compression.method,
+                type(optimizer).__name__,
+            )
         if self.partitions:
             self._partition(optimizer)
+            if self.zero is not None and model is not None and self._settings.zero.overlap_gather:
+                self.zero.arrive_late(model)
         if self._walks_alone:
             self._part(optimizer)
 
@@ -283,9 +344,11 @@ class Replicas:
                 reducer.reduce(factor * self._share)
 
     def synchronise(self) -> None:
-        """Make replicas that train by themselves equal, before anybody looks at the model; collective."""
+        """Make the model one and complete before anybody looks at it; collective."""
         if self.local is not None:
             self.local.synchronise()
+        if self.zero is not None and self.zero.late is not None:
+            self.zero.late.wait_for_all()
 
     def reloaded(self) -> None:
         """The parameters were loaded from elsewhere: take them over wherever there are copies."""

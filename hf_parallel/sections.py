@@ -220,6 +220,12 @@ class ZeroConfig(Section):
         BeforeValidator(number),
         Field(description="replicas that share one copy of the optimizer state, a divisor of dp, or 'auto' (all)"),
     ] = "auto"
+    overlap_gather: Annotated[
+        bool,
+        Field(
+            description="true or false: updated parameters arrive during the next forward pass; nobody may read them before"
+        ),
+    ] = False
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     nvme_path: Annotated[

@@ -96,6 +96,8 @@ class Snapshots(TrainerCallback):
 
     def write(self, name: str, model: Any, pick: Callable[[torch.nn.Parameter], torch.Tensor | None]) -> None:
         session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
+        if session is not None:
+            session.engine.gradients.replicas.synchronise()  # parameters may still be arriving
         named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
         held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
         zero = session.engine.gradients.replicas.zero if session is not None else None

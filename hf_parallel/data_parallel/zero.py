@@ -11,9 +11,8 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,72 +20,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_parallel.compat import all_gather_flat
-from hf_parallel.data_parallel.buckets import Bucket, lay_out
+from hf_parallel.data_parallel.buckets import lay_out
+from hf_parallel.data_parallel.flat import (
+    ALIGN,
+    FlatKind,
+    FlatShard,
+    counted_pieces,
+    flatten,
+    pack_state,
+    refuse_overlaps,
+)
+from hf_parallel.data_parallel.late_gather import LateGather
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire
 from hf_parallel.errors import UnsupportedError
 
 
 logger = logging.getLogger(__name__)
-
-PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
-ALIGN = 32  # elements: views of a flat buffer begin at 64 bytes or more, as kernels like it
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What parameters of one flat buffer have in common."""
-
-    dtype: torch.dtype
-    group: int
-    user: Hashable
-
-
-@dataclass(eq=False)
-class FlatShard:
-    """One flat buffer of parameters, and the part of it that this rank updates.
-
-    Args:
-        bucket: Its layout.
-        group: Index of the optimizer's parameter group.
-        flat: Storage of the parameters, in their dtype.
-        shard: This rank's part of `flat`, a view.
-        master: What the optimizer updates: `shard` itself, or its fp32 copy where the parameters are in half precision.
-        start: First element of the part.
-        counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
-        absent: Elements of the part that had no gradient on any rank.
-        saved: During a step, what they were: tensor, elements, values.
-    """
-
-    bucket: Bucket
-    group: int
-    flat: Tensor
-    shard: Tensor
-    master: nn.Parameter
-    start: int
-    counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
-    absent: list[slice] = field(default_factory=list)
-    saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether `master` has memory of its own."""
-        return self.master.dtype != self.shard.dtype
-
-    def inside(self, position: int) -> slice | None:
-        """Elements of `master` that belong to a parameter of the bucket; None if none do."""
-        offset, count = self.bucket.offsets[position], self.bucket.params[position].numel()
-        low = max(offset - self.start, 0)
-        high = min(offset + count - self.start, self.shard.numel())
-        return slice(low, high) if low < high else None
-
-    def part_of(self, position: int, whole: Tensor) -> tuple[slice, Tensor] | None:
-        """The elements of a parameter that are in this part: where, and their values in `whole`, of its shape."""
-        piece = self.inside(position)
-        if piece is None:
-            return None
-        begin = self.start + piece.start - self.bucket.offsets[position]
-        return piece, whole.reshape(-1)[begin : begin + piece.stop - piece.start]
 
 
 class ZeroPartition:
@@ -106,9 +56,10 @@ class ZeroPartition:
     Attributes:
         shards: The flat buffers.
         groups: Names of the parameters in each group of the optimizer, in the user's order.
+        late: What lets updated parameters arrive late; None: they are there when the step returns.
 
     Raises:
-        UnsupportedError: If a parameter is in two groups.
+        UnsupportedError: If a parameter is in two groups, or two parameters share memory.
     """
 
     def __init__(
@@ -133,21 +84,25 @@ class ZeroPartition:
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         taken = [(name, param) for name, param in params if id(param) in index_of]
 
-        def kind_of(name: str, param: nn.Parameter) -> _Kind:
-            return _Kind(param.dtype, index_of[id(param)], traffic.kind(name, param))
+        def kind_of(name: str, param: nn.Parameter) -> FlatKind:
+            return FlatKind(param.dtype, index_of[id(param)], traffic.kind(name, param))
 
+        refuse_overlaps(taken)
         buckets = lay_out(taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * shard_group.size())
-        self.shards = [_flatten(bucket, shard_group) for bucket in buckets]
+        self.shards = [flatten(bucket, shard_group) for bucket in buckets]
         for shard in self.shards:
-            shard.counted = _counted(shard, counted)
+            shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
         _take_over(optimizer, self.shards)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
         self._under_way: list[tuple[Tensor, tuple[bool, ...], Wait]] = []
-        late = frozenset(i for i, b in enumerate(buckets) if isinstance(b.kind, _Kind) and traffic.late(b.kind.user))
+        late = frozenset(
+            i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
+        )
         self._overlap = Overlap(buckets, self._start, late) if traffic.overlaps else None
+        self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
 
     @property
@@ -243,7 +198,14 @@ class ZeroPartition:
         for shard in self.shards:
             shard.master.grad = None
 
+    def arrive_late(self, model: nn.Module) -> None:
+        """Let updated parameters arrive while the next forward pass of `model` runs."""
+        shard_of = {id(param): index for index, shard in enumerate(self.shards) for param in shard.bucket.params}
+        self.late = LateGather(model, shard_of, self._waiting)
+
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self.late is not None:
+            self.late.wait_for_all()
         for shard in self.shards:
             kept = [shard.master.data, *_per_element(optimizer, shard)]
             shard.saved = [(tensor, piece, tensor[piece].clone()) for piece in shard.absent for tensor in kept]
@@ -264,6 +226,9 @@ class ZeroPartition:
             if shard.is_copy:
                 shard.shard.copy_(shard.master)
             works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
+        if self.late is not None:
+            self.late.put(works)
+            return
         with self._waiting("waits for the updated parameters of the other replicas"):
             for work in works:
                 if work is not None:
@@ -303,44 +268,6 @@ def _group_of_parameters(optimizer: Optimizer) -> dict[int, int]:
     return found
 
 
-@torch.no_grad()
-def _flatten(bucket: Bucket, group: dist.ProcessGroup) -> FlatShard:
-    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity."""
-    kind = bucket.kind
-    if not isinstance(kind, _Kind):
-        raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
-    flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
-    for param, offset in zip(bucket.params, bucket.offsets, strict=True):
-        slot = flat[offset : offset + param.numel()].view_as(param)
-        slot.copy_(param)
-        param.data = slot
-    length = bucket.numel // group.size()
-    start = group.rank() * length
-    shard = flat[start : start + length]
-    master = nn.Parameter(shard if shard.dtype == bucket.dtype else shard.to(bucket.dtype))
-    return FlatShard(bucket, kind.group, flat, shard, master, start)
-
-
-def _counted(
-    shard: FlatShard, counted: Callable[[str, nn.Parameter], bool | Tensor]
-) -> list[tuple[slice, Tensor | None]]:
-    """Elements of a part that this rank counts; neighbours are merged over the gaps between them, which hold zeros."""
-    found: list[tuple[slice, Tensor | None]] = []
-    mergeable = False
-    for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
-        piece, wanted = shard.inside(position), counted(name, param)
-        if isinstance(wanted, Tensor):
-            part = shard.part_of(position, wanted)
-            found += [(part[0], part[1].to(param.device))] if part is not None else []
-        elif wanted and piece is not None:
-            if mergeable:
-                found[-1] = (slice(found[-1][0].start, piece.stop), None)
-            else:
-                found.append((piece, None))
-        mergeable = wanted is True and bool(found)
-    return found
-
-
 def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> None:
     """Give the optimizer the flat parts in place of the parameters, with the state it has of these."""
     for index, group in enumerate(optimizer.param_groups):
@@ -351,27 +278,6 @@ def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> None:
         found = [(position, old[param]) for position, param in enumerate(shard.bucket.params) if param in old]
         if found:
             optimizer.state[shard.master] = pack_state(shard, dict(found))
-
-
-def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
-    """Optimizer state of a flat part from that of its parameters.
-
-    Args:
-        shard: The part.
-        states: Position in the bucket -> state of that parameter; tensors of its shape, or numbers.
-    """
-    packed: dict[str, object] = {}
-    for position, state in states.items():
-        param = shard.bucket.params[position]
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != param.shape or key in PER_TENSOR:
-                packed[key] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            whole = packed.setdefault(key, torch.zeros_like(shard.master, dtype=value.dtype))
-            part = shard.part_of(position, value)
-            if part is not None and isinstance(whole, Tensor):
-                whole[part[0]] = part[1].to(whole.device)
-    return packed
 
 
 def _per_element(optimizer: Optimizer, shard: FlatShard) -> list[Tensor]:

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.data_parallel.zero import FlatShard, ZeroPartition, pack_state
+from hf_parallel.data_parallel.flat import FlatShard, pack_state
+from hf_parallel.data_parallel.zero import ZeroPartition
 
 
 MASTER_WEIGHT = "master_weight"  # the fp32 copy of a parameter that is in half precision

@@ -5,6 +5,7 @@ If these fail, partitioned runs drift from unpartitioned ones, lose optimizer st
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,11 @@ PP2 = {"pp_size": 2, "num_microbatches": 3}
 SMALL = {"bucket_cap_mb": 0.02}  # several buckets
 
 
-def zero(base: Case, name: str, stage: int, shard: int | str = "auto", **parallel: Any) -> tuple[Case, Case]:
-    settings = {"zero": {"stage": stage, "dp_shard_size": shard}, "data_parallel": SMALL, **parallel}
+def zero(
+    base: Case, name: str, stage: int, shard: int | str = "auto", late: bool = False, **parallel: Any
+) -> tuple[Case, Case]:
+    partition = {"stage": stage, "dp_shard_size": shard, "overlap_gather": late}
+    settings = {"zero": partition, "data_parallel": SMALL, **parallel}
     return dataclasses.replace(base, name=name, parallel=settings), base
 
 
@@ -44,6 +48,8 @@ TWO_RANKS = [
     zero(ACCUMULATED, "dp2_stage2_at_the_end", 2, data_parallel={**SMALL, "overlap": False}),
     zero(GPT2, "dp2_stage2_gpt2", 2),
     zero(USER, "dp2_stage1_user_optimizer", 1),
+    zero(ACCUMULATED, "dp2_stage1_late", 1, late=True),
+    zero(GPT2, "dp2_stage2_late", 2, late=True),
 ]
 FOUR_RANKS = [
     zero(ACCUMULATED, "dp4_stage1", 1),
@@ -55,6 +61,7 @@ FOUR_RANKS = [
     zero(PLAIN, "pp2_dp2_zero_bubble_stage1", 1, **PP2, schedule="zbv_zero_bubble"),
     zero(ACCUMULATED, "tp2_dp2_stage1", 1, tp_size=2),
     zero(GPT2, "tp2_dp2_stage2", 2, tp_size=2),
+    zero(PLAIN, "pp2_dp2_stage1_late", 1, **PP2, late=True),
 ]
 
 
@@ -136,3 +143,50 @@ def test_half_precision_parameters_have_fp32_copies_and_the_bytes_of_the_table(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(resume_rank, world_size, tmp_path=tmp_path)
+
+
+class Borrower(nn.Module):
+    """A module that computes with a parameter of another one, which it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = nn.Linear(8, 8, bias=False)
+        self.plain = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x + self.owner.weight.dtype.itemsize) @ self.owner.weight
+
+
+def late_rank(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Borrower()
+    twin = copy.deepcopy(model)
+    part = ZeroPartition(
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+        list(model.named_parameters()),
+        dist.group.WORLD,
+        traffic=Traffic(1),
+    )
+    part.arrive_late(model)
+    assert part.late is not None
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for step in range(4):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
+        with part.late.forward():
+            foreign = [part.shards[index].bucket.names for index in sorted(part.late._foreign)]
+            assert foreign == ([] if step == 0 else [("owner.weight",)])
+            loss = model(x).pow(2).mean()
+        expected = twin(x).pow(2).mean()
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        part.reduce(1.0 / world_size)
+        part.optimizer.step()
+        assert step < 2 or len(part.late._works) == 3
+        optimizer.step()
+        part.zero_grad()
+        optimizer.zero_grad()
+
+
+def test_a_parameter_that_others_read_is_there_before_they_do(tmp_path: Path) -> None:
+    run_ranks(late_rank, 2, tmp_path=tmp_path)

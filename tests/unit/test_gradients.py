@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger, build_ledger
@@ -113,3 +114,11 @@ def test_a_whole_tensor_optimizer_is_refused_on_shards_only() -> None:
                 sync.guard(optimizer)
         else:
             sync.guard(optimizer)
+
+
+def test_parameters_that_share_memory_are_not_partitioned() -> None:
+    first = nn.Parameter(torch.zeros(4, 4))
+    second = nn.Parameter(first.data[2:])
+    with pytest.raises(UnsupportedError, match=r"parameters a and b are two objects that share memory"):
+        refuse_overlaps([("a", first), ("b", second), ("c", nn.Parameter(torch.zeros(4)))])
+    refuse_overlaps([("a", first), ("tied", first), ("c", nn.Parameter(torch.zeros(4)))])

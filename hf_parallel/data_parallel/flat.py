@@ -1,0 +1,151 @@
+"""Flat buffers of parameters, each with the part of it that one rank updates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.data_parallel.buckets import Bucket
+from hf_parallel.errors import UnsupportedError
+
+
+PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
+ALIGN = 32  # elements: views of a flat buffer begin at 64 bytes or more, as kernels like it
+
+
+@dataclass(frozen=True, slots=True)
+class FlatKind:
+    """What parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype
+    group: int
+    user: Hashable
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """One flat buffer of parameters, and the part of it that this rank updates.
+
+    Args:
+        bucket: Its layout.
+        group: Index of the optimizer's parameter group.
+        flat: Storage of the parameters, in their dtype.
+        shard: This rank's part of `flat`, a view.
+        master: What the optimizer updates: `shard` itself, or its fp32 copy where the parameters are in half precision.
+        start: First element of the part.
+        counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
+        absent: Elements of the part that had no gradient on any rank.
+        saved: During a step, what they were: tensor, elements, values.
+    """
+
+    bucket: Bucket
+    group: int
+    flat: Tensor
+    shard: Tensor
+    master: nn.Parameter
+    start: int
+    counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
+    absent: list[slice] = field(default_factory=list)
+    saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether `master` has memory of its own."""
+        return self.master.dtype != self.shard.dtype
+
+    def inside(self, position: int) -> slice | None:
+        """Elements of `master` that belong to a parameter of the bucket; None if none do."""
+        offset, count = self.bucket.offsets[position], self.bucket.params[position].numel()
+        low = max(offset - self.start, 0)
+        high = min(offset + count - self.start, self.shard.numel())
+        return slice(low, high) if low < high else None
+
+    def part_of(self, position: int, whole: Tensor) -> tuple[slice, Tensor] | None:
+        """The elements of a parameter that are in this part: where, and their values in `whole`, of its shape."""
+        piece = self.inside(position)
+        if piece is None:
+            return None
+        begin = self.start + piece.start - self.bucket.offsets[position]
+        return piece, whole.reshape(-1)[begin : begin + piece.stop - piece.start]
+
+
+def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters in one memory would part when each gets a place of its own.
+
+    Raises:
+        UnsupportedError: Names them.
+    """
+    unique = {id(param): (name, param) for name, param in params if param.numel()}
+    spans = sorted(
+        (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in unique.values()
+    )
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise UnsupportedError(
+                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets a place of its own and "
+                "they would part. Tie them by assigning one Parameter to both modules, or set zero.stage to 0."
+            )
+
+
+@torch.no_grad()
+def flatten(bucket: Bucket, group: dist.ProcessGroup) -> FlatShard:
+    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity."""
+    kind = bucket.kind
+    if not isinstance(kind, FlatKind):
+        raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
+    flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
+    for param, offset in zip(bucket.params, bucket.offsets, strict=True):
+        slot = flat[offset : offset + param.numel()].view_as(param)
+        slot.copy_(param)
+        param.data = slot
+    length = bucket.numel // group.size()
+    start = group.rank() * length
+    shard = flat[start : start + length]
+    master = nn.Parameter(shard if shard.dtype == bucket.dtype else shard.to(bucket.dtype))
+    return FlatShard(bucket, kind.group, flat, shard, master, start)
+
+
+def counted_pieces(
+    shard: FlatShard, counted: Callable[[str, nn.Parameter], bool | Tensor]
+) -> list[tuple[slice, Tensor | None]]:
+    """Elements of a part that this rank counts; neighbours are merged over the gaps between them, which hold zeros."""
+    found: list[tuple[slice, Tensor | None]] = []
+    mergeable = False
+    for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
+        piece, wanted = shard.inside(position), counted(name, param)
+        if isinstance(wanted, Tensor):
+            part = shard.part_of(position, wanted)
+            found += [(part[0], part[1].to(param.device))] if part is not None else []
+        elif wanted and piece is not None:
+            if mergeable:
+                found[-1] = (slice(found[-1][0].start, piece.stop), None)
+            else:
+                found.append((piece, None))
+        mergeable = wanted is True and bool(found)
+    return found
+
+
+def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
+    """Optimizer state of a flat part from that of its parameters.
+
+    Args:
+        shard: The part.
+        states: Position in the bucket -> state of that parameter; tensors of its shape, or numbers.
+    """
+    packed: dict[str, object] = {}
+    for position, state in states.items():
+        param = shard.bucket.params[position]
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != param.shape or key in PER_TENSOR:
+                packed[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            whole = packed.setdefault(key, torch.zeros_like(shard.master, dtype=value.dtype))
+            part = shard.part_of(position, value)
+            if part is not None and isinstance(whole, Tensor):
+                whole[part[0]] = part[1].to(whole.device)
+    return packed

@@ -1,0 +1,109 @@
+"""Let updated parameters arrive while the next forward pass already runs.
+
+Every module waits for its own parameters when it is called. Code that reads a parameter of a module it does not call
+would see the old values, or half of the new: the first forward pass is watched for that, and such parameters are
+waited for before any forward pass begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+
+class LateGather:
+    """Gathers under way, and who waits for them.
+
+    Args:
+        model: The model.
+        shard_of: Id of a parameter -> index of the flat buffer that it is a view of.
+        waiting: Context for waits on other ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shard_of: Mapping[int, int],
+        waiting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._works: dict[int, dist.Work] = {}
+        self._waiting = waiting
+        self._running: Counter[int] = Counter()  # ids of parameters whose module is being called
+        self._foreign: set[int] = set()
+        self._watched = False
+        self._shard_of = dict(shard_of)
+        for module in model.modules():
+            own = [param for param in module._parameters.values() if param is not None and id(param) in shard_of]
+            if own:
+                self._hook(module, [id(param) for param in own])
+
+    def _hook(self, module: nn.Module, ids: Sequence[int]) -> None:
+        indices = sorted({self._shard_of[key] for key in ids})
+
+        def entered(module: nn.Module, args: Any) -> None:
+            for index in indices:
+                self.wait(index)
+            self._running.update(ids)
+
+        def left(module: nn.Module, args: Any, output: Any) -> None:
+            self._running.subtract(ids)
+
+        module.register_forward_pre_hook(entered)
+        module.register_forward_hook(left, always_call=True)
+
+    def put(self, works: Sequence[dist.Work | None]) -> None:
+        """The gathers of all flat buffers, in order, have begun."""
+        self._works = {index: work for index, work in enumerate(works) if work is not None}
+
+    def wait(self, index: int) -> None:
+        """Until a flat buffer is complete."""
+        work = self._works.pop(index, None)
+        if work is not None:
+            with self._waiting("waits for the updated parameters of the other replicas"):
+                work.wait()
+
+    def wait_for_all(self) -> None:
+        """Until all parameters are what they should be."""
+        for index in list(self._works):
+            self.wait(index)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass of the whole model, or of this rank's stages."""
+        if self._watched:
+            for index in self._foreign:
+                self.wait(index)
+            yield
+            return
+        self.wait_for_all()
+        with _Reads(self._note):
+            yield
+        self._watched = True
+
+    def _note(self, param: Tensor) -> None:
+        index = self._shard_of.get(id(param))
+        if index is not None and self._running[id(param)] <= 0:
+            self._foreign.add(index)
+
+
+class _Reads(TorchFunctionMode):
+    """Reports the parameters that functions compute with; those that give no tensor read its shape or dtype only."""
+
+    def __init__(self, report: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            for leaf in pytree.tree_leaves((args, kwargs or {})):
+                if isinstance(leaf, nn.Parameter):
+                    self._report(leaf)
+        return result

@@ -1,0 +1,110 @@
+"""Settings of the replicas that contradict each other, or that nothing would read, are refused with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_parallel.config import HFParallelConfig
+from hf_parallel.errors import ConfigError
+from hf_parallel.gradient_compression.build import make_codec
+from hf_parallel.sections import GradientCompressionConfig
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"gradient_compression": {"density": 0.5}},
+        r"gradient_compression\.density=0\.5: expected .*above 0 up to 0\.25",
+    ),
+    (
+        {"gradient_compression": {"density": 0.02}},
+        r"density=0\.02 with gradient_compression\.method=none has no effect",
+    ),
+    (
+        {"gradient_compression": {"method": "int8", "density": 0.02}},
+        r"density=0\.02 .*method=int8 has no effect: topk use it",
+    ),
+    (
+        {"gradient_compression": {"method": "int8", "block_size": 100}},
+        r"block_size=100: it is a multiple of 8 up to 65536\. Set it to 96",
+    ),
+    ({"gradient_compression": {"method": "int8", "block_size": 131072}}, r"Set it to 65536"),
+    (
+        {"gradient_compression": {"method": "topk", "error_feedback": False}},
+        r"error_feedback=false .*method=topk.*allow_biased to true",
+    ),
+    ({"gradient_compression": {"method": "int8", "allow_biased": True}}, r"allow_biased=true has no effect"),
+    ({"gradient_compression": {"method": "int8", "residual_dtype": "bf16"}}, r"residual_dtype=bf16 has no effect"),
+    ({"gradient_compression": {"method": "int9"}}, r"gradient_compression\.method='int9': expected 'none' or a codec"),
+    ({"gradient_compression": {"methd": "int8"}}, r"gradient_compression\.methd: unknown key\. Did you mean method\?"),
+    (
+        {"gradient_compression": {"method": "topk"}, "zero": {"stage": 1}},
+        r"method=topk with zero\.stage=1: error feedback.*int8",
+    ),
+    ({"gradient_compression": {"method": "powersgd"}, "zero": {"stage": 2}}, r"method=powersgd with zero\.stage=2"),
+    (
+        {"gradient_compression": {"method": "int8"}, "zero": {"stage": 1, "dp_shard_size": 2}},
+        r"method=int8 with zero\.dp_shard_size=2 is not available yet",
+    ),
+    (
+        {"gradient_compression": {"method": "int8", "topology": "hierarchical"}, "zero": {"stage": 1}},
+        r"topology=hierarchical with zero\.stage=1",
+    ),
+    ({"zero": {"engine": "native"}}, r"zero\.engine='native' with zero\.stage=0 has no effect"),
+    ({"zero": {"dp_shard_size": 2}}, r"zero\.dp_shard_size=2 with zero\.stage=0 has no effect"),
+    ({"zero": {"stage": 4}}, r"zero\.stage=4: expected an integer from 0 to 3"),
+    ({"local_sgd": {"outer_lr": 0.7}}, r"local_sgd\.outer_lr=0\.7 with local_sgd\.sync_every=1 has no effect"),
+    ({"local_sgd": {"sync_every": 4}, "zero": {"stage": 1}}, r"local_sgd\.sync_every=4 with zero\.stage=1"),
+    (
+        {"local_sgd": {"sync_every": 4}, "gradient_compression": {"method": "int8"}},
+        r"sync_every=4 with gradient_compression\.method=int8.*Move the settings to local_sgd\.compression",
+    ),
+    (
+        {"local_sgd": {"sync_every": 4, "compression": {"method": "int5"}}},
+        r"local_sgd\.compression\.method='int5': expected 'none' or a codec",
+    ),
+    (
+        {"local_sgd": {"sync_every": 4, "compression": {"method": "int4", "warmup_ratio": 0.1}}},
+        r"local_sgd\.compression\.warmup_ratio=0\.1 has no effect",
+    ),
+    ({"data_parallel": {"bucket_cap_mb": 0}}, r"data_parallel\.bucket_cap_mb=0: expected MiB"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: str(value)[:60])
+def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        HFParallelConfig.from_mapping(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_compression": {"method": "int8"}}, {"zero": {"stage": 1}}, {"local_sgd": {"sync_every": 2}}],
+    ids=str,
+)
+def test_one_replica_has_nobody_to_share_with(settings: dict[str, Any]) -> None:
+    config = HFParallelConfig.from_mapping({"pp_size": 2, **settings})
+    with pytest.raises(ConfigError, match=r"there is one replica.*num_processes to 4"):
+        config.dp_size(2)
+    assert config.dp_size(4) == 2
+    assert HFParallelConfig.from_mapping(settings).dp_size(1) == 1  # one process: a trial run
+
+
+def test_a_shard_size_divides_the_replicas() -> None:
+    config = HFParallelConfig.from_mapping({"zero": {"stage": 1, "dp_shard_size": 3}})
+    with pytest.raises(ConfigError, match=r"zero\.dp_shard_size=3 with 4 replicas: it is a divisor of 4"):
+        config.dp_size(4)
+    assert config.dp_size(6) == 6
+
+
+@pytest.mark.parametrize("method", ["fp16", "bf16", "int8", "int4", "topk", "onebit"])
+def test_every_method_has_a_codec_and_says_what_it_feeds_back(method: str) -> None:
+    settings = GradientCompressionConfig(method=method)  # type: ignore[arg-type]
+    codec = make_codec(settings)
+    assert codec is not None
+    x = torch.randn(2 * codec.block)
+    assert codec.decode(codec.encode(x)).shape == x.shape
+    assert settings.feeds_back == (method in ("int4", "topk", "onebit"))
+    assert settings.warmup == (0.1 if settings.feeds_back else 0.0)
