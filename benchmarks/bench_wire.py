@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
 from slow_network import HEADER_BYTES, SlowNetwork, exit_on_signals, run_ranks_on, sent
@@ -387,33 +388,55 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, bool, bool]]:
     return found
 
 
+HEAD = (
+    "gradients",
+    "MB/NIC",
+    "ratio",
+    "formula",
+    "diff",
+    "no headers",
+    "limit s",
+    "step s",
+    "codec ms",
+    "/ bound",
+    "speed-up",
+)
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row as text."""
+    exchanges = row["ratio"] is not None
+    return (
+        *(row["way"], f"{row['sent_mb']:.3f}", f"{row['ratio']:.2f}" if exchanges else "-"),
+        *(f"{row['formula_mb']:.3f}", f"{row['over_formula']:+.1%}" if exchanges else "-"),
+        f"{row['payload_over_formula']:+.1%}" if exchanges else "-",
+        *(f"{row['limit_seconds']:.3f}", f"{row['seconds']:.3f}", f"{1e3 * row['codec_seconds']:.1f}"),
+        *(f"{row['over_bound']:.2f}" if exchanges else "-", f"{row['speedup']:.2f}"),
+    )
+
+
 def table_of(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return the rows of one layout as a table."""
     table = Table(title=title)
-    for name in (
-        "gradients",
-        "MB/NIC",
-        "ratio",
-        "formula",
-        "diff",
-        "no headers",
-        "limit s",
-        "step s",
-        "codec ms",
-        "/ bound",
-        "speed-up",
-    ):
-        table.add_column(name, justify="left" if name == "gradients" else "right")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == HEAD[0] else "right")
     for row in rows:
-        exchanges = row["ratio"] is not None
-        table.add_row(
-            *(row["way"], f"{row['sent_mb']:.3f}", f"{row['ratio']:.2f}" if exchanges else "-"),
-            *(f"{row['formula_mb']:.3f}", f"{row['over_formula']:+.1%}" if exchanges else "-"),
-            f"{row['payload_over_formula']:+.1%}" if exchanges else "-",
-            *(f"{row['limit_seconds']:.3f}", f"{row['seconds']:.3f}", f"{1e3 * row['codec_seconds']:.1f}"),
-            *(f"{row['over_bound']:.2f}" if exchanges else "-", f"{row['speedup']:.2f}"),
-        )
+        table.add_row(*cells(row))
     return table
+
+
+def section(tables: Mapping[str, Sequence[Mapping[str, Any]]], asked: Sequence[tuple[str, bool, bool]]) -> str:
+    """The section of the page: a title and a table for each layout, and what was asked."""
+    text = (
+        "Real links between network namespaces, shaped by the kernel; bytes are those that the cards counted, per step. `diff` "
+        "is to the formula of the collectives, `no headers` the same without the headers of frames. `limit` is bytes over "
+        "the rate of the link, `/ bound` the step over limit + step without exchange + CPU time in codecs."
+    )
+    parts = [f"{title}:\n\n{markdown_table(HEAD, [cells(row) for row in rows])}" for title, rows in tables.items()]
+    verdict = [
+        f"- {'met' if met else 'not met under load' if excused else 'NOT MET'}: {line}" for line, met, excused in asked
+    ]
+    return "\n\n".join([text, *parts, "\n".join(verdict)])
 
 
 def parse_arguments() -> tuple[argparse.Namespace, Settings]:
@@ -422,6 +445,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Settings]:
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="nodes x ranks")
     parser.add_argument("--megabits", type=float, default=Settings.megabits, help="Mbit/s of each link and direction")
     parser.add_argument("--steps", type=int, default=Settings.steps, help="optimizer steps in a sample")
+    parser.add_argument("--page", type=Path, help="page of results whose section is rewritten")
     parser.add_argument("--rank-of", choices=list(LAYOUTS), help=argparse.SUPPRESS)
     given = parser.parse_args()
     shared: dict[str, Any] = {"layouts": tuple(given.layouts), "foreign": given.foreign}
@@ -448,17 +472,21 @@ def main() -> None:
         write_report(given.output, {"skipped": obstacle})
         return
     rows: list[dict[str, Any]] = []
-    samples = {}
+    samples, tables = {}, {}
     for layout in settings.layouts:
         parameters, found = measure(layout, settings)
         own = rows_of(layout, found, settings)
         rows, samples[layout] = rows + own, [asdict(sample) for sample in found]
-        console.print(table_of(own, title_of(layout, parameters, settings, own[0])))
+        title = title_of(layout, parameters, settings, own[0])
+        tables[title] = own
+        console.print(table_of(own, title))
     asked = [] if given.smoke else verdicts(rows)
     for text, met, excused in asked:
         console.print(f"{'met' if met else 'UNDER LOAD' if excused else 'MISSED'}: {text}")
     report = {"rows": rows, "asked": asked, "samples": samples, "settings": asdict(settings)}
     write_report(given.output, report)
+    if given.page is not None:
+        write_section(given.page, "wire", section(tables, asked))
     if any("bytes" in text or "formula" in text for text, met, _ in asked if not met):
         sys.exit(1)
 
