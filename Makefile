@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules bench-tp lint format types check clean help
+.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules bench-tp memory-page lint format types check clean help
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -48,6 +48,9 @@ bench-schedules: setup  ## time every schedule against GPipe, and the balanced c
 
 bench-tp: setup  ## time tensor parallelism against transformers' own and one process; memory of the logits
 	$(BIN)/python benchmarks/bench_tp.py
+
+memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
+	$(BIN)/python benchmarks/memory_page.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .
