@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules bench-tp memory-page lint format types check clean help
+.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules bench-tp bench-sequence memory-page lint format types check clean help
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -45,6 +45,9 @@ bench-pipeline: setup  ## time the pipeline runtime
 
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
+
+bench-sequence: setup  ## count the activations that sequence parallelism saves
+	$(BIN)/python benchmarks/bench_sequence.py
 
 bench-tp: setup  ## time tensor parallelism against transformers' own and one process; memory of the logits
 	$(BIN)/python benchmarks/bench_tp.py

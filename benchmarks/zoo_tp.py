@@ -1,7 +1,8 @@
 """Shard a tiny model of every AutoModelForCausalLM type over ranks and compare: `python benchmarks/zoo_tp.py`.
 
 Every entry of tests/zoo at 2 ranks, structurally different ones at 3 and 4, in training mode: loss and every gradient
-of every rank against the plain model. Two processes work on entries, one entry each at a time.
+of every rank against the plain model. Two processes work on entries, one entry each at a time. With --sequence the
+ranks share the sequence too; a type for which that is impossible has to be refused with the reason.
 
 Writes build/reports/zoo-tp.json and, for a full run, the second part of docs/coverage.md; exits with 1 if an entry
 failed.
@@ -72,16 +73,16 @@ DIFFERENT = [
 ]
 
 
-def sweep_entry(arguments: tuple[str, int, int]) -> ShardRow:
+def sweep_entry(arguments: tuple[str, int, int, bool]) -> ShardRow:
     torch.set_num_threads(1)
-    name, tp_size, seconds = arguments
-    return sweep_shards(name, tp_size, seconds)
+    name, tp_size, seconds, sequence = arguments
+    return sweep_shards(name, tp_size, seconds, sequence=sequence)
 
 
-def sweep_all(jobs: Sequence[tuple[str, int]], seconds: int) -> Iterator[ShardRow]:
+def sweep_all(jobs: Sequence[tuple[str, int]], seconds: int, sequence: bool) -> Iterator[ShardRow]:
     """Rows in the order of `jobs`."""
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        yield from pool.imap(sweep_entry, [(name, tp_size, seconds) for name, tp_size in jobs])
+        yield from pool.imap(sweep_entry, [(name, tp_size, seconds, sequence) for name, tp_size in jobs])
 
 
 def build_table(rows: Sequence[ShardRow]) -> Table:
@@ -95,6 +96,20 @@ def build_table(rows: Sequence[ShardRow]) -> Table:
     return table
 
 
+def sequence_totals(rows: Sequence[ShardRow]) -> Iterator[str]:
+    """One line a number of ranks, and one for each entry that is refused."""
+    for size in sorted({row.tp_size for row in rows}):
+        mine = [row for row in rows if row.tp_size == size and row.verdict != "unusable"]
+        exact = [row for row in mine if row.verdict == "exact"]
+        whole = [row.name for row in exact if row.on_parts[0] < row.on_parts[1]]
+        refused = [row for row in mine if row.verdict == "refused"]
+        yield (
+            f"sequence parallelism on {size} ranks: {len(exact)} of {len(mine)} entries exact, {len(whole)} of them with "
+            f"blocks on the whole sequence ({', '.join(whole)}); {len(refused)} refused"
+        )
+        yield from (f"  {row.name}: {row.note}" for row in refused)
+
+
 def main() -> int:
     """Sweep, print the table, write the report and the page; returns the exit code."""
     parser = argparse.ArgumentParser(description="Compare tensor-parallel ranks of every model type with one process.")
@@ -102,6 +117,7 @@ def main() -> int:
     parser.add_argument(
         "--tp", type=int, nargs="*", help="numbers of ranks; 2, and 3 and 4 for a selection, if not given"
     )
+    parser.add_argument("--sequence", action="store_true", help="with sequence parallelism; writes no page")
     parser.add_argument("--timeout", type=int, default=240, help="seconds an entry may take")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "zoo-tp.json")
     arguments = parser.parse_args()
@@ -110,7 +126,7 @@ def main() -> int:
     if not arguments.tp and not arguments.names:
         jobs += [(name, size) for size in (3, 4) for name in DIFFERENT]
     rows = []
-    for row in sweep_all(jobs, arguments.timeout):
+    for row in sweep_all(jobs, arguments.timeout, arguments.sequence):
         rows.append(row)
         console.print(
             f"[{len(rows)}/{len(jobs)}] {row.name} tp {row.tp_size}: {row.verdict} {row.dtype} {row.note[:80]}",
@@ -122,7 +138,10 @@ def main() -> int:
             console.print(line)
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    if not arguments.names and not arguments.tp:
+    if arguments.sequence:
+        for line in sequence_totals(rows):
+            console.print(line)
+    elif not arguments.names and not arguments.tp:
         path = ROOT / "docs" / "coverage.md"
         path.write_text(with_shards(path.read_text() if path.exists() else "", shard_page(rows, all_types())))
     return 1 if any(row.verdict == "failed" for row in rows) else 0

@@ -107,6 +107,44 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def in_backward_pass() -> bool:
+    """Whether autograd is running a backward pass in this thread: a forward in it is a recomputation."""
+    import torch
+
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    if current is None:
+        raise UnsupportedError("this torch does not tell whether a backward pass is running: install torch >= 2.11")
+    return bool(current() != -1)
+
+
+def run_inside_checkpoint(
+    block: nn.Module, forward: Callable[[], Any], body: Callable[[Callable[[], Any]], Any]
+) -> Any:
+    """`body(forward)`, with `body` inside the checkpoint if `block` checkpoints its own forward (transformers' layers).
+
+    Args:
+        block: A block of a model.
+        forward: A call of its forward.
+        body: Calls the function it is given; runs again, with the rest, when the block is recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    name = "_gradient_checkpointing_func"
+    checkpoint = vars(block).get(name)
+    checkpoints = isinstance(block, GradientCheckpointingLayer) and block.gradient_checkpointing and block.training
+    if not checkpoints or checkpoint is None:
+        return body(forward)
+
+    def checkpoint_all(function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(lambda *again: body(lambda: function(*again)), *args)
+
+    vars(block)[name] = checkpoint_all
+    try:
+        return forward()
+    finally:
+        vars(block)[name] = checkpoint
+
+
 @contextlib.contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Inside, a transformers model computes attention in plain ops; models of other makes are left alone."""

@@ -48,7 +48,7 @@ PIPELINE_ONLY = (
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
-TENSOR_ONLY = ("plan", "experts", "vocab_parallel_loss", "on_fallback")
+TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:
@@ -286,17 +286,32 @@ class HFParallelConfig(Section):
         Raises:
             ConfigError: For an unknown name, or if the result is not valid.
         """
-        values = self.model_dump()
+        source = f"overrides {', '.join(overrides)}" if overrides else "config"
+        return type(self).from_mapping(type(self).replaced(self.model_dump(), **overrides), source=source)
+
+    @classmethod
+    def replaced(cls, values: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+        """Return the mapping `values` with some settings replaced; nothing but the names is checked.
+
+        Args:
+            values: As for `from_mapping`.
+            overrides: As for `with_overrides`.
+
+        Raises:
+            ConfigError: For an unknown name.
+        """
+        merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
         for key, value in overrides.items():
-            section, leaf = locate(type(self), key)
+            section, leaf = locate(cls, key)
             plain = value.model_dump() if isinstance(value, BaseModel) else value
             if section:
-                values[section][leaf] = plain
-            elif leaf in values and isinstance(values[leaf], dict) and isinstance(plain, Mapping):
-                values[leaf] = {**values[leaf], **plain}
+                home = merged.get(section) or {}
+                merged[section] = {**(home.model_dump() if isinstance(home, BaseModel) else home), leaf: plain}
+            elif isinstance(merged.get(leaf), dict) and isinstance(plain, Mapping):
+                merged[leaf] = {**merged[leaf], **plain}
             else:
-                values[leaf] = plain
-        return type(self).from_mapping(values, source=f"overrides {', '.join(overrides)}" if overrides else "config")
+                merged[leaf] = plain
+        return merged
 
     def fingerprint(self) -> str:
         """Return 16 hex digits that are equal for equal configs, on every rank and in every process."""

@@ -94,13 +94,17 @@ def resolve_config(
     if isinstance(config, HFParallelConfig):
         found, origin = config, "the HFParallelConfig given in code"
     elif isinstance(config, Mapping):
-        found, origin = HFParallelConfig.from_mapping(config), "the mapping given in code"
+        # What a mapping leaves open the overrides may say: only together are they settings.
+        source = f"config with overrides {', '.join(overrides)}" if overrides else "config"
+        found = HFParallelConfig.from_mapping(HFParallelConfig.replaced(config, **overrides), source)
+        origin = "the mapping given in code"
     elif launch.path is not None:
         found, accelerate, origin = _of_file(launch.path, launch.source)
     else:
         found, origin = _of_nothing(launch, has_overrides=bool(overrides))
-    if overrides:
-        found, origin = found.with_overrides(**overrides), f"{origin} with {', '.join(overrides)} overridden in code"
+    if overrides and not isinstance(config, Mapping):
+        found = found.with_overrides(**overrides)
+    origin += f" with {', '.join(overrides)} overridden in code" if overrides else ""
     _check_fit(found, accelerate, launch, origin)
     return found, _explain(found, launch.world_size, origin)
 

@@ -126,7 +126,7 @@ def saved_by_block(shape: ModelShape, layout: Layout, work: Work) -> float:
     Counted op by op for Hugging Face's Llama block (RMSNorm, rotary attention through SDPA, gated feed-forward part) and
     equal to what `saved_tensors_hooks` sees there; for h = heads * head_dim = kv_heads * head_dim in 16 bit it is
     h (24 + 8 intermediate / h) and some bytes of statistics. Without a gate: LayerNorm and a fused activation, a lower
-    bound. Tensor parallelism leaves the norms whole.
+    bound. Tensor parallelism leaves the norms whole, unless the sequence is shared.
     """
     full = layout.precision == "fp32"
     size, tp = (4 if full else 2), layout.tp_size
@@ -135,7 +135,7 @@ def saved_by_block(shape: ModelShape, layout: Layout, work: Work) -> float:
     heads = 2 * size * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.heads
     wide = size * shape.intermediate * (4 if shape.gated else 2)
     scores = (2 * size + 2) * shape.heads * work.length if work.eager_attention else 0
-    return norms + (heads + wide + scores) / tp
+    return norms / (tp if layout.sequence_parallel else 1) + (heads + wide + scores) / tp
 
 
 def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str, float]]:
@@ -148,6 +148,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     tokens, every = rows * work.length, layout.recompute.every
     whole = tokens * saved_by_block(shape, layout, work)
     entry = tokens * shape.hidden * (2 if layout.precision == "half" else 4)
+    entry /= layout.tp_size if layout.sequence_parallel else 1
     counts = blocks_of_stages(shape.layers, layout)
     if every is None:
         kept, again = [count * whole for count in counts], 0.0

@@ -84,6 +84,7 @@ class Layout:
         ranks_per_node: Ranks that share a node's RAM.
         tp_size: Ranks that share each layer.
         pp_size: Ranks that share the stack of blocks.
+        sequence_parallel: Whether tp ranks share the sequence between the sharded layers as well.
         shards: Ranks that share one copy of what the stage partitions; None is all replicas.
         stage: Of ZeRO, 0 to 3.
         engine: Who partitions.
@@ -101,6 +102,7 @@ class Layout:
     ranks_per_node: int
     tp_size: int = 1
     pp_size: int = 1
+    sequence_parallel: bool = False
     shards: int | None = None
     stage: int = 0
     engine: Engine = "native"
@@ -188,6 +190,7 @@ def layout_of(
         ranks_per_node,
         config.tp_size,
         config.pp_size,
+        config.tensor_parallel.sequence_parallel,
         shards if isinstance(shards, int) else None,
         zero.stage,
         engine,

@@ -148,13 +148,14 @@ def _shards(
         model: The whole model.
         tp_size: Ranks that share each layer.
         sample: The batch to plan with.
-        settings: What the user wants of modules and of the loss.
+        settings: What the user wants of modules, of the loss and of the sequence.
         watchdog: For waits.
     """
 
     def make() -> TPPlan:
         overrides = None if settings.plan == "auto" else settings.plan
         wishes: dict[str, Any] = {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
+        wishes["sequence"] = settings.sequence_parallel
         return plan_model(model, tp_size, sample, overrides=overrides, **wishes)
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0

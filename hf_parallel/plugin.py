@@ -37,6 +37,7 @@ from hf_parallel.planning import Plans, agree, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
 from hf_parallel.replicas import ReplicaSettings
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.sequence import install_blocks
 from hf_parallel.watchdog import Watchdog
 
 
@@ -126,9 +127,12 @@ def transform(
         spans = [spans_of(plans.bounds)[stage] for stage in mine]
         if compile_blocks != "none":
             _compile(model, plans.stages, spans, compile_blocks)
+        _share_sequence(model, plans, mesh, spans)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
         # Before sharding: it knows plain layers only, and a sharded layer takes over what it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
+    else:
+        _share_sequence(model, plans, mesh, None)
     stack, groups = plans.recomputed
     if groups:
         held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
@@ -143,6 +147,20 @@ def transform(
             deferral=None if pieces is None else pieces.weights,
         )
     return pieces
+
+
+def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[Span] | None) -> None:
+    """Before stages and recomputation are put over the blocks: whole hidden states enter and leave each stage."""
+    sequence = plans.tensor_parallel.sequence if plans.tensor_parallel is not None else None
+    if sequence is None or mesh.tp_group is None:
+        return
+    if plans.stages is not None and plans.stages.stack != sequence.stack:
+        raise PlanError(
+            f"tensor_parallel.sequence_parallel: true: the sharded layers are in {sequence.stack}, the pipeline cuts "
+            f"{plans.stages.stack}. Set one of sequence_parallel: false and pp_size: 1."
+        )
+    sections = None if spans is None else [range(span.lo, span.hi) for span in spans]
+    install_blocks(model, sequence, mesh.tp_group, sections)
 
 
 def _compile(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], backend: str) -> None:

@@ -175,8 +175,7 @@ class TensorParallelConfig(Section):
     ] = "split"
     sequence_parallel: Annotated[
         bool,
-        available(False, reason="activations between the sharded layers are replicated"),
-        Field(description="true or false"),
+        Field(description="true or false: share the sequence between the sharded layers over the tp ranks"),
     ] = False
     vocab_parallel_loss: Annotated[
         Literal["auto"] | bool,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -113,3 +116,44 @@ def plan_sample() -> dict[str, Tensor]:
     """What plans are made with: no labels."""
     batch = tiny_batch(seed=11, rows=3, length=5)
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+
+def backward(model: nn.Module, num_batches: int = 1) -> list[float]:
+    """Losses of accumulated backward passes."""
+    losses = []
+    for seed in range(num_batches):
+        loss = model(**tiny_batch(seed), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        # A gradient that is zero in exact arithmetic (a key bias under softmax) is noise: judge it by the largest one.
+        scale = max(float(tensor.abs().max()), 1e-3 * largest)
+        assert got[name].shape == tensor.shape, name
+        error = float((got[name] - tensor).abs().max()) / scale
+        assert error <= tolerance, f"{name}: relative error {error:.2g}"
+
+
+class Counter:
+    """Counts calls of a collective while it is installed."""
+
+    def __init__(self, name: str) -> None:
+        self.calls = 0
+        self._original: Callable[..., Any] = getattr(dist, name)
+        self._patch: AbstractContextManager[Any] = mock.patch.object(dist, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self._original(*args, **kwargs)
+
+    def __enter__(self) -> Counter:
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._patch.__exit__(*exc)

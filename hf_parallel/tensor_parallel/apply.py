@@ -30,6 +30,7 @@ from hf_parallel.tensor_parallel.linear import column_product, plain_product, ro
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
 from hf_parallel.tensor_parallel.routing import install_routing
 from hf_parallel.tensor_parallel.seeds import PairSeeds, install_seeds
+from hf_parallel.tensor_parallel.sequence import install_regions, leaves_partial
 from hf_parallel.tensor_parallel.trace import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.vocab import install_embedding, install_loss
 
@@ -159,6 +160,8 @@ def apply_tensor_parallel(
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
             install_seeds(model, pair, seeds, row_is_linear=pair.row in held)
+    if plan.sequence is not None:
+        install_regions(model, plan.sequence, shared, holds, seeds)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
@@ -333,14 +336,16 @@ def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _EntryState = self.tp_entry
 
     def enter(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
-        return copy_to_tp(tensor, state.copy.group)
+        partial = state.copy.partial_of(tensor)
+        return copy_to_tp(tensor, state.copy.group) if partial is None else partial
 
     return self.tp_entry_inner(*map_tensors(enter, args), **map_tensors(enter, kwargs))
 
 
 def _sum_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _RowState = self.tp_row
-    return reduce_from_tp(self.tp_row_inner(*args, **kwargs), state.group)
+    out = self.tp_row_inner(*args, **kwargs)
+    return out if leaves_partial(self) else reduce_from_tp(out, state.group)
 
 
 def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The plan of a whole model: its layers, then its vocabulary."""
+"""The plan of a whole model: its layers, then its vocabulary, then the sequence between the layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from hf_parallel.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.derive import aliases_of, plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
 
 
@@ -22,8 +23,9 @@ def plan_model(
     overrides: Mapping[str, Treatment] | None = None,
     vocabulary: Literal["auto"] | bool = "auto",
     experts: ExpertSharing = "split",
+    sequence: bool = False,
 ) -> TPPlan:
-    """`plan_tensor_parallel`, then `shard_vocabulary`.
+    """`plan_tensor_parallel`, then `shard_vocabulary`, then `shard_sequence`.
 
     Args:
         model: The full model with materialised weights; unchanged.
@@ -32,10 +34,12 @@ def plan_model(
         overrides: Pattern of module names -> "pair", "gather" or "replicate"; none: everything is derived.
         vocabulary: `tensor_parallel.vocab_parallel_loss`.
         experts: `tensor_parallel.experts`.
+        sequence: `tensor_parallel.sequence_parallel`.
 
     Raises:
-        PlanError: As those two.
+        PlanError: As those three.
     """
     plan = plan_tensor_parallel(model, tp_size, sample, overrides, experts)
     plan = shard_vocabulary(model, plan, sample, vocabulary, overrides)
+    plan = shard_sequence(model, plan, sample) if sequence and tp_size > 1 else plan
     return replace(plan, aliases=aliases_of(model, plan.shard_specs()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_parallel.tensor_parallel.plan import Coverage, PairPlan, TPPlan
+from hf_parallel.tensor_parallel.plan import Coverage, PairPlan, SequencePlan, TPPlan
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ def traffic(plan: TPPlan, element_size: int) -> Traffic:
         elif linear.role == "column":
             weights += numel * (1.0 - linear.weight.sharded_share)
     reduced += _reduced_by_vocabulary(plan)
+    if plan.sequence is not None:
+        gathered += _moved_for_sequence(plan.sequence)
+        weights += sum(
+            plan.numel.get(f"{block.name}.{name}", 0) for block in plan.sequence.blocks for name in block.partial
+        )
     ring = element_size * (plan.tp_size - 1) / plan.tp_size
     return Traffic(ring * (2 * reduced + gathered), ring * 2 * weights)
 
@@ -78,6 +83,19 @@ def _reduced_by_vocabulary(plan: TPPlan) -> float:
     ends = [name for name, linear in plan.linears.items() if linear.role in ("vocab_embedding", "vocab_head")]
     widths = [plan.numel.get(f"{name}.weight", 0) / plan.linears[name].weight.full_size for name in ends]
     return len(ends) * max(widths, default=0.0) + (4.0 if ends else 0.0)
+
+
+def _moved_for_sequence(plan: SequencePlan) -> float:
+    """Elements gathered or reduce-scattered per token beyond what the same pairs all-reduce.
+
+    A gather and a reduce-scatter move what an all-reduce does. On top of that come the ends of the stack, the second
+    gather of each region's input in the backward pass, and for a region whose rows all-reduce the gather behind it; a
+    block on the whole sequence is gathered and cut.
+    """
+    moved = 2.0
+    for block in plan.blocks:
+        moved += 2.0 if block.whole else sum(2.0 if region.exit == "split" else 1.0 for region in block.regions)
+    return moved * plan.width
 
 
 def _reduced_per_token(plan: TPPlan, pair: PairPlan) -> float:
@@ -113,10 +131,22 @@ def report(plan: TPPlan, element_size: int) -> list[str]:
     """Lines for the start of a run."""
     share, work, wire = plan.coverage(), flops_coverage(plan), traffic(plan, element_size)
     held, full = bytes_per_rank(plan, element_size), element_size * sum(plan.numel.values())
-    return [
+    lines = [
         f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded with "
         f"gathered outputs, {share.replicated:.0%} replicated; of the matrix products {work.paired:.0%}, "
         f"{work.gathered:.0%}, {work.replicated:.0%}",
         f"tensor parallel: {max(held) / 1e6:.1f} MB of parameters per rank instead of {full / 1e6:.1f} MB; each rank "
         f"sends {wire.per_token / 1e3:.1f} kB per token and {wire.per_pass / 1e6:.2f} MB per backward pass",
     ]
+    return lines if plan.sequence is None else [*lines, *_report_sequence(plan.sequence)]
+
+
+def _report_sequence(plan: SequencePlan) -> list[str]:
+    whole = {block.name: block.whole for block in plan.blocks if block.whole}
+    lines = [
+        f"sequence parallel: {len(plan.blocks) - len(whole)} of {len(plan.blocks)} blocks of {plan.stack} on parts of the "
+        "sequence"
+    ]
+    for name, reason in list(whole.items())[:1]:
+        lines.append(f"sequence parallel: {len(whole)} blocks on all of it, among them {name}: {reason}")
+    return lines

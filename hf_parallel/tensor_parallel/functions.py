@@ -1,8 +1,8 @@
-"""The three communicating functions of tensor parallelism, as autograd functions on plain local tensors.
+"""The communicating functions of tensor parallelism, as autograd functions on plain local tensors.
 
 Megatron's pair f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3) plus a gather: outside a column -> row pair
-all ranks hold the same values and the same gradients, inside they hold partial ones. No function works in place on a
-tensor autograd may need.
+all ranks hold the same values and the same gradients, inside they hold partial ones. Those that cut and gather a
+sequence are in `sequence_functions`. No function works in place on a tensor autograd may need.
 """
 
 from __future__ import annotations
@@ -130,6 +130,21 @@ class Deferral(Protocol):
         """Where to leave (weight, left, right) for `weight.grad += left.T @ right`; None: compute it at once."""
 
 
+class Entered(Protocol):
+    """The gathered input of a region that runs on the whole sequence."""
+
+    def find(self, x: Tensor) -> Tensor | None:
+        """The same values, whose gradient is summed over the ranks; None if `x` is something else."""
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of it, to keep for the backward pass."""
+
+    @property
+    def again(self) -> Callable[[Tensor], Tensor]:
+        """Gathers the part that was kept."""
+
+
 class SharedCopy:
     """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
 
@@ -140,6 +155,9 @@ class SharedCopy:
     Args:
         group: The tensor-parallel group.
         deferral: Puts off the weight gradients of the layers that share this; None: they are computed at once.
+
+    Attributes:
+        entered: Input of the region that runs; its sum over the ranks is the region's.
     """
 
     def __init__(self, group: TPGroup, deferral: Deferral | None = None) -> None:
@@ -148,6 +166,7 @@ class SharedCopy:
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._copy: Tensor | None = None
+        self.entered: Entered | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`copy_to_tp(x, group)`, remembered for the next call with the same tensor."""
@@ -167,6 +186,10 @@ class SharedCopy:
     def keep(self, x: Tensor, copy: Tensor) -> None:
         """Remember the copy of `x` for its other readers."""
         self._copy, self._source, self._version = copy, weakref.ref(x), x._version
+
+    def partial_of(self, x: Tensor) -> Tensor | None:
+        """What computes with parts should read in place of `x`, if that is the gathered input of a region."""
+        return None if self.entered is None else self.entered.find(x)
 
     def clear(self) -> None:
         """Forget the last tensor."""
@@ -210,7 +233,8 @@ def max_over(x: Tensor, group: TPGroup) -> Tensor:
     return largest
 
 
-def _gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
+def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
+    """The ranks' `x`, all of one shape, in rank order; outside autograd. One all-gather."""
     if isinstance(group, VirtualGroup):
         return group.exchange(x)
     x = x.contiguous()
@@ -248,7 +272,7 @@ class _GatherFromTP(torch.autograd.Function):
         rank = group.rank()
         ctx.start, ctx.length = sum(sizes[:rank]), sizes[rank]
         # all_gather needs equal shapes on every rank: pad the short ones.
-        parts = _gather_over(F.pad(x, (0, max(sizes) - sizes[rank])), group)
+        parts = gather_over(F.pad(x, (0, max(sizes) - sizes[rank])), group)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
     @staticmethod

@@ -3,7 +3,8 @@
 A column layer sums the gradient of its input over the ranks. The first of the layers that read one tensor does so for
 all of them: autograd runs it last, with the gradients of the others in hand. It starts the all-reduce, computes the
 gradient of its own weight meanwhile, and waits (Megatron-LM's asynchronous gradient all-reduce: Narayanan et al. 2021,
-arXiv:2104.04473).
+arXiv:2104.04473). In a region that gathers a sequence the sum is the region's, and what is kept for the backward pass is
+this rank's part of the input, gathered again there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from hf_parallel.tensor_parallel.functions import SharedCopy, start_sum
+from hf_parallel.tensor_parallel.functions import Entered, SharedCopy, start_sum
 
 
 def column_product(shared: SharedCopy, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -31,6 +32,9 @@ def column_product(shared: SharedCopy, x: Tensor, weight: Tensor, bias: Tensor |
     """
     if not torch.is_grad_enabled():
         return F.linear(x, weight.t() if transposed else weight, bias)
+    partial = shared.partial_of(x)
+    if partial is not None:
+        return _product(partial, weight, bias, transposed, shared, False, shared.entered)[0]
     copy = shared.find(x)
     if copy is None and x.requires_grad:
         out, copy = _product(x, weight, bias, transposed, shared, True)
@@ -52,9 +56,15 @@ def plain_product(shared: SharedCopy, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, shared: SharedCopy, reduces: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool,
+    shared: SharedCopy,
+    reduces: bool,
+    entered: Entered | None = None,
 ) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _Product.apply(x, weight, bias, transposed, shared, reduces)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Product.apply(x, weight, bias, transposed, shared, reduces, entered)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,12 +73,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, shared: SharedCopy, reduces: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        shared: SharedCopy,
+        reduces: bool,
+        entered: Entered | None,
     ) -> tuple[Tensor, Tensor]:
         # Autocast would remember a cast weight that was made in here, without a graph, for the use of everybody.
         dtype = _autocast_dtype(x)
         entry, matrix = x.to(dtype), weight.to(dtype if weight.dtype != torch.float64 else weight.dtype)
-        ctx.save_for_backward(entry, weight)
+        ctx.save_for_backward(entry if entered is None else entered.shard, weight)
+        ctx.again, ctx.entry_dtype = None if entered is None else entered.again, entry.dtype
         ctx.weight = weight if _is_plain(weight) else None
         ctx.dtype, ctx.transposed, ctx.shared, ctx.reduces = x.dtype, transposed, shared, reduces
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -85,8 +103,10 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors  # once: recomputed activations are handed out a single time
         to_input = _input_gradient(ctx, weight, gradient, others)
         wait = start_sum(to_input, ctx.shared.group) if ctx.reduces and to_input is not None else None
+        if ctx.again is not None and gradient is not None and ctx.needs_input_grad[1]:
+            x = ctx.again(x).to(ctx.entry_dtype)
         to_weight, to_bias = (None, None) if gradient is None else _parameter_gradients(ctx, x, weight, gradient)
-        return to_input if wait is None else wait(), to_weight, to_bias, None, None, None
+        return to_input if wait is None else wait(), to_weight, to_bias, *[None] * 4
 
 
 def _input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: Tensor | None) -> Tensor | None:

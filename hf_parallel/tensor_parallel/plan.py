@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from hf_parallel.tensor_parallel.layout import ShardSpec
 
 Role = Literal["column", "row", "gather", "latent", "reduce", "vocab_embedding", "vocab_head"]
 Ranges = tuple[tuple[int, int], ...]
+Place = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,89 @@ class PairPlan:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A module of a block that runs on the whole sequence while the block around it runs on a part.
+
+    Args:
+        module: Its name, relative to the block.
+        inputs: Where the tensors are that are gathered: position or keyword, then keys of nested tuples and dicts.
+        exit: How its output becomes a part again: the rows `rows` reduce-scatter ("row"), the rows leave partial sums
+            and the module's output is reduce-scattered ("sum"), or the whole output is narrowed ("split").
+        outputs: Where the tensors are that leave it, by keys of nested tuples; of use unless `exit` is "row".
+        rows: Rows inside it whose sum over the ranks is not made by themselves; relative to the block.
+    """
+
+    module: str
+    inputs: tuple[Place, ...]
+    exit: Literal["row", "sum", "split"]
+    outputs: tuple[Place, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockSequence:
+    """One block of the stack in sequence parallelism.
+
+    Args:
+        name: The block.
+        inputs: Where its hidden states are among its arguments.
+        outputs: Where they are in what it returns.
+        regions: Modules that run on the whole sequence; everything else runs on a part.
+        partial: Parameters used on a part of the sequence, so that their gradients are summed; relative to the block.
+        whole: Why the block runs on the whole sequence; empty if it does not.
+    """
+
+    name: str
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    regions: tuple[Region, ...] = ()
+    partial: tuple[str, ...] = ()
+    whole: str = ""
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Between the sharded layers of the stack each rank has a part of the sequence.
+
+    Args:
+        stack: Name of the list of blocks.
+        dim: Dim of the hidden states that is the sequence.
+        width: Elements of the hidden states per token.
+        blocks: The blocks that run, in order.
+    """
+
+    stack: str
+    dim: int
+    width: int
+    blocks: tuple[BlockSequence, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SequencePlan:
+        """The inverse of `to_json`."""
+        return cls(
+            data["stack"], data["dim"], data["width"], tuple(_block_from_json(block) for block in data["blocks"])
+        )
+
+
+def _block_from_json(data: Mapping[str, Any]) -> BlockSequence:
+    regions = (
+        Region(r["module"], _places(r["inputs"]), r["exit"], _places(r["outputs"]), tuple(r["rows"]))
+        for r in data["regions"]
+    )
+    ends = _places(data["inputs"]), _places(data["outputs"])
+    return BlockSequence(data["name"], *ends, tuple(regions), tuple(data["partial"]), data["whole"])
+
+
+def _places(data: Sequence[Sequence[str | int]]) -> tuple[Place, ...]:
+    return tuple(tuple(place) for place in data)
+
+
+@dataclass(frozen=True)
 class Coverage:
     """Shares of a model's parameters, each in [0, 1]; they sum to 1. Vocabulary-parallel ends count as paired."""
 
@@ -147,6 +231,7 @@ class TPPlan:
         flops: Module -> operations of the matrix products it runs itself, per token of the sample, forward.
         numel: Parameter -> number of elements of the full tensor.
         aliases: Stored-as-shard name -> other names of the same tensor (a module that sits at several places).
+        sequence: How the sequence is shared between the sharded layers; None: every rank has all of it.
     """
 
     tp_size: int
@@ -157,6 +242,7 @@ class TPPlan:
     aliases: dict[str, tuple[str, ...]]
     whole: dict[str, str] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
+    sequence: SequencePlan | None = None
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         """Layout of every parameter and buffer that is stored as a shard, by name; all others are replicated."""
@@ -214,6 +300,7 @@ class TPPlan:
             "flops": dict(sorted(self.flops.items())),
             "numel": dict(sorted(self.numel.items())),
             "aliases": {name: list(others) for name, others in sorted(self.aliases.items())},
+            "sequence": None if self.sequence is None else self.sequence.to_json(),
         }
 
     @classmethod
@@ -239,6 +326,7 @@ class TPPlan:
             flops=dict(data["flops"]),
             numel=dict(data["numel"]),
             aliases={name: tuple(others) for name, others in data["aliases"].items()},
+            sequence=None if data["sequence"] is None else SequencePlan.from_json(data["sequence"]),
         )
 
     def fingerprint(self) -> str:

@@ -67,6 +67,14 @@ class PairSeeds:
             generator.set_state(state)
         self._kept = []
 
+    def exchange(self, generator: torch.Generator, state: Tensor) -> Tensor | None:
+        """Put `state` in the place of what is set aside of `generator`, and return that; None outside of pairs."""
+        for index, (kept, before) in enumerate(self._kept):
+            if kept is generator:
+                self._kept[index] = kept, state
+                return before
+        return None
+
 
 def install_seeds(model: nn.Module, pair: PairPlan, seeds: PairSeeds, *, row_is_linear: bool) -> None:
     """Let the ranks draw different random numbers inside a pair; nothing is changed where nothing is drawn.

@@ -111,7 +111,7 @@ class BlockVerifier:
         chosen = [outputs[i] for i in self.after_row]
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         learned = {path: tensor for path, tensor in leaves.items() if tensor.requires_grad}
-        total = torch.stack([(tensor * _cotangent(tensor)).sum() for tensor in chosen]).sum()
+        total = torch.stack([(tensor * cotangent(tensor)).sum() for tensor in chosen]).sum()
         grads = torch.autograd.grad(total, [*parameters.values(), *learned.values()], allow_unused=True)
         return _Outcome(
             [tensor.detach() for tensor in chosen],
@@ -180,6 +180,6 @@ def _depends(tensor: Tensor, rows: Sequence[Tensor]) -> bool:
     return any(grad is not None for grad in grads)
 
 
-def _cotangent(tensor: Tensor) -> Tensor:
+def cotangent(tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(NOISE_SEED)
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)

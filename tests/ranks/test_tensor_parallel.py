@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,16 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_models import gathered, grads, plan_sample, tiny_batch, tiny_model
+from tp_models import (
+    Counter,
+    assert_equal_to_one_process,
+    backward,
+    gathered,
+    grads,
+    plan_sample,
+    tiny_batch,
+    tiny_model,
+)
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.recompute import recompute_blocks
@@ -38,27 +45,6 @@ def sharded(case: str, tp_rank: int, dtype: torch.dtype = torch.float32) -> tupl
     plan = plan_tensor_parallel(model, dist.get_world_size(), plan_sample())
     apply_tensor_parallel(model, plan, dist.group.WORLD, tp_rank, lambda name: True)
     return model, plan
-
-
-def backward(model: nn.Module, num_batches: int = 1) -> list[float]:
-    """Losses of accumulated backward passes."""
-    losses = []
-    for seed in range(num_batches):
-        loss = model(**tiny_batch(seed), use_cache=False).loss
-        loss.backward()
-        losses.append(loss.item())
-    return losses
-
-
-def assert_equal_to_one_process(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert got.keys() == expected.keys()
-    largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    for name, tensor in expected.items():
-        # A gradient that is zero in exact arithmetic (a key bias under softmax) is noise: judge it by the largest one.
-        scale = max(float(tensor.abs().max()), 1e-3 * largest)
-        assert got[name].shape == tensor.shape, name
-        error = float((got[name] - tensor).abs().max()) / scale
-        assert error <= tolerance, f"{name}: relative error {error:.2g}"
 
 
 def parity(rank: int, world_size: int, cases: list[str], num_batches: int) -> None:
@@ -127,26 +113,6 @@ def optimizer_built_before(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_built_before_still_trains_the_model(tmp_path: Path) -> None:
     run_ranks(optimizer_built_before, 2, tmp_path=tmp_path)
-
-
-class Counter:
-    """Counts calls of a collective while it is installed."""
-
-    def __init__(self, name: str) -> None:
-        self.calls = 0
-        self._original: Callable[..., Any] = getattr(dist, name)
-        self._patch: AbstractContextManager[Any] = mock.patch.object(dist, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self._original(*args, **kwargs)
-
-    def __enter__(self) -> Counter:
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._patch.__exit__(*exc)
 
 
 def count_collectives(rank: int, world_size: int) -> None:

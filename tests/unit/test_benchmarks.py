@@ -18,12 +18,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # noqa: E402
 
 
-def run(script: str, output: Path, *arguments: str) -> dict[str, Any]:
+def run(script: str, output: Path, *arguments: str) -> Any:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--output", str(output), *arguments]
     subprocess.run(
         command, check=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    report: dict[str, Any] = json.loads(output.read_text())
+    report: Any = json.loads(output.read_text())
     return report
 
 
@@ -31,6 +31,12 @@ def test_the_pipeline_benchmark_runs(tmp_path: Path) -> None:
     report = run("bench_pipeline.py", tmp_path / "report.json")
     assert [row["microbatches"] for row in report["summary"]] == [2, 4]
     assert all(min(row["seconds"].values()) > 0 for row in report["summary"])
+
+
+def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
+    for row in run("bench_sequence.py", tmp_path / "report.json", "--models", "llama"):
+        whole, _, shared, with_sequence = row["bytes"]
+        assert whole > shared > with_sequence
 
 
 def samples(foreign: list[float]) -> list[Sample]:

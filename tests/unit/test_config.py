@@ -51,7 +51,6 @@ def test_a_null_section_is_the_default(section: str) -> None:
         ("zero", "offload_optimizer", "cpu", "'none'"),
         ("zero", "offload_param", "nvme", "'none'"),
         ("zero", "nvme_path", "scratch", "null"),
-        ("tensor_parallel", "sequence_parallel", True, "false"),
     ],
 )
 def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:

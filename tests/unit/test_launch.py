@@ -277,3 +277,15 @@ def test_accelerate_launch_connects_its_cpu_workers_with_the_recipe(tmp_path: Pa
         assert (world_size, device.split(":")[0]) == (2, "cpu")
         assert "pp 2 x dp 1 over 2 processes" in why
         assert "cpu_pp2.yaml (accelerate launch)" in why
+
+
+def test_a_mapping_and_its_overrides_are_settings_only_together() -> None:
+    from hf_parallel.launch import resolve_config
+
+    config, origin = resolve_config(
+        {"pipeline": {"num_microbatches": 3}, "tensor_parallel": {}}, pp_size=1, num_microbatches="auto"
+    )
+    assert config.pipeline.num_microbatches == "auto"
+    assert "overridden in code" in origin
+    with pytest.raises(ConfigError, match=r"num_microbatches=3 with pp_size=1 has no effect"):
+        resolve_config({"pipeline": {"num_microbatches": 3}})

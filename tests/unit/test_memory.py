@@ -173,6 +173,14 @@ def test_the_formula_is_the_known_one_per_token_and_width() -> None:
     assert eager - saved_by_block(SEVEN, Layout(1, 1), Work(1, 1000)) == 6 * 32 * 1000
 
 
+def test_a_shared_sequence_divides_the_norms_too() -> None:
+    config = HFParallelConfig(tp_size=8, tensor_parallel={"sequence_parallel": True})
+    alone = saved_by_block(SEVEN, Layout(1, 1), Work(1, 100))
+    assert saved_by_block(SEVEN, layout_of(config, 8, 8), Work(1, 100)) == alone / 8
+    norms = 16 * 4096 + 8
+    assert saved_by_block(SEVEN, Layout(8, 8, tp_size=8), Work(1, 100)) == norms + (alone - norms) / 8
+
+
 def test_checkpointing_keeps_inputs_and_a_group_of_blocks() -> None:
     work, entry = Work(2, 100), 2 * 100 * 4096 * 2
     whole = 200 * saved_by_block(SEVEN, Layout(1, 1), work)

@@ -18,6 +18,7 @@ from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.cost import flops_coverage
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
 from zoo.models import batch, build, quiet, why_not
 from zoo.sweep import FLOOR, deadline, relative, verdict_of
@@ -43,6 +44,7 @@ class ShardRow:
         fully_paired: Whether something is paired, and in the numbered layers that the batch reaches nothing is gathered,
             no experts are whole, and no linear is whole because other code reads its weight.
         left: Kinds of modules that are not in a pair, and why.
+        on_parts: Blocks that run on parts of the sequence, and those that run; (0, 0) without sequence parallelism.
         note: The refusal or the failure.
     """
 
@@ -58,11 +60,12 @@ class ShardRow:
     with_vocabulary: float = 0.0
     fully_paired: bool = False
     left: dict[str, str] = field(default_factory=dict)
+    on_parts: tuple[int, int] = (0, 0)
     note: str = ""
 
 
-def sweep_shards(name: str, tp_size: int, seconds: int = 240) -> ShardRow:
-    """Everything about one entry at `tp_size` ranks; never raises."""
+def sweep_shards(name: str, tp_size: int, seconds: int = 240, *, sequence: bool = False) -> ShardRow:
+    """Everything about one entry at `tp_size` ranks, with sequence parallelism on request; never raises."""
     row = ShardRow(name, tp_size)
     try:
         with deadline(seconds), quiet():
@@ -70,16 +73,20 @@ def sweep_shards(name: str, tp_size: int, seconds: int = 240) -> ShardRow:
             if row.note:
                 row.verdict = "unusable"
             else:
-                _examine(row)
+                _examine(row, sequence)
     except Exception as error:
         row.verdict, row.note = verdict_of(error)
     return row
 
 
-def _examine(row: ShardRow) -> None:
+def _examine(row: ShardRow, sequence: bool) -> None:
     model = build(row.name)
     inputs = batch(row.name, model)
-    plan = plan_tensor_parallel(model, row.tp_size, {k: v for k, v in inputs.items() if k != "labels"})
+    sample = {k: v for k, v in inputs.items() if k != "labels"}
+    plan = plan_tensor_parallel(model, row.tp_size, sample)
+    plan = shard_sequence(model, plan, sample) if sequence else plan
+    if plan.sequence is not None:
+        row.on_parts = sum(not block.whole for block in plan.sequence.blocks), len(plan.sequence.blocks)
     _count(row, model, plan)
     row.difference = difference(model, plan, inputs)
     for dtype, name in ((torch.float32, "fp32"), (torch.float64, "fp64")):
