@@ -147,7 +147,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     rows, schedule = _schedule(layout, work)
     tokens, every = rows * work.length, layout.recompute.every
     whole = tokens * saved_by_block(shape, layout, work)
-    entry = tokens * shape.hidden * (2 if layout.precision == "half" else 4)
+    entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
     counts = blocks_of_stages(shape.layers, layout)
     if every is None:
