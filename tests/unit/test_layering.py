@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections"},
-    {"problems"},
+    {"problems", "zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
