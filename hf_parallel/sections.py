@@ -74,7 +74,7 @@ def known_treatments(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
-Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", reason="nothing is offloaded")]
+Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", "cpu", reason="nothing is offloaded to files")]
 
 SelfCheck = Annotated[
     Literal["auto", "on", "off"],
@@ -207,11 +207,10 @@ class ZeroConfig(Section):
     stage: Annotated[
         NonNegative,
         Field(le=3, description="an integer from 0 to 3"),
-        available(0, 1, 2, reason="parameters are not partitioned: stages 1 and 2 partition optimizer and gradients"),
     ] = 0
     engine: Annotated[
         Literal["auto", "native", "fsdp2", "deepspeed"],
-        available("auto", "native", reason="the one ZeRO engine is the native one"),
+        available("auto", "native", "fsdp2", reason="the engines are native and fsdp2"),
         Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
     ] = "auto"
     dp_shard_size: Annotated[
@@ -228,8 +227,13 @@ class ZeroConfig(Section):
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     nvme_path: Annotated[
-        str | None, available(None, reason="nothing is offloaded"), Field(description="a folder, or null")
+        str | None, available(None, reason="nothing is offloaded to files"), Field(description="a folder, or null")
     ] = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are shared out too, by `fully_shard`."""
+        return self.stage == 3 or (self.stage > 0 and self.engine == "fsdp2")
 
 
 class ActivationCheckpointingConfig(Section):
