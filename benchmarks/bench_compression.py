@@ -71,6 +71,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp16": _gradients("fp16"),
     "int8": _gradients("int8"),
     "int4": _gradients("int4"),
+    "int4, no warm-up": _gradients("int4", warmup_ratio=0.0),
     "top-k 10 %": _gradients("topk", density=0.1),
     "powersgd r4": _gradients("powersgd"),
     "powersgd r4, no warm-up": _gradients("powersgd", warmup_ratio=0.0),
