@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
+from hf_parallel.export_cli import export
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.schedule_cli import schedule
 from hf_parallel.validate_cli import validate
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 app.command()(schedule)
+app.command()(export)
 app.command()(validate)
 
 T = TypeVar("T", int, str, bool)

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+
+CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,22 @@ def this_machine() -> Machine:
     """What is here; imports torch."""
     import psutil
 
-    return Machine(_gpus(), psutil.virtual_memory().total, tuple(stale_locks(extensions_folder())))
+    limit = memory_limit()
+    total = psutil.virtual_memory().total
+    return Machine(gpus(), total if limit is None else min(total, limit), tuple(stale_locks(extensions_folder())))
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def memory_limit(file: Path = CGROUP_LIMIT) -> int | None:
+    """Bytes of RAM that a container may use; None without a limit."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs that torch can use."""
     import torch
 
     if not torch.cuda.is_available():

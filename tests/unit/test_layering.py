@@ -33,9 +33,9 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
-    {"validation"},
+    {"validation", "export"},
     {"fit"},
-    {"schedule_cli", "validate_cli"},
+    {"schedule_cli", "validate_cli", "export_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
