@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections", "deepspeed_keys", "machine"},
-    {"problems", "deepspeed_rules"},
+    {"problems", "deepspeed_rules", "doctor"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"accelerate_rules", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
@@ -35,7 +35,7 @@ FLOORS = [
     {"trainer"},
     {"validation", "export"},
     {"fit"},
-    {"schedule_cli", "validate_cli", "export_cli"},
+    {"schedule_cli", "validate_cli", "export_cli", "doctor_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
