@@ -148,9 +148,10 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             if self.device_placement:
                 model.to(self.device)
             self._agree_on_skipped_steps()
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if self.native_amp else None
+        self.hf_parallel.compute_dtype = dtype
         engine = self.hf_parallel.attach(model, self.device)
-        if self.native_amp:
-            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision]
+        if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
         engine.scaler = self.scaler
         if engine.gradients.replicas.wire is not None and self.scaler is not None:

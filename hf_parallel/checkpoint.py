@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of, split_state, whole_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.data_parallel.zero_state import MASTER_WEIGHT, collect_state, restore_state
 from hf_parallel.errors import CheckpointError
@@ -44,12 +45,13 @@ def gather_tensors(
         wanted: Entries to gather; all by default.
     """
     full: dict[str, torch.Tensor] = {}
-    if mesh.dp_rank == 0:
-        for entry in ledger:
-            if wanted is None or wanted(entry):
-                tensor = _gather_one(entry, held.get(entry.name), mesh)
-                if tensor is not None:
-                    full[entry.name] = tensor
+    for entry in ledger:
+        if wanted is None or wanted(entry):
+            mine = held.get(entry.name)
+            mine = mine if mine is None else whole_of(mine)  # over the replicas, one tensor at a time
+            tensor = _gather_one(entry, mine, mesh) if mesh.dp_rank == 0 else None
+            if tensor is not None:
+                full[entry.name] = tensor
     return full
 
 
@@ -102,7 +104,7 @@ def load_weights(folder: str | Path, ledger: Ledger, held: Mapping[str, torch.Te
                 f"{folder}: no tensor named {' or '.join(entry.aliases)} among {len(files)}. The checkpoint is of "
                 "another model, or its names are converted when transformers loads it: load it with from_pretrained()."
             )
-        tensor.copy_(_read(files[alias], alias, entry, mesh))
+        local_of(tensor).copy_(rows_of(tensor, _read(files[alias], alias, entry, mesh)))
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -161,6 +163,8 @@ def save_optimizer(
     mesh: Mesh,
     zero: ZeroPartition | None = None,
     replica: int | None = None,
+    *,
+    has_copies: bool = False,
 ) -> None:
     """Write the optimizer state of this rank's (stage, tp rank), by parameter name.
 
@@ -173,10 +177,14 @@ def save_optimizer(
         mesh: This rank's mesh.
         zero: Its partition; then rank 0 of dp writes.
         replica: This rank's replica, if each has a state of its own; None: the rank of dp 0 writes that of all.
+        has_copies: Whether parameters that are shared out are fp32 copies, which are then part of the state.
     """
     if zero is not None and mesh.dp_rank >= zero.shard_group.size():
         return
     states = collect_state(zero) if zero is not None else _states_by_name(optimizer, parameters)
+    if zero is None and any(is_part(parameter) for parameter in parameters.values()):
+        copies = {name: {MASTER_WEIGHT: p} for name, p in parameters.items() if has_copies and p.requires_grad}
+        states = _whole_states({name: {**states[name], **copies.get(name, {})} for name in states}, mesh)
     if mesh.dp_rank != 0 and replica is None:
         return
     tensors: dict[str, torch.Tensor] = {}
@@ -202,6 +210,17 @@ def _states_by_name(
 ) -> dict[str, Mapping[str, Any]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
+
+
+def _whole_states(states: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> dict[str, dict[str, Any]]:
+    """State of parameters that are shared out, whole and on the CPU, on dp rank 0; {} elsewhere. Collective over dp."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(states):
+        for key, value in sorted(states[name].items()):
+            whole = whole_of(value).cpu() if isinstance(value, torch.Tensor) else value
+            if mesh.dp_rank == 0:
+                found.setdefault(name, {})[key] = whole
+    return found
 
 
 def _group_names(
@@ -244,9 +263,16 @@ def load_optimizer(
     if zero is not None:
         restore_state(zero, states, settings)
         return
+    for name, state in states.items():
+        if MASTER_WEIGHT in state and is_part(parameters[name]):
+            with torch.no_grad():
+                local_of(parameters[name]).copy_(rows_of(parameters[name], state[MASTER_WEIGHT]))
     order = [name for group in description["groups"] for name in group["params"]]
     index = {name: position for position, name in enumerate(order)}
-    kept = {index[n]: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}
+    kept = {
+        index[name]: split_state(parameters[name], {k: v for k, v in state.items() if k != MASTER_WEIGHT})
+        for name, state in states.items()
+    }
     groups = [{**group, "params": [index[name] for name in group["params"]]} for group in description["groups"]]
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
 

@@ -34,6 +34,7 @@ from hf_parallel.sections import (
     as_tuple,
     spelled,
 )
+from hf_parallel.zero_rules import compression_problems, partition_problems
 
 
 # Settings that nothing reads without stages.
@@ -140,8 +141,12 @@ class HFParallelConfig(Section):
                 f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
                 f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
-        problems += [*self._without_effect(), *self._without_partition()]
-        problems += [*self.gradient_compression.problems("gradient_compression"), *self._compressed_partition()]
+        problems += [
+            *self._without_effect(),
+            *partition_problems(self.zero, self.pp_size, self.data_parallel, recompute),
+            *self.gradient_compression.problems("gradient_compression"),
+            *compression_problems(self.zero, self.gradient_compression),
+        ]
         problems += self._local_steps()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
@@ -203,17 +208,6 @@ class HFParallelConfig(Section):
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
         ]
 
-    def _without_partition(self) -> list[str]:
-        """Settings of ZeRO that nothing reads because nothing is partitioned."""
-        if self.zero.stage > 0:
-            return []
-        return [
-            f"zero.{name}={spelled(value)} with zero.stage=0 has no effect: nothing is partitioned. Set zero.stage to 1 or 2, "
-            f"or zero.{name} to {spelled(default)}."
-            for name, default in (("engine", "auto"), ("dp_shard_size", "auto"), ("overlap_gather", False))
-            if (value := getattr(self.zero, name)) != default
-        ]
-
     def _local_steps(self) -> list[str]:
         """Local steps with what expects equal replicas after every step."""
         found, every = self.local_sgd.problems(), self.local_sgd.sync_every
@@ -228,30 +222,6 @@ class HFParallelConfig(Section):
                 "gradient travels between synchronisations. Move the settings to local_sgd.compression."
             )
         return found
-
-    def _compressed_partition(self) -> list[str]:
-        """Compression that would need what ZeRO takes away."""
-        compression, found = self.gradient_compression, []
-        if not self.zero.stage or compression.method == "none":
-            return []
-        if self.zero.dp_shard_size != "auto":
-            found.append(
-                f"gradient_compression.method={compression.method} with zero.dp_shard_size={self.zero.dp_shard_size} is not "
-                "available yet: only sums over all replicas are compressed. Set zero.dp_shard_size to 'auto'."
-            )
-        if compression.topology == "hierarchical":
-            found.append(
-                f"gradient_compression.topology=hierarchical with zero.stage={self.zero.stage}: each rank needs its part of "
-                "the sum only, which is sent in one step. Set gradient_compression.topology to auto."
-            )
-        if not compression.feeds_back:
-            return found
-        return [
-            *found,
-            f"gradient_compression.method={compression.method} with zero.stage={self.zero.stage}: error feedback keeps a "
-            "residual of every element on every rank, which is more than ZeRO saves. Set gradient_compression.method to "
-            "int8, or zero.stage to 0.",
-        ]
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, source: str = "config") -> Self:

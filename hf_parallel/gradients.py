@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
@@ -113,6 +114,8 @@ class GradientSync:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
             dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
             total = torch.maximum(total, parts) if infinite else total + parts
+        if self.replicas.sharded is not None:
+            dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
         if self._mesh.mp_group is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
@@ -120,6 +123,9 @@ class GradientSync:
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        if self.replicas.sharded is not None:
+            device = self.replicas.sharded.device  # sums travel from there, wherever the parts are
+        gradients = [gradient for gradient in gradients if gradient.numel()]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=device)
         # Half-precision gradients are measured in fp32: their squares overflow or vanish.
@@ -137,7 +143,8 @@ class GradientSync:
         if max_norm != float("inf"):
             gradients = self._gradients()
             if gradients:
-                torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+                factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
         return norm
 
     def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
@@ -150,6 +157,7 @@ class GradientSync:
         Raises:
             UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards.
         """
+        self.replicas.take_over(optimizer)
         live = {id(p) for p in self._parameters.values()}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in live]
@@ -163,7 +171,7 @@ class GradientSync:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
         zero = self.replicas.zero
         owners = [*self._parameters.values(), *(shard.master for shard in (zero.shards if zero is not None else []))]
-        return [owner.grad for owner in owners if owner.grad is not None]
+        return [local_of(owner.grad) for owner in owners if owner.grad is not None]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if not self._reduced and self._gradients():
@@ -188,7 +196,7 @@ class GradientSync:
         if self.replicas.partitions:
             raise UnsupportedError(
                 f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
-                f"whole tensors, but each rank updates a part of a flat buffer. Use one of "
+                f"whole tensors, but each rank updates a part of them. Use one of "
                 f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or zero.stage 0."
             )
 
@@ -213,6 +221,11 @@ class GradientSync:
         gradient = parameter.grad
         if gradient is None or entry.owner != self._mesh.pp_rank:
             return []
+        if is_part(gradient):
+            wanted, part = self._counts(name, parameter), local_of(gradient)
+            if isinstance(wanted, torch.Tensor):
+                return [part * rows_of(gradient, wanted).to(part.device)]
+            return [part] if wanted else []
         if entry.spec is None:
             return [gradient] if self._mesh.tp_rank == 0 else []
         pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)

@@ -54,6 +54,7 @@ class Plans:
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
+        units: Modules whose parameters are gathered by themselves, where parameters are shared out.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
@@ -66,6 +67,7 @@ class Plans:
     schedule: ScheduleChoice | None
     bounds: list[int]
     recomputed: tuple[str, list[range]]
+    units: tuple[str, ...]
     prediction: Prediction | None
     ledger: Ledger
     element_size: int
@@ -91,6 +93,7 @@ def make_plans(
     forward: Callable[..., Any] = model.forward
     tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
+    units: tuple[str, ...] = ()
     loss_kind: LossKind = "sum_over_items"
     if probes is not None:
         with probes.running():
@@ -111,6 +114,8 @@ def make_plans(
             if found is not None and recompute.every is not None:
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
+            if config.zero.shards_parameters:
+                units = _gathered_units(model, found, probes)
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -132,6 +137,7 @@ def make_plans(
         schedule=schedule,
         bounds=bounds,
         recomputed=recomputed,
+        units=units,
         prediction=prediction,
         ledger=ledger,
         element_size=next(model.parameters()).element_size(),
@@ -161,6 +167,16 @@ def _shards(
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):
         return plan_on_one_rank(make)
+
+
+def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes) -> tuple[str, ...]:
+    """The blocks of the stack, which run one after the other; none if the model has no such stack."""
+    try:
+        found = found or discover_stages(model, probes.discovery)
+    except PlanError as error:
+        logger.warning("hf_parallel: the parameters of the whole model are gathered at once: %s", error)
+        return ()
+    return tuple(f"{found.stack}.{index}" for index in found.ran)
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
@@ -245,5 +261,6 @@ def agree(plans: Plans, mesh: Mesh) -> None:
         plans.stages.fingerprint() if plans.stages else "",
         str(plans.bounds),
         str(plans.schedule.stages_of_ranks) if plans.schedule else "",
+        str(plans.units),
     ]
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
@@ -36,6 +37,7 @@ from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.planning import Plans, agree, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
 from hf_parallel.replicas import ReplicaSettings
+from hf_parallel.sections import ZeroConfig
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.sequence import install_blocks
 from hf_parallel.watchdog import Watchdog
@@ -52,6 +54,7 @@ def parallelize(
     device: torch.device,
     watchdog: Watchdog,
     sample: Mapping[str, Any] | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Engine:
     """Turn a whole model into this rank's part of it; collective.
 
@@ -62,6 +65,7 @@ def parallelize(
         device: Where the model is.
         watchdog: For waits.
         sample: A small batch of the kind the model will be trained on; None for made-up text.
+        compute_dtype: What forward passes are autocast to; None without autocast.
 
     Returns:
         The engine, installed as `model.forward`.
@@ -81,7 +85,8 @@ def parallelize(
         parts = (plans.stages, plans.bounds, placement, plans.tensor_parallel)
         check_plans(model, config, *parts, probes=probes, watchdog=watchdog)
     pieces = transform(model, plans, mesh, config.pipeline.compile_blocks)
-    engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog)
+    sharded = share_out(model, plans.units, config.zero, mesh, device, compute_dtype)
+    engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog, sharded=sharded)
     watchdog.runs()
     if mesh.rank == 0:
         for line in [*summary(plans), *engine.gradients.replicas.describe()]:
@@ -91,7 +96,8 @@ def parallelize(
 
 def _needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
-    return config.model_parallel_size > 1 or config.activation_checkpointing.every is not None
+    recomputes = config.activation_checkpointing.every is not None
+    return config.model_parallel_size > 1 or recomputes or config.zero.shards_parameters
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,29 @@ def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[
     install_blocks(model, sequence, mesh.tp_group, sections)
 
 
+def share_out(
+    model: nn.Module,
+    units: Sequence[str],
+    zero: ZeroConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compute_dtype: torch.dtype | None,
+) -> ShardedModel | None:
+    """Share parameters out over the replicas, if the settings ask for it; the model gets new Parameter objects."""
+    if not zero.shards_parameters or mesh.dp_shard_group is None:
+        return None
+    return ShardedModel(
+        model,
+        units,
+        mesh.dp_shard_group,
+        mesh.dp_replicate_group,
+        stage=zero.stage,
+        device=device,
+        offload=zero.offload_param == "cpu",
+        compute_dtype=compute_dtype,
+    )
+
+
 def _compile(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], backend: str) -> None:
     """Compile each block by itself: a stage ends by an exception, which breaks a graph of the whole stage."""
     for index, block in enumerate(blocks_of(model, plan.stack)):
@@ -179,6 +208,7 @@ def attach(
     *,
     device: torch.device,
     watchdog: Watchdog,
+    sharded: ShardedModel | None = None,
 ) -> Engine:
     """Call 5: groups, reduction, engine; the model trains from here on."""
     parameters, buffers = held_tensors(model, plans.ledger, mesh.pp_rank)
@@ -202,6 +232,7 @@ def attach(
                 ranks_per_node=ranks_per_node(),
                 overlaps=pieces is None or pieces.weights is None,
                 waiting=watchdog.waiting,
+                sharded=sharded,
             ),
         ),
         batch_check=BatchCheck(mesh, config.monitor.batch_check_steps),

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.build import make_wire
+from hf_parallel.gradient_compression.fsdp2 import compress_fsdp2
 from hf_parallel.gradient_compression.predict import predict
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.ledger import Ledger
@@ -42,6 +44,7 @@ class ReplicaSettings:
         ranks_per_node: Ranks on each node.
         overlaps: Whether hooks on parameters are possible: a schedule that puts weight gradients off forbids them.
         waiting: Context for waits on other ranks inside an optimizer's step.
+        sharded: The model, if its parameters are shared out; it then reduces gradients itself, in every backward pass.
     """
 
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -51,6 +54,7 @@ class ReplicaSettings:
     ranks_per_node: int = 1
     overlaps: bool = False
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
+    sharded: ShardedModel | None = None
 
 
 class Replicas:
@@ -66,6 +70,7 @@ class Replicas:
     Attributes:
         wire: What compresses, None without.
         zero: The partition of the optimizer, None without one.
+        sharded: The model whose parameters are shared out, None without one.
         local: What brings replicas that train by themselves together, None if they never part.
     """
 
@@ -81,6 +86,7 @@ class Replicas:
         self._settings, self._counted = settings, counted
         self.zero: ZeroPartition | None = None
         self.local: LocalSteps | None = None
+        self.sharded = settings.sharded
         self._walks_alone = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
         self.wire = self._make_wire(settings.local_sgd.compression if self._walks_alone else settings.compression)
         self._warmup: int | None = None  # steps that are not compressed; None: not known yet
@@ -100,6 +106,8 @@ class Replicas:
 
     def lay_out(self) -> None:
         """Fix the buckets for the parameters that are trained now."""
+        if self.sharded is not None:
+            return
         if self._reducer is not None:
             self._reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
@@ -113,7 +121,7 @@ class Replicas:
         Raises:
             UnsupportedError: The optimizer was partitioned for the old ones.
         """
-        if self.zero is not None:
+        if self.zero is not None or self.sharded is not None:
             raise UnsupportedError(
                 f"parameters were frozen or unfrozen after zero.stage={self._settings.zero.stage} partitioned the "
                 "optimizer. Set requires_grad before training starts, or zero.stage to 0."
@@ -145,6 +153,9 @@ class Replicas:
         """The wire that compresses, on groups of its own; None without compression."""
         mesh = self._mesh
         if settings.method == "none" or mesh.dp_group is None:
+            return None
+        if self.sharded is not None:
+            compress_fsdp2(self.sharded.model, settings)
             return None
         group = mesh.replica_group()
         flat = settings.topology == "flat" or self._settings.zero.stage > 0
@@ -207,7 +218,7 @@ class Replicas:
         if settings.zero.stage:
             size = self._mesh.dp_shard_group.size() if self._mesh.dp_shard_group is not None else 1
             what = "optimizer state" if settings.zero.stage == 1 else "optimizer state and gradients"
-            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts")
+            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts" + self._describe_sharded())
         if self._walks_alone:
             lines.append(f"local steps: replicas meet every {settings.local_sgd.sync_every} optimizer steps")
         if self.wire is not None:
@@ -223,12 +234,26 @@ class Replicas:
                 )
         return lines
 
+    def _describe_sharded(self) -> str:
+        """How parameters are shared out, where they are."""
+        if self.sharded is None:
+            return ""
+        where = ", kept in host memory" if self.sharded.offload else ""
+        carried = self._settings.compression.method
+        sums = "" if carried == "none" else f"; gradients are summed in {carried}"
+        return f", parameters too (fully_shard), gathered in {len(self.sharded.parts)} pieces{where}{sums}"
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around every forward pass: parameters may still be arriving."""
         late = self.zero.late if self.zero is not None else None
         with nullcontext() if late is None else late.forward():
             yield
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer that may have been made before the model was prepared update what the model has now."""
+        if self.sharded is not None:
+            self.sharded.take_over(optimizer)
 
     def adopt(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Partition an optimizer, or follow its steps, as the settings say.
@@ -250,7 +275,7 @@ class Replicas:
                 compression.method,
                 type(optimizer).__name__,
             )
-        if self.partitions:
+        if self.partitions and self.sharded is None:
             self._partition(optimizer)
             if self.zero is not None and model is not None and self._settings.zero.overlap_gather:
                 self.zero.arrive_late(model)
@@ -349,6 +374,8 @@ class Replicas:
             self.local.synchronise()
         if self.zero is not None and self.zero.late is not None:
             self.zero.late.wait_for_all()
+        if self.sharded is not None:
+            self.sharded.reshard()
 
     def reloaded(self) -> None:
         """The parameters were loaded from elsewhere: take them over wherever there are copies."""
@@ -356,8 +383,12 @@ class Replicas:
             self.zero.refresh()
         if self.local is not None:
             self.local.refresh()
+        if self.sharded is not None:
+            self.sharded.reshard()
 
     def zero_grad(self) -> None:
         """Forget the gradients that the optimizer's parts have; those of the model are its own business."""
         if self.zero is not None:
             self.zero.zero_grad()
+        if self.sharded is not None:
+            self.sharded.zero_grad()

@@ -74,7 +74,7 @@ def known_treatments(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
-Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", reason="nothing is offloaded")]
+Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", "cpu", reason="nothing is offloaded to files")]
 
 SelfCheck = Annotated[
     Literal["auto", "on", "off"],
@@ -207,11 +207,10 @@ class ZeroConfig(Section):
     stage: Annotated[
         NonNegative,
         Field(le=3, description="an integer from 0 to 3"),
-        available(0, 1, 2, reason="parameters are not partitioned: stages 1 and 2 partition optimizer and gradients"),
     ] = 0
     engine: Annotated[
         Literal["auto", "native", "fsdp2", "deepspeed"],
-        available("auto", "native", reason="the one ZeRO engine is the native one"),
+        available("auto", "native", "fsdp2", reason="the engines are native and fsdp2"),
         Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
     ] = "auto"
     dp_shard_size: Annotated[
@@ -228,8 +227,13 @@ class ZeroConfig(Section):
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     nvme_path: Annotated[
-        str | None, available(None, reason="nothing is offloaded"), Field(description="a folder, or null")
+        str | None, available(None, reason="nothing is offloaded to files"), Field(description="a folder, or null")
     ] = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are shared out too, by `fully_shard`."""
+        return self.stage == 3 or (self.stage > 0 and self.engine == "fsdp2")
 
 
 class ActivationCheckpointingConfig(Section):
@@ -306,10 +310,13 @@ class GradientCompressionConfig(Section):
         Field(description="'flat', 'hierarchical' (exact inside a node) or 'auto' (hierarchical on several nodes)"),
     ] = "auto"
     exclude: Annotated[
-        tuple[str, ...],
+        Literal["auto"] | tuple[str, ...],
         BeforeValidator(as_tuple),
-        Field(description="what is sent as it is: a list of '1d' (vectors) and patterns of parameter names"),
-    ] = ("1d",)
+        Field(
+            description="what is sent as it is: a list of '1d' (vectors) and patterns of parameter names, or 'auto' "
+            "(['1d']; nothing with fp16 and bf16)"
+        ),
+    ] = "auto"
     residual_dtype: Annotated[
         Literal["auto", "fp32", "bf16"],
         Field(description="dtype of what is fed back: 'fp32', 'bf16' or 'auto' (bf16 above 1e9 elements a rank)"),
@@ -332,6 +339,13 @@ class GradientCompressionConfig(Section):
         if self.method == "none":
             return False
         return METHOD_SETTINGS[self.method][1] if self.error_feedback == "auto" else self.error_feedback
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """What is sent as it is. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
+        if self.exclude != "auto":
+            return self.exclude
+        return () if self.method in ("fp16", "bf16") else ("1d",)
 
     @property
     def warmup(self) -> float:

@@ -41,6 +41,7 @@ class Session:
         engine: Of the attached model, None before.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
+        compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -50,6 +51,7 @@ class Session:
         self.engine: Engine | None = None
         self.sample: Mapping[str, Any] | None = None
         self.total_steps: int | None = None
+        self.compute_dtype: torch.dtype | None = None
 
     @classmethod
     def start(
@@ -99,7 +101,13 @@ class Session:
         """
         if self.engine is None:
             self.engine = parallelize(
-                model, self.config, self.mesh, device=device, watchdog=self.watchdog, sample=self.sample
+                model,
+                self.config,
+                self.mesh,
+                device=device,
+                watchdog=self.watchdog,
+                sample=self.sample,
+                compute_dtype=self.compute_dtype,
             )
         elif self.engine.model is not model:
             raise UnsupportedError(

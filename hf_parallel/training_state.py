@@ -28,8 +28,10 @@ def save_training_state(
     """Write this rank's part of the optimizer state, of residuals and of outer momentum; every rank calls it."""
     mesh, config = session.mesh, session.config
     replica = mesh.dp_rank if replicas.local is not None else None
-    if mesh.dp_rank == 0 or replicas.zero is not None or replica is not None:
-        save_optimizer(folder, optimizer, parameters, mesh, replicas.zero, replica)
+    shared_out = replicas.zero is not None or replicas.sharded is not None
+    if mesh.dp_rank == 0 or shared_out or replica is not None:
+        has_copies = replicas.sharded is not None and replicas.sharded.has_copies
+        save_optimizer(folder, optimizer, parameters, mesh, replicas.zero, replica, has_copies=has_copies)
     if replicas.wire is not None:
         settings = config.gradient_compression if replicas.local is None else config.local_sgd.compression
         save_wire(folder, replicas.wire, settings, mesh)

@@ -14,7 +14,7 @@ from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
+from hf_parallel.sections import STAGES_PER_RANK, GradientCompressionConfig, ScheduleName
 
 
 def parse(**values: Any) -> HFParallelConfig:
@@ -46,9 +46,8 @@ def test_a_null_section_is_the_default(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "fix"),
     [
-        ("zero", "stage", 3, "0"),
-        ("zero", "engine", "fsdp2", "'auto'"),
-        ("zero", "offload_optimizer", "cpu", "'none'"),
+        ("zero", "engine", "deepspeed", "'auto'"),
+        ("zero", "offload_optimizer", "nvme", "'none'"),
         ("zero", "offload_param", "nvme", "'none'"),
         ("zero", "nvme_path", "scratch", "null"),
     ],
@@ -300,7 +299,7 @@ def test_overrides_find_the_section_of_a_name() -> None:
     [
         ({"num_microbatch": 2}, r"Did you mean pipeline\.num_microbatches"),
         ({"zero.stages": 0}, r"zero\.stages: unknown key\. Did you mean stage\?"),
-        ({"stage": 3}, r"(?s)overrides stage:.*zero\.stage=3 is not available yet"),
+        ({"engine": "deepspeed"}, r"(?s)overrides engine:.*zero\.engine='deepspeed' is not available yet"),
     ],
 )
 def test_bad_overrides_are_refused(overrides: dict[str, Any], message: str) -> None:
@@ -356,3 +355,12 @@ def test_importing_the_package_and_its_config_imports_no_torch() -> None:
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("method", "excluded"), [("fp16", ()), ("bf16", ()), ("int8", ("1d",)), ("topk", ("1d",))])
+def test_vectors_are_sent_as_they_are_unless_the_method_casts_or_the_user_says_otherwise(
+    method: str, excluded: tuple[str, ...]
+) -> None:
+    assert GradientCompressionConfig.model_validate({"method": method}).excluded == excluded
+    given = GradientCompressionConfig.model_validate({"method": method, "exclude": ["1d", "*.head"]})
+    assert given.excluded == ("1d", "*.head")

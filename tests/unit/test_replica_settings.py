@@ -69,6 +69,42 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"local_sgd": {"sync_every": 4, "compression": {"method": "int4", "warmup_ratio": 0.1}}},
         r"local_sgd\.compression\.warmup_ratio=0\.1 has no effect",
     ),
+    ({"zero": {"stage": 3, "engine": "native"}}, r"engine=native with zero\.stage=3.*auto or fsdp2"),
+    ({"zero": {"stage": 1, "engine": "fsdp2"}}, r"engine=fsdp2 with zero\.stage=1.*stage to 2 or 3"),
+    ({"zero": {"stage": 3}, "pp_size": 2}, r"zero\.stage=3 with pp_size=2: .*every microbatch.*stage to 1"),
+    ({"zero": {"stage": 2, "engine": "fsdp2"}, "pp_size": 2}, r"zero\.engine=fsdp2 with pp_size=2"),
+    ({"zero": {"stage": 3, "overlap_gather": True}}, r"overlap_gather=true with zero\.stage=3 has no effect"),
+    (
+        {"zero": {"stage": 3}, "data_parallel": {"overlap": False}},
+        r"data_parallel\.overlap=false with zero\.stage=3 has no effect",
+    ),
+    (
+        {"zero": {"stage": 3}, "activation_checkpointing": {"every": 2}},
+        r"activation_checkpointing\.every=2 with zero\.stage=3 is not available yet.*mode to alternate",
+    ),
+    (
+        {"zero": {"stage": 3, "offload_param": "cpu"}},
+        r"offload_param=cpu without the other: .*both to cpu, or both to",
+    ),
+    ({"zero": {"stage": 3, "offload_optimizer": "cpu"}}, r"zero\.offload_optimizer=cpu without the other"),
+    (
+        {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
+        r"offload_optimizer=cpu with zero\.stage=2 of the native engine: .*stage to 3, or zero\.engine to fsdp2",
+    ),
+    ({"zero": {"offload_param": "cpu"}}, r"zero\.offload_param='cpu' with zero\.stage=0 has no effect"),
+    (
+        {"zero": {"stage": 3}, "gradient_compression": {"method": "int4", "error_feedback": False}},
+        r"method=int4 with zero\.stage=3: its reduce-scatter carries fp16, bf16 or int8",
+    ),
+    (
+        {"zero": {"stage": 3}, "gradient_compression": {"method": "topk"}},
+        r"method=topk with zero\.stage=3: error feedback",
+    ),
+    (
+        {"zero": {"stage": 3}, "gradient_compression": {"method": "int8", "warmup_ratio": 0.1}},
+        r"gradient_compression\.warmup_ratio=0\.1 with zero\.stage=3 has no effect",
+    ),
+    ({"zero": {"stage": 3}, "local_sgd": {"sync_every": 4}}, r"local_sgd\.sync_every=4 with zero\.stage=3"),
     ({"data_parallel": {"bucket_cap_mb": 0}}, r"data_parallel\.bucket_cap_mb=0: expected MiB"),
 ]
 

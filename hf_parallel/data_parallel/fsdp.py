@@ -1,0 +1,248 @@
+"""ZeRO stages 2 and 3 by torch's `fully_shard` (FSDP2): parameters, gradients and optimizer state in parts.
+
+Between steps each rank holds its rows of every parameter, as a `DTensor`. A block's parameters are gathered when the
+block runs and given up after it; its gradients are reduce-scattered, and averaged, during the backward pass. Everything
+here is about what `fully_shard` leaves open: which modules are gathered together, in which precision, what becomes of an
+optimizer that was made before, and how a whole tensor is taken apart and put together.
+
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et al. 2023 (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hf_parallel.errors import UnsupportedError
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class ShardedModel:
+    """A model whose parameters are kept in parts; made in place, before an engine looks at the parameters.
+
+    Half-precision parameters become fp32: the optimizer updates fp32 parts, and a pass gathers what was there before.
+
+    Args:
+        model: Whole, or already sharded over tensor-parallel ranks; the same on every rank of the groups.
+        units: Names of the modules that are gathered by themselves; the rest is gathered with the model.
+        shard_group: Ranks that share one copy of the parameters; at least two.
+        replicate_group: Ranks with the same part in other copies; None if there is one copy.
+        stage: 3 gives a unit's parameters up after its forward pass, 2 keeps them until its backward pass.
+        device: Where the model computes.
+        offload: Whether parts live in host memory.
+        compute_dtype: What the forward pass is autocast to; None without autocast.
+
+    Attributes:
+        parts: The modules that are gathered by themselves, the model last.
+        has_copies: Whether parts are fp32 copies of half-precision parameters.
+
+    Raises:
+        UnsupportedError: Parameters of several dtypes, or one that is a single number.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        shard_group: dist.ProcessGroup,
+        replicate_group: dist.ProcessGroup | None = None,
+        *,
+        stage: int,
+        device: torch.device,
+        offload: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.device, self.offload = model, device, offload
+        before = dict(model.named_parameters(remove_duplicate=False))
+        own = _one_dtype(before)
+        self.has_copies = own in HALF
+        mesh = _device_mesh(shard_group, replicate_group, device)
+        policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        self.parts: list[FSDPModule] = []
+        for module in [*self_contained(model, units).values(), model]:
+            is_root = module is model
+            _prepare(module)
+            self.parts.append(
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    reshard_after_forward=None if is_root and stage == 3 else stage == 3,
+                    mp_policy=precision(own, compute_dtype, is_root),
+                    offload_policy=policy,
+                )
+            )
+            _keep_name(module)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
+        self._parameters = list(after.values())
+
+    def reshard(self) -> None:
+        """Give up what a forward pass without a backward pass left gathered: it would not follow updates."""
+        for part in self.parts:
+            part.reshard()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this rank's parts."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before the parts in place of the parameters, with the state it has of these."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._now(parameter) for parameter in group["params"]]
+        for old in list(optimizer.state):
+            new = self._now(old)
+            if new is not old:
+                optimizer.state[new] = split_state(new, optimizer.state.pop(old))
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.reshard()
+
+    def _now(self, parameter: Tensor) -> Tensor:
+        reference, new = self._replaced.get(id(parameter), (lambda: None, parameter))
+        return new if reference() is parameter else parameter
+
+
+def precision(own: torch.dtype, compute: torch.dtype | None, is_root: bool) -> MixedPrecisionPolicy:
+    """In which precision parameters are gathered; gradients are summed in fp32.
+
+    Under autocast the matrices of a unit travel in the dtype that autocast would give them. What is gathered with the
+    model (embedding, last norm, head) stays fp32, so that hidden states keep the precision they have under autocast.
+
+    Args:
+        own: Dtype of the model's parameters.
+        compute: What the forward pass is autocast to, None without autocast.
+        is_root: Whether it is for the model itself.
+    """
+    gathered = own if own in HALF else None if is_root or own != torch.float32 else compute
+    reduced = None if gathered is None else torch.float32
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+def self_contained(model: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
+    """Those of `units` that have parameters, none of which is part of another unit or of the rest as well."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = {}
+    for unit in units:
+        module = model.get_submodule(unit)
+        held = [name for parameter in module.parameters() for name in names[id(parameter)]]
+        if held and all(name.startswith(f"{unit}.") for name in held):
+            found[unit] = module
+    return found
+
+
+def is_part(tensor: object) -> bool:
+    """Whether a tensor is this rank's part of one that is shared out."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor that is shared out, in its own memory; any other tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that is shared out, on every rank; any other tensor as it is. Collective over its ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, local = tensor.device_mesh, local_of(tensor).detach()
+    here = _as_part(tensor, local.to(mesh.device_type))  # parts in host memory travel from the device
+    whole: Tensor = here.full_tensor()
+    return whole
+
+
+def rows_of(like: Tensor, whole: Tensor) -> Tensor:
+    """Of `whole`, which has the shape of the tensor that `like` is a part of, the rows that `like` has."""
+    if not isinstance(like, DTensor):
+        return whole
+    ranks, rank = like.device_mesh.size(-1), like.device_mesh.get_local_rank(-1)
+    rows = -(-whole.shape[0] // ranks)
+    return whole[min(rank * rows, whole.shape[0]) : (rank + 1) * rows]
+
+
+def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state of a parameter, its tensors shared out as the parameter is."""
+    return {
+        key: _as_part(parameter, rows_of(parameter, value).to(local_of(parameter).device).clone())
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _as_part(like: DTensor, local: Tensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _device_mesh(
+    shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup | None, device: torch.device
+) -> DeviceMesh:
+    """(dp_shard) or (dp_replicate, dp_shard) around this rank, on groups that exist."""
+    shard = dist.get_process_group_ranks(shard_group)
+    if replicate_group is None:
+        return DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("dp_shard",))
+    # Parts of a copy are neighbours, equally far from each other in every copy.
+    first = dist.get_process_group_ranks(replicate_group)
+    offsets = [rank - dist.get_rank() for rank in shard]
+    ranks = [[rank + offset for offset in offsets] for rank in first]
+    names = ("dp_replicate", "dp_shard")
+    return DeviceMesh.from_group([replicate_group, shard_group], device.type, mesh=ranks, mesh_dim_names=names)
+
+
+def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """The dtype of all parameters.
+
+    Raises:
+        UnsupportedError: There are several, or a parameter cannot be cut into rows.
+    """
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        by_dtype.setdefault(parameter.dtype, name)
+        if parameter.ndim == 0:
+            raise UnsupportedError(
+                f"zero.engine=fsdp2: parameter {name} is a single number (shape ()), which has no rows to share out. Give it "
+                "the shape (1,), or set zero.engine to native and zero.stage to 1 or 2."
+            )
+    if len(by_dtype) > 1:
+        shown = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in by_dtype.items())
+        raise UnsupportedError(
+            f"zero.engine=fsdp2: parameters have {len(by_dtype)} dtypes ({shown}): what is gathered together has one. Load "
+            "the model in one dtype, or set zero.engine to native and zero.stage to 1 or 2."
+        )
+    return next(iter(by_dtype), torch.float32)
+
+
+@torch.no_grad()
+def _prepare(module: nn.Module) -> None:
+    """What is not shared out yet: contiguous, and in fp32 where the optimizer needs it."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            full = parameter.data.float() if parameter.dtype in HALF else parameter.data
+            parameter.data = full.contiguous()
+
+
+def _keep_name(module: nn.Module) -> None:
+    """`fully_shard` renames a module's class; saving and label smoothing look at the name."""
+    kind, place = type(module), FSDPModule._orig_cls_mro_index
+    plain = kind.__mro__[place]
+    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
+    module.__class__ = type(plain.__name__, (kind,), body)

@@ -1,0 +1,71 @@
+"""Parameters in parts (`fully_shard`) train exactly as one process does, hold what they say, and fit other checkpoints.
+
+If these fail, sharded runs drift from whole ones: gradients averaged twice, an optimizer left on parameters that nobody
+computes with, a stale copy of a gathered parameter, or optimizer state lost on resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from trainer_cases import NO_NOISE, Case, compare, run_cases
+
+
+pytestmark = pytest.mark.timeout(600)
+
+PLAIN = Case("plain", model="llama_tied", steps=4, variable_length=True, arguments=NO_NOISE)
+ACCUMULATED = dataclasses.replace(PLAIN, name="accumulated", accumulation=3)
+GPT2 = Case("gpt2", model="gpt2", steps=4, accumulation=2, arguments=NO_NOISE)
+USER = Case("user", steps=4, user_optimizer=True, clip=0.0)
+EVALUATED = Case(
+    "evaluated", model="llama_tied", steps=4, evaluate=True, metrics=True, eval_count=40, arguments=NO_NOISE
+)
+REFERENCES = (PLAIN, ACCUMULATED, GPT2, USER, EVALUATED)
+OFFLOAD = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+
+
+def sharded(
+    base: Case, name: str, stage: int, more: dict[str, Any] | None = None, **parallel: Any
+) -> tuple[Case, Case]:
+    partition = {"stage": stage, **({"engine": "fsdp2"} if stage == 2 else {}), **(more or {})}
+    return dataclasses.replace(base, name=name, parallel={"zero": partition, **parallel}), base
+
+
+TWO_RANKS = [
+    sharded(PLAIN, "dp2_stage3", 3),
+    sharded(ACCUMULATED, "dp2_stage3_accumulated", 3),
+    sharded(ACCUMULATED, "dp2_stage2_accumulated", 2),
+    sharded(GPT2, "dp2_stage3_gpt2", 3),
+    sharded(USER, "dp2_stage3_user_optimizer", 3),
+    sharded(USER, "dp2_stage2_user_optimizer", 2),
+    sharded(ACCUMULATED, "dp2_stage3_offloaded", 3, OFFLOAD),
+    sharded(EVALUATED, "dp2_stage3_evaluated", 3),
+    sharded(EVALUATED, "dp2_stage2_evaluated", 2),
+    sharded(ACCUMULATED, "dp2_stage3_recomputed", 3, activation_checkpointing={"every": 1}),
+]
+FOUR_RANKS = [
+    sharded(ACCUMULATED, "dp4_stage3", 3),
+    sharded(ACCUMULATED, "dp4_hybrid_stage3", 3, {"dp_shard_size": 2}),
+    sharded(GPT2, "dp4_hybrid_stage2", 2, {"dp_shard_size": 2}),
+    sharded(ACCUMULATED, "tp2_dp2_stage3", 3, tp_size=2),
+    sharded(GPT2, "tp2_dp2_stage2", 2, tp_size=2),
+    sharded(PLAIN, "tp2_dp2_stage3_offloaded", 3, OFFLOAD, tp_size=2),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
+    for world_size, cases in ((1, stock), (2, [c for c, _ in TWO_RANKS]), (4, [c for c, _ in FOUR_RANKS])):
+        found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
+    return found
+
+
+@pytest.mark.parametrize(("case", "base"), TWO_RANKS + FOUR_RANKS, ids=lambda value: value.name)
+def test_parameters_in_parts_train_as_one_process_does(
+    case: Case, base: Case, runs: dict[str, dict[str, Any]]
+) -> None:
+    compare(runs[case.name], runs[f"stock_{base.name}"])
