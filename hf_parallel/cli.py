@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.doctor_cli import doctor
 from hf_parallel.errors import ConfigError
+from hf_parallel.export_cli import export
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.schedule_cli import schedule
 from hf_parallel.validate_cli import validate
@@ -23,6 +25,8 @@ app = typer.Typer(
 )
 
 app.command()(schedule)
+app.command()(export)
+app.command()(doctor)
 app.command()(validate)
 
 T = TypeVar("T", int, str, bool)

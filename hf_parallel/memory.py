@@ -92,6 +92,9 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
     if layout.engine == "fsdp2":
         whole = min(parameters, GATHERED_BLOCKS * block) if layout.stage == 3 else parameters
         found = {"gathered parameters": element * whole, "gradients on their way": 4 * min(parameters, block)}
+        if layout.stage == 3:  # what is outside of the blocks stays gathered, in fp32 unless it is half itself
+            rest = max(0.0, parameters - shape.layers * block)
+            found["gathered embedding and head"] = (2 if layout.precision == "half" else 4) * rest
         if layout.stage == 1:
             found["whole gradients between backward passes"] = 4 * parameters
         return found

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections", "deepspeed_keys", "machine"},
-    {"problems", "deepspeed_rules", "zero_rules"},
+    {"problems", "deepspeed_rules", "doctor", "zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"accelerate_rules", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
@@ -33,9 +33,9 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
-    {"validation"},
+    {"validation", "export"},
     {"fit"},
-    {"schedule_cli", "validate_cli"},
+    {"schedule_cli", "validate_cli", "export_cli", "doctor_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
