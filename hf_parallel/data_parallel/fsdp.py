@@ -246,7 +246,7 @@ def _keep_name(module: nn.Module) -> None:
     Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
     """
     kind, place = type(module), FSDPModule._orig_cls_mro_index
-    plain = kind.__mro__[place]
+    plain: Any = kind.__mro__[place]
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
     renamed = type(plain.__name__, (kind,), body)
     type.__setattr__(renamed, "forward", plain.forward)
