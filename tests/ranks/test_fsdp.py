@@ -27,7 +27,8 @@ UNEVEN = dataclasses.replace(PLAIN, name="uneven", model="uneven")
 EXPERTS = Case("experts", model="mixtral", steps=4, arguments=NO_NOISE)
 SMOOTHED = Case("smoothed", steps=4, arguments={**NO_NOISE, "label_smoothing_factor": 0.1})
 CHECKPOINTED = dataclasses.replace(PLAIN, name="checkpointed", arguments={**NO_NOISE, "gradient_checkpointing": True})
-REFERENCES = (PLAIN, ACCUMULATED, GPT2, USER, EVALUATED, UNEVEN, SMOOTHED, CHECKPOINTED)
+ONE_BLOCK = dataclasses.replace(PLAIN, name="one_block", model="llama_1")  # no stack: the model is gathered at once
+REFERENCES = (ONE_BLOCK, PLAIN, ACCUMULATED, GPT2, USER, EVALUATED, UNEVEN, SMOOTHED, CHECKPOINTED)
 # Averages over replicas count the balance loss of its router once each, whatever shares the parameters out.
 EXPERTS_WHOLE = dataclasses.replace(EXPERTS, name="stock_experts", parallel={"tp_size": 2})
 OFFLOAD = {"offload_param": "cpu", "offload_optimizer": "cpu"}
@@ -53,6 +54,7 @@ TWO_RANKS = [
     sharded(ACCUMULATED, "dp2_stage3_recomputed", 3, activation_checkpointing={"every": 1}),
     sharded(PLAIN, "dp2_stage3_alternate", 3, activation_checkpointing={"every": 2, "mode": "alternate"}),
     sharded(CHECKPOINTED, "dp2_stage3_gradient_checkpointing", 3),
+    sharded(ONE_BLOCK, "dp2_stage3_one_block", 3),
     sharded(SMOOTHED, "dp2_stage3_label_smoothing", 3),
 ]
 FOUR_RANKS = [

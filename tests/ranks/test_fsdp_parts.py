@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from trainer_cases import NO_NOISE, Case, run_cases
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_parallel.data_parallel.fsdp import self_contained
 from hf_parallel.errors import ParallelError
 
 
@@ -218,11 +219,11 @@ def test_half_precision_parameters_have_fp32_copies_as_with_the_native_engine(tm
         return load_file(tmp_path / folder / "half" / "final" / "model.safetensors")
 
     native, mine = final(2, {"stage": 2}, "native"), final(2, {"stage": 3}, "fsdp")
-    resumed = [final(4, {"stage": 3}, "native", 2), final(2, {"stage": 1}, "fsdp", 2)]
+    resumed, back = final(2, {"stage": 3}, "native", 2), final(2, {"stage": 1}, "fsdp", 2)
     for name, tensor in native.items():
         assert tensor.dtype == torch.bfloat16
-        for other in (mine, *resumed):
-            torch.testing.assert_close(other[name], tensor, rtol=1e-2, atol=1e-4)
+        for other in (mine, resumed, back):
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)
 
 
 # -- compression -----------------------------------------------------------------------------------------------------
@@ -238,6 +239,31 @@ def test_gradients_travel_compressed(method: str, tolerance: float, tmp_path: Pa
     exact, mine = losses("exact"), losses("mine", gradient_compression={"method": method})
     assert mine == pytest.approx(exact, rel=tolerance)
     assert mine != exact
+
+
+# -- around training -------------------------------------------------------------------------------------------------
+
+
+def test_the_best_checkpoint_is_loaded_into_the_parts(tmp_path: Path) -> None:
+    """Parameters that an evaluation left gathered do not survive the loading."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    case = Case("best", steps=4, save=True, evaluate=True, eval_count=40, arguments={**NO_NOISE, **best})
+    exports = {}
+    for world_size, parallel in ((1, None), (2, {"zero": {"stage": 3}})):
+        folder = tmp_path / str(world_size)
+        run_cases([Case(**{**vars(case), "parallel": parallel})], world_size, folder)
+        exports[world_size] = load_file(folder / "best" / "final" / "model.safetensors")
+    for name, tensor in exports[1].items():
+        torch.testing.assert_close(exports[2][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_only_blocks_that_share_nothing_are_gathered_by_themselves() -> None:
+    model = tiny.llama(tied=True)
+    units = [f"model.layers.{index}" for index in range(4)]
+    assert list(self_contained(model, units)) == units
+    assert list(self_contained(model, [*units, "model.embed_tokens", "model.rotary_emb"])) == units
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+    assert list(self_contained(model, units)) == [units[0], units[3]]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
