@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-all parity zoo-pp zoo-tp bench-pipeline bench-schedules bench-tp bench-sequence lint format types check clean help
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
@@ -51,6 +51,18 @@ bench-sequence: setup  ## count the activations that sequence parallelism saves
 
 bench-tp: setup  ## time tensor parallelism against transformers' own and one process; memory of the logits
 	$(BIN)/python benchmarks/bench_tp.py
+
+bench-wire: setup  ## bytes and seconds of compressed gradients over a slow network; needs root
+	$(BIN)/python benchmarks/bench_wire.py
+
+bench-reducer: setup  ## time the gradient reduction against torch's DDP
+	$(BIN)/python benchmarks/bench_reducer.py
+
+bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
+	$(BIN)/python benchmarks/bench_compression.py
+
+memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
+	$(BIN)/python benchmarks/memory_page.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .

@@ -53,6 +53,7 @@ LAYOUTS = (
     Layout("pp2", "cpu_pp2.yaml"),
     Layout("pp2 zbv", "cpu_pp2_zbv.yaml"),
     Layout("dp2", "cpu_dp2.yaml", dp_size=2),
+    Layout("dp2 zero1", "cpu_dp2_zero1.yaml", dp_size=2),
     Layout("tp2", "cpu_tp2.yaml"),
     Layout("tp2 sp", "cpu_tp2_sp.yaml"),
     Layout("pp2xdp2", "cpu_pp2_dp2.yaml", dp_size=2),

@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.errors import ConfigError, ScheduleError
-from hf_parallel.pipeline_parallel.programs import ScheduleChoice
+from hf_parallel.doctor_cli import doctor
+from hf_parallel.errors import ConfigError
+from hf_parallel.export_cli import export
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.schedule_cli import schedule
+from hf_parallel.validate_cli import validate
 
 
 app = typer.Typer(
@@ -23,29 +25,12 @@ app = typer.Typer(
 )
 
 app.command()(schedule)
+app.command()(export)
+app.command()(doctor)
+app.command()(validate)
 
 T = TypeVar("T", int, str, bool)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@app.command()
-def validate(
-    file: Annotated[str, typer.Argument(help="An accelerate config file, or the name of a recipe.")],
-    as_json: Json = False,
-) -> None:
-    """Check a config file; exit with 1 and every problem if it cannot work."""
-    try:
-        facts = _facts(file)
-    except (ConfigError, ScheduleError) as error:
-        if as_json:
-            typer.echo(json.dumps({"valid": False, "error": str(error)}, indent=2))
-        else:
-            typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    if as_json:
-        typer.echo(json.dumps({"valid": True, **facts}, indent=2))
-    else:
-        typer.echo(f"{facts['path']}: valid, {facts['layout']}")
 
 
 @app.command()
@@ -158,8 +143,6 @@ def _facts(name_or_path: str) -> dict[str, Any]:
     """Return what there is to say about a valid file."""
     path = find_recipe(name_or_path)
     checked = load_recipe(path)
-    if checked.pp_size > 1:
-        ScheduleChoice(checked.pipeline, checked.pp_size)
     _, accelerate = read_section(path)
     first_line = path.read_text(encoding="utf-8").splitlines()[0]
     processes = accelerate.get("num_processes")

@@ -310,10 +310,13 @@ class GradientCompressionConfig(Section):
         Field(description="'flat', 'hierarchical' (exact inside a node) or 'auto' (hierarchical on several nodes)"),
     ] = "auto"
     exclude: Annotated[
-        tuple[str, ...],
+        Literal["auto"] | tuple[str, ...],
         BeforeValidator(as_tuple),
-        Field(description="what is sent as it is: a list of '1d' (vectors) and patterns of parameter names"),
-    ] = ("1d",)
+        Field(
+            description="what is sent as it is: a list of '1d' (vectors) and patterns of parameter names, or 'auto' "
+            "(['1d']; nothing with fp16 and bf16)"
+        ),
+    ] = "auto"
     residual_dtype: Annotated[
         Literal["auto", "fp32", "bf16"],
         Field(description="dtype of what is fed back: 'fp32', 'bf16' or 'auto' (bf16 above 1e9 elements a rank)"),
@@ -336,6 +339,13 @@ class GradientCompressionConfig(Section):
         if self.method == "none":
             return False
         return METHOD_SETTINGS[self.method][1] if self.error_feedback == "auto" else self.error_feedback
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """What is sent as it is. A cast loses the same of a vector as of a matrix; the others share scales in blocks."""
+        if self.exclude != "auto":
+            return self.exclude
+        return () if self.method in ("fp16", "bf16") else ("1d",)
 
     @property
     def warmup(self) -> float:

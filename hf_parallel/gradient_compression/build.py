@@ -66,7 +66,7 @@ def make_wire(
         widest = max(shapes, key=lambda name: shapes[name].numel())
         raise UnsupportedError(
             f"gradient_compression.method={settings.method} compresses none of the {len(shapes)} parameters: the largest "
-            f"is {widest} of shape {tuple(shapes[widest])}, exclude={list(settings.exclude)}"
+            f"is {widest} of shape {tuple(shapes[widest])}, exclude={list(settings.excluded)}"
             + (
                 f", matrix_approximation_rank={settings.matrix_approximation_rank}, which must be below a quarter of the "
                 "smaller side to save half the bytes or more. Lower it"
@@ -114,8 +114,8 @@ def _compiled(codec: GradientCompressor) -> GradientCompressor:
 
 
 def _dense_rule(settings: GradientCompressionConfig, exact: frozenset[str]) -> Callable[[str, torch.Size], bool]:
-    vectors = "1d" in settings.exclude
-    patterns = [pattern for pattern in settings.exclude if pattern != "1d"]
+    vectors = "1d" in settings.excluded
+    patterns = [pattern for pattern in settings.excluded if pattern != "1d"]
     rank = settings.matrix_approximation_rank if settings.method == "powersgd" else None
 
     def dense(name: str, shape: torch.Size) -> bool:

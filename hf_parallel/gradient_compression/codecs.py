@@ -52,24 +52,28 @@ class CastCompressor(GradientCompressor):
         self.dtype = dtype
         self._scaled = dtype == torch.float16
         self.block = block if self._scaled else 1
-        self.bytes_per_block = 2 * self.block + (SCALE_BYTES if self._scaled else 0)
+        self.bytes_per_block = 2 * self.block + (1 if self._scaled else 0)
 
     def encode(self, x: Tensor) -> Tensor:
         """See the base class."""
         if not self._scaled:
             return x.to(self.dtype).view(torch.uint8)
         blocks = x.view(-1, self.block)
-        largest = blocks.abs().amax(1, keepdim=True)
-        # A power of two scales without rounding; 2^10 leaves room for the sum of what is decoded.
-        scale = torch.where(largest > 0, torch.exp2(largest.log2().floor() - 10), torch.ones_like(largest))
-        return _with_scale(scale, (blocks / scale).to(self.dtype).view(torch.uint8))
+        # A power of two scales without rounding, and its exponent fits into a byte. Values up to 2^11 are well inside fp16.
+        exponent = blocks.abs().amax(1, keepdim=True).log2_().floor_().sub_(10).clamp_(-126, 117).nan_to_num_(0.0)
+        codes = (blocks * torch.exp2(-exponent)).to(self.dtype).view(torch.uint8)
+        return torch.cat([exponent.to(torch.int8).view(torch.uint8), codes], 1).view(-1)
 
     def decode(self, payload: Tensor) -> Tensor:
         """See the base class."""
         if not self._scaled:
             return payload.view(self.dtype).float()
-        scale, codes = _split_scale(payload, self.bytes_per_block)
-        return (codes.view(self.dtype).float() * scale).view(-1)
+        rows = payload.view(-1, self.bytes_per_block)
+        scale = torch.exp2(rows[:, :1].view(torch.int8).float())
+        codes = rows[:, 1:].clone(
+            memory_format=torch.contiguous_format
+        )  # a single row is contiguous, but at an odd place
+        return codes.view(self.dtype).float().mul_(scale).view(-1)
 
 
 class BlockQuantizer(GradientCompressor):
@@ -127,8 +131,8 @@ class OneBitCompressor(GradientCompressor):
     def decode(self, payload: Tensor) -> Tensor:
         """See the base class."""
         scale, codes = _split_scale(payload, self.bytes_per_block)
-        bits = (codes.unsqueeze(-1) & _powers(payload.device)) != 0
-        return torch.where(bits.flatten(1), scale, -scale).view(-1)
+        signs = _signs(payload.device).index_select(0, codes.view(-1).int())
+        return signs.view(len(codes), -1).mul_(scale).view(-1)
 
 
 class TopKCompressor(GradientCompressor):
@@ -181,6 +185,12 @@ def _split_scale(payload: Tensor, bytes_per_block: int) -> tuple[Tensor, Tensor]
     """Scales f32[blocks 1] and codes u8[blocks bytes_per_block - 4]."""
     rows = payload.view(-1, bytes_per_block)
     return rows[:, :SCALE_BYTES].contiguous().view(torch.float32), rows[:, SCALE_BYTES:].contiguous()
+
+
+def _signs(device: torch.device) -> Tensor:
+    """The eight signs that each byte stands for, f32[256 8]."""
+    bits = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1) & _powers(device)
+    return (bits != 0).float().mul_(2.0).sub_(1.0)
 
 
 def _powers(device: torch.device) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from time import perf_counter
-from typing import Literal, TypeAlias
+from time import thread_time
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from hf_parallel.gradient_compression.codecs import GradientCompressor
 
 Schedule: TypeAlias = Literal["all_gather", "reduce_scatter"]
 Steps: TypeAlias = Generator[dist.Work | None, None, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Meter:
     Attributes:
         wire_bytes: Sent by this rank, by the formulas of the collectives.
         dense_bytes: What a ring all-reduce (or reduce-scatter) in the gradients' own dtype would have sent.
-        codec_seconds: Spent in encoding and decoding; on CUDA, in launching it.
+        codec_seconds: CPU time of encoding, decoding and feeding back; on CUDA, of launching it.
         skipped: Buckets with values that were not finite, whose residuals stayed as they were.
     """
 
@@ -39,6 +40,19 @@ class Meter:
     dense_bytes: int = 0
     codec_seconds: float = 0.0
     skipped: Tensor | None = field(default=None)
+
+    def timed(self, steps: Generator[dist.Work | None, None, T]) -> Generator[dist.Work | None, None, T]:
+        """The same steps; what they take between their waits is counted."""
+        while True:
+            start = thread_time()
+            try:
+                work = next(steps)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            finally:
+                self.codec_seconds += thread_time() - start
+            yield work
 
 
 class CompressedAllReduce:
@@ -69,7 +83,7 @@ class CompressedAllReduce:
         """
         payload = self._encode(mine, error)
         if self.schedule == "reduce_scatter":
-            shard = yield from self.part(payload)
+            shard = yield from self._part(payload)
             begin = self.group.rank() * shard.numel()
             second = None if error is None else torch.empty_like(shard)
             payload = self._encode(shard, second)
@@ -79,35 +93,25 @@ class CompressedAllReduce:
         work = all_gather_flat(everyone, payload, self.group)
         self.meter.wire_bytes += (self.ranks - 1) * payload.numel()
         yield work
-        decoded = self._timed(lambda: self.codec.decode(everyone))
+        decoded = self.codec.decode(everyone)
         return decoded if self.schedule == "reduce_scatter" else decoded.view(self.ranks, -1).sum(0)
 
-    def part(self, payload: Tensor) -> Steps:
-        """Steps from this rank's code of a whole vector to the sum of this rank's part of it, f32[n / N]."""
+    def part_of(self, mine: Tensor) -> Steps:
+        """Steps to this rank's part, f32[n / N], of the sum of the ranks' vectors f32[n]; nothing is fed back."""
+        return (yield from self._part(self.codec.encode(mine)))
+
+    def _part(self, payload: Tensor) -> Steps:
         received = torch.empty_like(payload)
         work = dist.all_to_all_single(received, payload, group=self.group, async_op=True)
         self.meter.wire_bytes += (self.ranks - 1) * payload.numel() // self.ranks
         yield work
-        return self._timed(lambda: self.codec.decode(received).view(self.ranks, -1).sum(0))
+        return self.codec.decode(received).view(self.ranks, -1).sum(0)
 
     def _encode(self, x: Tensor, error: Tensor | None) -> Tensor:
-        def encode() -> Tensor:
-            payload = self.codec.encode(x)
-            if error is not None:
-                torch.sub(x, self.codec.decode(payload), out=error)
-            return payload
-
-        return self._timed(encode)
-
-    def encoded(self, x: Tensor) -> Tensor:
-        """The code of a vector."""
-        return self._encode(x, None)
-
-    def _timed(self, work: Callable[[], Tensor]) -> Tensor:
-        start = perf_counter()
-        result = work()
-        self.meter.codec_seconds += perf_counter() - start
-        return result
+        payload = self.codec.encode(x)
+        if error is not None:
+            torch.sub(x, self.codec.decode(payload), out=error)
+        return payload
 
 
 class HierarchicalAllReduce:
@@ -129,6 +133,10 @@ class HierarchicalAllReduce:
     ) -> None:
         self.inside, self.across, self.between, self.meter = inside, across, between, meter
 
+    def exact(self) -> HierarchicalAllReduce:
+        """The same without compression."""
+        return HierarchicalAllReduce(self.inside, self.across, None, self.meter)
+
     @property
     def multiple(self) -> int:
         """What the length of a vector must be divisible by."""
@@ -140,7 +148,7 @@ class HierarchicalAllReduce:
         return self.inside.rank() * part, part
 
     def total(self, whole: Tensor, error: Tensor | None, residual: Callable[[Tensor], Tensor]) -> Steps:
-        """Steps to the sum of the ranks' vectors, f32[n].
+        """Steps to the sum of the ranks' vectors, f32[n]; any dtype without compression.
 
         Args:
             whole: f32[n], this rank's.

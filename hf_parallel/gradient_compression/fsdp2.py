@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.build import make_codec
-from hf_parallel.gradient_compression.exchange import CompressedAllReduce, Meter
+from hf_parallel.gradient_compression.exchange import CompressedAllReduce, Meter, Steps
 from hf_parallel.sections import GradientCompressionConfig
 
 
@@ -58,13 +58,13 @@ class CompressedReduceScatter:
         padded = F.pad(rows, (0, -rows.shape[1] % self._codec.block)).contiguous()
         exchange = CompressedAllReduce(self._codec, group, "reduce_scatter", self.meter)
         self.meter.dense_bytes += (ranks - 1) * input_tensor.nbytes // ranks
-        total = _finished(exchange, exchange.encoded(padded.view(-1)))[: output_tensor.numel()]
+        steps = exchange.part_of(padded.view(-1))
+        total = _finished(self.meter.timed(steps))[: output_tensor.numel()]
         output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 
 
-def _finished(exchange: CompressedAllReduce, payload: Tensor) -> Tensor:
-    """All steps of a part, one after the other."""
-    steps = exchange.part(payload)
+def _finished(steps: Steps) -> Tensor:
+    """What comes of all steps, one after the other."""
     while True:
         try:
             work = next(steps)

@@ -2,8 +2,8 @@
 
 A job encodes, starts a collective, and is resumed when that is through. Jobs are generators: each yields the
 collective it waits for. The lane resumes them in an order that depends on nothing but the order of submission, so all
-ranks start their collectives alike; and a new job starts its first collective before older ones are resumed, so that
-one bucket is encoded while another is on the wire.
+ranks start their collectives alike; and a job is resumed only after AHEAD newer ones have started a collective, so that
+some are on the wire while another is encoded or decoded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -19,6 +20,24 @@ import torch.distributed as dist
 
 
 Job: TypeAlias = Generator[dist.Work | None, None, None]
+AHEAD = 2  # gloo works on two collectives of a group at once: both end together, and a third keeps the link busy then
+
+
+@dataclass(slots=True)
+class _Active:
+    """A job that waits for a collective.
+
+    Args:
+        job: The job.
+        work: The collective; None before the first.
+        future: Of whoever waits for the job.
+        age: Jobs that were taken since the collective was started.
+    """
+
+    job: Job
+    work: dist.Work | None
+    future: Future[None]
+    age: int = 0
 
 
 class Lane:
@@ -30,7 +49,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._active: list[tuple[Job, dist.Work | None, Future[None]]] = []
+        self._active: list[_Active] = []
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -79,26 +98,30 @@ class Lane:
 
     def _take(self, job: Job, future: Future[None]) -> None:
         older, self._active = self._active, []
-        self._resume(job, None, future)
+        self._resume(_Active(job, None, future))
         newest, self._active = self._active, []
         for item in older:
-            self._resume(*item)
+            item.age += 1
+            if item.age < AHEAD:
+                self._active.append(item)
+            else:
+                self._resume(item)
         self._active += newest
 
     def _drain(self) -> None:
         while self._active:
             older, self._active = self._active, []
             for item in older:
-                self._resume(*item)
+                self._resume(item)
 
-    def _resume(self, job: Job, work: dist.Work | None, future: Future[None]) -> None:
+    def _resume(self, item: _Active) -> None:
         """One step of a job; it stays active if it waits for another collective."""
         try:
             with torch.no_grad():
-                if work is not None:
-                    work.wait()
-                self._active.append((job, next(job), future))
+                if item.work is not None:
+                    item.work.wait()
+                self._active.append(_Active(item.job, next(item.job), item.future))
         except StopIteration:
-            future.set_result(None)
+            item.future.set_result(None)
         except BaseException as error:  # noqa: BLE001  raised by whoever waits for the job
-            future.set_exception(error)
+            item.future.set_exception(error)

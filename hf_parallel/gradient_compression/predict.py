@@ -78,15 +78,18 @@ def predict(wire: CompressedWire, shapes: Mapping[str, torch.Size], device: torc
         thin = sum(method.rank * sum(matrix_shape(shape)) for shape in sent.values())
         return Prediction(dense, ring * 4 * (thin + exact), 0.0)
     inner = method.between if isinstance(method, HierarchicalAllReduce) else method
-    share = 1.0 / method.inside.size() if isinstance(method, HierarchicalAllReduce) else 1.0
+    share, exact_ring = 1.0, ring
+    if isinstance(method, HierarchicalAllReduce):
+        share, across = 1.0 / method.inside.size(), method.across.size()
+        exact_ring = share * 2 * (across - 1) / across
     if inner is None:
-        return Prediction(dense, dense, 0.0)
+        return Prediction(dense, exact_ring * 4 * (elements + exact), 0.0)
     code = share * elements * inner.codec.bytes_per_block / inner.codec.block
     both = inner.schedule == "all_gather"
     wired = (inner.ranks - 1) * code if both else 2 * (inner.ranks - 1) / inner.ranks * code
     encode, decode = _nanoseconds(inner.codec, device)
     passes = encode + inner.ranks * decode if both else encode * (1 + 1 / inner.ranks) + 2 * decode
-    return Prediction(dense, wired + ring * 4 * exact, share * elements * passes * 1e-9)
+    return Prediction(dense, wired + exact_ring * 4 * exact, share * elements * passes * 1e-9)
 
 
 def _nanoseconds(codec: GradientCompressor, device: torch.device) -> tuple[float, float]:

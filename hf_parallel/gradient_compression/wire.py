@@ -53,6 +53,11 @@ class CompressedWire:
     lossy: bool = True
     counters: Counters = field(default_factory=Counters)
     _reported: tuple[int, int, float] = (0, 0, 0.0)
+    _exact: HierarchicalAllReduce | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        method = self.method
+        self._exact = method.exact() if isinstance(method, HierarchicalAllReduce) else None
 
     def all_reduce(self, flat: Tensor, bucket: Layout | None) -> Callable[[], None]:
         """Begin to replace `flat` by its sum over the ranks."""
@@ -64,13 +69,15 @@ class CompressedWire:
         self.counters.bytes += flat.nbytes
         ranks = self.group.size()
         self.meter.dense_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
-        if bucket is None or not self.warm or self._is_dense(bucket):
+        if bucket is None:
             return self._dense(flat)
+        if not self.warm or self._is_dense(bucket):
+            return self._dense(flat) if self._exact is None else self._dense_hierarchical(flat, self._exact)
         if isinstance(self.method, PowerSGD):
-            return self._low_rank(flat, bucket, self.method)
+            return self.meter.timed(self._low_rank(flat, bucket, self.method))
         if isinstance(self.method, HierarchicalAllReduce):
-            return self._hierarchical(flat, bucket, self.method)
-        return self._compressed(flat, bucket, self.method)
+            return self.meter.timed(self._hierarchical(flat, bucket, self.method))
+        return self.meter.timed(self._compressed(flat, bucket, self.method))
 
     def reduce_scatter(self, flat: Tensor, bucket: Layout) -> tuple[Tensor, Callable[[], None]]:
         """Begin to sum `flat` over the ranks; each keeps its part. Nothing is fed back."""
@@ -81,7 +88,7 @@ class CompressedWire:
         mine = flat.new_empty(flat.numel() // ranks)
         if not self.warm or self._is_dense(bucket) or not isinstance(self.method, CompressedAllReduce):
             return mine, self.lane.submit(self._dense_part(flat, mine))
-        return mine, self.lane.submit(self._compressed_part(flat, mine, self.method))
+        return mine, self.lane.submit(self.meter.timed(self._compressed_part(flat, mine, self.method)))
 
     def flush(self) -> None:
         """Finish what waits for a successor."""
@@ -96,6 +103,12 @@ class CompressedWire:
         self.meter.wire_bytes += 2 * (ranks - 1) * flat.nbytes // ranks
         yield dist.all_reduce(flat, group=self.group, async_op=True)
 
+    def _dense_hierarchical(self, flat: Tensor, method: HierarchicalAllReduce) -> Job:
+        """A ring over all ranks would send up to twice as much between nodes."""
+        whole = F.pad(flat, (0, -flat.numel() % method.multiple))
+        total = yield from method.total(whole, None, lambda part: part)
+        flat.copy_(total[: flat.numel()])
+
     def _dense_part(self, flat: Tensor, mine: Tensor) -> Job:
         ranks = self.group.size()
         self.meter.wire_bytes += (ranks - 1) * flat.nbytes // ranks
@@ -107,7 +120,7 @@ class CompressedWire:
         """Each part is padded to whole blocks by itself, so that codes can be cut where parts end."""
         rows = flat.float().view(method.ranks, -1)
         padded = F.pad(rows, (0, -rows.shape[1] % method.codec.block)).contiguous()
-        total = yield from method.part(method.encoded(padded.view(-1)))
+        total = yield from method.part_of(padded.view(-1))
         mine.copy_(total[: mine.numel()])
 
     def _compressed(self, flat: Tensor, bucket: Layout, method: CompressedAllReduce) -> Job:

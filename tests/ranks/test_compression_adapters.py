@@ -46,7 +46,7 @@ def ddp_rank(rank: int, world_size: int) -> None:
             for index, (here, there) in enumerate(zip(mine, exact, strict=True)):
                 applied[index] += here
                 wanted[index] += there
-                if here.ndim < 2:
+                if here.ndim < 2 and method != "fp16":  # a cast takes vectors too
                     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-7)
                 elif step == 0:
                     assert float((here - there).norm() / there.norm()) <= error, (method, names[index])

@@ -88,3 +88,53 @@ def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
     # Bytes, unlike times, mean the same at any size.
     assert [row["dtype"] for row in report["memory"]] == ["torch.float32", "torch.bfloat16"]
     assert all(2 * max(row["ranks"]) <= row["one"] for row in report["memory"])
+
+
+def test_the_benchmark_of_the_wire_runs(tmp_path: Path) -> None:
+    report = run("bench_wire.py", tmp_path / "report.json")
+    if "skipped" in report:
+        pytest.skip(report["skipped"])
+    rows = {(row["layout"], row["way"]): row for row in report["rows"]}
+    assert {layout for layout, _ in rows} == {"2x1", "2x2"}
+    assert all(row["seconds"] > 0 for row in rows.values())
+    for (_, way), row in rows.items():
+        if way != "no exchange":
+            assert row["sent_mb"] > row["formula_mb"] > 0, way
+    # Headers and barriers weigh more than at full size; what the product counts must be there all the same.
+    ratios = {way: rows["2x1", way]["formula_mb"] for way in ("none", "fp16", "int8", "int4")}
+    assert ratios["none"] > ratios["fp16"] > ratios["int8"] > ratios["int4"]
+    assert not {name for name in namespaces() if name.startswith("hfp")}
+
+
+def namespaces() -> list[str]:
+    return os.listdir("/run/netns") if os.path.isdir("/run/netns") else []
+
+
+def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients(tmp_path: Path) -> None:
+    report = run("bench_reducer.py", tmp_path / "report.json")
+    assert [row["bucket_mb"] for row in report["rows"]] == [25.0, 0.05]
+    assert all(min(row["seconds"].values()) > 0 for row in report["rows"])
+
+
+def test_the_benchmark_of_convergence_runs(tmp_path: Path) -> None:
+    report = run("bench_compression.py", tmp_path / "report.json", "--page", str(tmp_path / "no_page.md"))
+    rows = {row["method"]: row for row in report["rows"]}
+    assert rows["none"]["changes"] == [0.0]
+    assert 3.5 < rows["int8"]["ratio"] < 4
+    assert 50 < rows["local H=8, int4"]["ratio"] < 62
+
+
+def test_a_section_of_the_page_of_results_is_replaced_and_no_other(tmp_path: Path) -> None:
+    from results_page import PAGE, write_section
+
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    before = page.read_text()
+    write_section(page, "wire", "a table")
+    write_section(page, "wire", "another table")
+    after = page.read_text()
+    assert "another table" in after
+    assert "a table" not in after
+    assert after.partition("<!-- wire")[0] == before.partition("<!-- wire")[0]
+    with pytest.raises(ValueError, match="does not have one section"):
+        write_section(page, "unknown", "text")

@@ -14,7 +14,7 @@ from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
+from hf_parallel.sections import STAGES_PER_RANK, GradientCompressionConfig, ScheduleName
 
 
 def parse(**values: Any) -> HFParallelConfig:
@@ -355,3 +355,12 @@ def test_importing_the_package_and_its_config_imports_no_torch() -> None:
         check=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("method", "excluded"), [("fp16", ()), ("bf16", ()), ("int8", ("1d",)), ("topk", ("1d",))])
+def test_vectors_are_sent_as_they_are_unless_the_method_casts_or_the_user_says_otherwise(
+    method: str, excluded: tuple[str, ...]
+) -> None:
+    assert GradientCompressionConfig.model_validate({"method": method}).excluded == excluded
+    given = GradientCompressionConfig.model_validate({"method": method, "exclude": ["1d", "*.head"]})
+    assert given.excluded == ("1d", "*.head")

@@ -13,12 +13,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
-    {"errors", "sections"},
-    {"problems", "zero_rules"},
+    {"errors", "sections", "deepspeed_keys", "machine"},
+    {"problems", "deepspeed_rules", "doctor", "zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
-    {"launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
-    {"ledger", "batches"},
+    {"accelerate_rules", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
+    {"ledger", "batches", "memory_layout"},
+    {"memory", "model_shape"},
+    {"memory_report"},
     {"replicas"},
     {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
@@ -31,7 +33,9 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
-    {"schedule_cli"},
+    {"validation", "export"},
+    {"fit"},
+    {"schedule_cli", "validate_cli", "export_cli", "doctor_cli"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}

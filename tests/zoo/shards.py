@@ -20,6 +20,7 @@ from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
 from zoo.models import batch, build, quiet, why_not
 from zoo.sweep import FLOOR, deadline, relative, verdict_of
 
@@ -44,6 +45,7 @@ class ShardRow:
         fully_paired: Whether something is paired, and in the numbered layers that the batch reaches nothing is gathered,
             no experts are whole, and no linear is whole because other code reads its weight.
         left: Kinds of modules that are not in a pair, and why.
+        vocabulary: Whether it is exact in fp32 with the head, and the loss, sharded over the vocabulary.
         on_parts: Blocks that run on parts of the sequence, and those that run; (0, 0) without sequence parallelism.
         note: The refusal or the failure.
     """
@@ -60,6 +62,7 @@ class ShardRow:
     with_vocabulary: float = 0.0
     fully_paired: bool = False
     left: dict[str, str] = field(default_factory=dict)
+    vocabulary: bool = False
     on_parts: tuple[int, int] = (0, 0)
     note: str = ""
 
@@ -84,11 +87,16 @@ def _examine(row: ShardRow, sequence: bool) -> None:
     inputs = batch(row.name, model)
     sample = {k: v for k, v in inputs.items() if k != "labels"}
     plan = plan_tensor_parallel(model, row.tp_size, sample)
-    plan = shard_sequence(model, plan, sample) if sequence else plan
+    whole = shard_vocabulary(model, plan, sample, "auto")
+    if sequence:
+        plan, whole = shard_sequence(model, plan, sample), shard_sequence(model, whole, sample)
     if plan.sequence is not None:
         row.on_parts = sum(not block.whole for block in plan.sequence.blocks), len(plan.sequence.blocks)
     _count(row, model, plan)
-    row.difference = difference(model, plan, inputs)
+    row.difference = difference(model, whole, inputs)
+    sharded = any(linear.role == "vocab_head" for linear in whole.linears.values())
+    row.vocabulary = sharded and row.difference <= TOLERANCE[torch.float32]
+    # In fp64 without the vocabulary: the sharded loss computes in fp32, as the model's own does.
     for dtype, name in ((torch.float32, "fp32"), (torch.float64, "fp64")):
         try:
             error = row.difference if dtype == torch.float32 else difference(_doubled(model), plan, _cast(inputs))

@@ -18,11 +18,12 @@ ranks, compared with the plain model. Written by `make zoo-tp`; do not edit.
 * *paired / gathered / replicated*: shares of the parameters without embedding and head; *paired* needs no more than two
   all-reduces a pair, *gathered* is a column with an all-gather. Tiny models: latents, norms and position tables weigh
   more than in real ones. *work*: share of the weight products that the ranks split.
+* *vocabulary*: head and loss are sharded over the vocabulary, in fp32 exact like that; the others keep whole logits.
 * *full*: in the numbered layers that the batch reaches nothing is gathered, no experts are whole, and no linear is whole
   because other code reads its weight; routers, latent projections and layers without a gradient are replicated by
   choice. Encoders, image and sound towers that a text batch does not reach are not judged.
 """
-HEADER = "| type | ranks | verdict | paired | gathered | replicated | work | full | not in a pair |"
+HEADER = "| type | ranks | verdict | paired | gathered | replicated | work | full | vocabulary | not in a pair |"
 
 
 def shard_totals(rows: Sequence[ShardRow], types: Sequence[str], tp_size: int = 2) -> list[str]:
@@ -39,7 +40,8 @@ def shard_totals(rows: Sequence[ShardRow], types: Sequence[str], tp_size: int = 
         f"{sum(row.verdict == 'failed' for row in of_types)}. Not trainable from their configuration: "
         f"{len(of_types) - len(usable)}.",
         f"{tp_size} ranks: sharded on average: {mean:.1%} of the parameters without embedding and head, {whole:.1%} with "
-        f"both if those were sharded. Fully paired: {full} of {len(usable)} ({full / max(1, len(usable)):.0%}).",
+        f"both if those were sharded. Fully paired: {full} of {len(usable)} ({full / max(1, len(usable)):.0%}). Head and "
+        f"loss sharded over the vocabulary: {sum(row.vocabulary for row in usable)}.",
     ]
 
 
@@ -58,7 +60,8 @@ def _line(row: ShardRow) -> str:
     if row.verdict == "unusable":
         shares = [""] * 4
     why = row.note if row.verdict != "exact" else _left(row)
-    return f"| {row.name} | {row.tp_size} | {verdict} | {' | '.join(shares)} | {'yes' if row.fully_paired else ''} | {why} |"
+    flags = ("yes" if flag else "" for flag in (row.fully_paired, row.vocabulary))
+    return f"| {row.name} | {row.tp_size} | {verdict} | {' | '.join(shares)} | {' | '.join(flags)} | {why} |"
 
 
 def _left(row: ShardRow) -> str:

@@ -1,0 +1,28 @@
+"""The `hf-parallel doctor` command: whether this machine is fit for a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from hf_parallel.doctor import examine
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Look at GPUs, cores, RAM, disk, networks, backends, compilers and versions; exit with 1 if something is wrong."""
+    checks = examine()
+    wrong = [check for check in checks if check.status == "error"]
+    if as_json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        typer.echo(json.dumps({"ok": not wrong, "checks": rows}, indent=2))
+    else:
+        width = max(len(check.topic) for check in checks)
+        for check in checks:
+            typer.echo(f"{check.status:<8}{check.topic:<{width}}  {check.text}")
+            if check.fix:
+                typer.echo(f"{'':<{8 + width}}  fix: {check.fix}")
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,37 @@
+"""The `hf-parallel export` command: a recipe's ZeRO and precision settings in the words of another engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from hf_parallel.deepspeed_keys import zero_keys
+from hf_parallel.errors import ParallelError
+from hf_parallel.export import Target, to_accelerate, to_deepspeed, to_fsdp
+from hf_parallel.recipes import find_recipe, load_recipe, read_section
+
+
+def export(
+    file: Annotated[str, typer.Argument(help="An accelerate config file with our section, or the name of a recipe.")],
+    to: Annotated[Target, typer.Option(help="deepspeed, fsdp or accelerate.")],
+) -> None:
+    """Print the DeepSpeed JSON, FSDP2 arguments or accelerate YAML that a file's ZeRO settings amount to."""
+    try:
+        config, accelerate = load_recipe(file), read_section(find_recipe(file))[1]
+        found: dict[str, Any]
+        if to == "deepspeed":
+            found = to_deepspeed(config, accelerate, zero_keys())
+        elif to == "fsdp":
+            found = to_fsdp(config, accelerate)
+        else:
+            found = to_accelerate(config, accelerate, zero_keys())
+    except ParallelError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    precision = str(accelerate.get("mixed_precision", "no")).lower()
+    if to == "deepspeed" and precision in ("bf16", "fp16"):
+        typer.echo(f"note: the precision is 'auto', so give TrainingArguments({precision}=True)", err=True)
+    typer.echo(yaml.safe_dump(found, sort_keys=False).rstrip() if to == "accelerate" else json.dumps(found, indent=2))

@@ -1,0 +1,129 @@
+"""The `hf-parallel validate` command: every problem of a config file at once, and whether a model fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_parallel.errors import ParallelError
+from hf_parallel.fit import Verdict, batch_errors, judge
+from hf_parallel.machine import this_machine
+from hf_parallel.memory_layout import Precision, Work
+from hf_parallel.memory_report import GB, describe
+from hf_parallel.model_shape import shape_of
+from hf_parallel.recipes import find_recipe
+from hf_parallel.validation import Checked, Finding, check_file
+
+
+DTYPES = ("fp32", "half", "autocast")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What to compare with what."""
+
+    model: str | None
+    work: Work
+    global_batch: int | None
+    gpu_gb: float | None
+    host_gb: float | None
+    dtype: Precision | None
+
+
+def validate(  # noqa: PLR0913 - each is an option
+    file: Annotated[str, typer.Argument(help="An accelerate config file, or the name of a recipe.")],
+    model: Annotated[
+        str | None, typer.Option(help="Count memory for this model: a config.json, its folder, or a name.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of a batch on each replica.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 2048,
+    accumulation: Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a step on all replicas, to be checked.")
+    ] = None,
+    gpu_gb: Annotated[float | None, typer.Option(min=0, help="GB (1e9) of a GPU.  [default: this machine's]")] = None,
+    host_gb: Annotated[
+        float | None, typer.Option(min=0, help="GB (1e9) of RAM of a node.  [default: this machine's]")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Parameters: fp32, half or autocast.  [default: as the file trains]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a config file; exit with 1 and every problem, with its line, if it cannot work."""
+    if dtype not in (None, *DTYPES):
+        raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
+    precision: Any = dtype
+    work = Work(rows, length, accumulation=accumulation)
+    question = _Question(model, work, global_batch, gpu_gb, host_gb, precision)
+    try:
+        checked, verdict = _answer(find_recipe(file), question)
+    except ParallelError as error:
+        checked, verdict = Checked(Path(file), None, {}, findings=(Finding("error", str(error)),)), None
+    _print(checked, verdict, as_json)
+    if checked.errors:
+        raise typer.Exit(1)
+
+
+def _answer(path: Path, question: _Question) -> tuple[Checked, Verdict | None]:
+    """All findings; memory only of a file that is right otherwise."""
+    machine = this_machine()
+    checked = check_file(path, machine)
+    if checked.errors:
+        return checked, None
+    errors, warnings, verdict = batch_errors(checked, question.global_batch, question.work), [], None
+    if question.model is not None:
+        gpu_bytes = machine.gpu_bytes if question.gpu_gb is None else question.gpu_gb * GB
+        host_bytes = machine.ram_bytes if question.host_gb is None else question.host_gb * GB
+        shape = shape_of(question.model)
+        verdict = judge(checked, shape, question.work, gpu_bytes, host_bytes, question.dtype)
+        errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
+    found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
+    return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict
+
+
+def _print(checked: Checked, verdict: Verdict | None, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_facts(checked, verdict), indent=2))
+        return
+    if verdict is not None:
+        typer.echo("\n".join(describe(verdict.memory)))
+    for finding in checked.findings:
+        typer.echo(str(finding), err=True)
+    if not checked.errors:
+        typer.echo(f"{checked.path}: valid, {layout_text(checked)}")
+
+
+def layout_text(checked: Checked) -> str:
+    """The sizes of a valid file."""
+    facts = _sizes(checked)
+    return f"tp {facts['tp_size']} x pp {facts['pp_size']} x dp {facts['dp_size'] or '(processes / tp / pp)'}"
+
+
+def _sizes(checked: Checked) -> dict[str, Any]:
+    processes = checked.accelerate.get("num_processes")
+    sizes: dict[str, Any] = {"num_processes": processes, "tp_size": None, "pp_size": None, "dp_size": None}
+    if checked.config is not None:
+        sizes |= {"tp_size": checked.config.tp_size, "pp_size": checked.config.pp_size}
+        if isinstance(processes, int) and processes > 0 and not checked.errors:
+            sizes["dp_size"] = checked.config.dp_size(processes)
+    return sizes
+
+
+def _facts(checked: Checked, verdict: Verdict | None) -> dict[str, Any]:
+    """The answer for programs."""
+    facts: dict[str, Any] = {"valid": not checked.errors, "name": checked.path.stem, "path": str(checked.path)}
+    facts |= _sizes(checked)
+    if checked.config is not None and not checked.errors:
+        facts |= {"fingerprint": checked.config.fingerprint(), "config": checked.config.model_dump(mode="json")}
+    facts["findings"] = [
+        {"severity": f.severity, "file": str(f.file) if f.file else None, "line": f.line, "message": f.message}
+        for f in checked.findings
+    ]
+    if verdict is not None:
+        facts["memory"] = dataclasses.asdict(verdict.memory)
+    return facts

@@ -1,0 +1,459 @@
+"""Every rule about a config file has its message, all problems come at once, and each names its line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import yaml
+from typer.testing import CliRunner, Result
+
+from hf_parallel.accelerate_rules import FSDP_KEYS, KNOWN
+from hf_parallel.cli import app
+from hf_parallel.deepspeed_keys import TOP, tabled_keys, zero_keys
+from hf_parallel.deepspeed_rules import PASSED_ON, batch_problems
+from hf_parallel.fit import layout_of_file
+from hf_parallel.machine import Gpu, Machine, stale_locks
+from hf_parallel.recipes import find_recipe, list_recipes
+from hf_parallel.validation import Checked, check_file, key_lines
+
+
+BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4}
+CPU = Machine((), 64 * 10**9)
+AMPERE = Machine((Gpu("RTX 3090", 25 * 10**9, (8, 6)),) * 2, 128 * 10**9)
+TURING = Machine((Gpu("T4", 16 * 10**9, (7, 5)),), 64 * 10**9)
+
+
+def check(tmp_path: Path, content: Mapping[str, Any] | str, machine: Machine = CPU) -> Checked:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(dict(content)))
+    return check_file(path, machine)
+
+
+def with_ours(section: Mapping[str, Any] | None = None, **accelerate: Any) -> dict[str, Any]:
+    return BASE | {"parallelism_config": {"hf_parallel": dict(section or {})}} | accelerate
+
+
+def deepspeed(tmp_path: Path, config: object, **accelerate: Any) -> dict[str, Any]:
+    file = tmp_path / "ds.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config, indent=2))
+    block = {"deepspeed_config_file": str(file)} | accelerate.pop("block", {})
+    return with_ours(distributed_type="DEEPSPEED", deepspeed_config=block) | accelerate
+
+
+def messages(checked: Checked, severity: str = "error") -> list[str]:
+    return [finding.message for finding in checked.findings if finding.severity == severity]
+
+
+def assert_only(found: list[str], pattern: str) -> None:
+    matching = [text for text in found if re.search(pattern, text)]
+    assert matching, found
+    assert len(matching) == len(found), found
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_is_without_a_finding(name: str) -> None:
+    assert check_file(find_recipe(name), CPU).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "message"),
+    [
+        ({"num_proceses": 4}, r"^num_proceses: unknown key, which accelerate refuses\. Did you mean num_processes\?"),
+        ({"qqq": 4}, r"^qqq: unknown key.*Remove it\."),
+        ({"distributed_type": "MULTI_CPU"}, r"^distributed_type='MULTI_CPU'.*ONE process.*use_cpu: true"),
+        ({"num_processes": "4"}, r"^num_processes='4': expected an integer\. Set num_processes to a number without"),
+        ({"num_processes": 0}, r"^num_processes=0: expected an integer of 1 or more"),
+        ({"num_processes": 4, "num_machines": 3}, r"^num_processes=4 with num_machines=3: .*to 3 or 6\."),
+        ({"mixed_precision": False}, r"^mixed_precision=false: YAML reads the bare word no as false.*'no', in quotes"),
+        ({"mixed_precision": "half"}, r"^mixed_precision='half': expected one of no, fp16, bf16, fp8"),
+        ({"mixed_precision": "fp16", "use_cpu": True}, r"^mixed_precision='fp16' with use_cpu=true.*to bf16 or 'no'"),
+        (
+            {"deepspeed_config": {"zero_stage": 2}},
+            r"^deepspeed_config with distributed_type='MULTI_GPU' has no effect",
+        ),
+        ({"fsdp_config": {"fsdp_version": 2}}, r"^fsdp_config with .* has no effect: FSDP reads it"),
+        ({"megatron_lm_config": {"a": 2}}, r"^megatron_lm_config with .* has no effect"),
+    ],
+)
+def test_a_mistake_around_our_section_is_named(accelerate: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert_only(messages(check(tmp_path, with_ours() | accelerate)), message)
+
+
+def test_a_file_without_a_type_or_our_section_is_named(tmp_path: Path) -> None:
+    content = with_ours()
+    del content["distributed_type"]
+    assert_only(messages(check(tmp_path, content)), r"^distributed_type: accelerate refuses a file without it\. Set")
+    checked = check(tmp_path, BASE)
+    assert messages(checked) == []
+    assert_only(messages(checked, "warning"), r"^parallelism_config\.hf_parallel: there is no such section.*Add one")
+
+
+def test_accelerate_s_own_sizes_need_fsdp_2(tmp_path: Path) -> None:
+    sizes = {"parallelism_config": {"parallelism_config_tp_size": 2}}
+    assert_only(
+        messages(check(tmp_path, BASE | sizes)), r"parallelism_config_tp_size=2 with .*need FSDP with fsdp_version 2"
+    )
+    fsdp = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    assert messages(check(tmp_path, BASE | sizes | fsdp)) == []
+    beside = with_ours() | {"parallelism_config": {"hf_parallel": {}, "parallelism_config_tp_size": 2}}
+    assert_only(messages(check(tmp_path, beside)), r"parallelism_config_tp_size=2 beside .*Remove it")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"pp_size": 3}, r"num_processes=4 is not a multiple of tp_size \* pp_size = 1 \* 3 = 3.*to 3 or 6"),
+        ({"pp_size": 0}, r"^pp_size=0: expected pipeline stages"),
+        ({"zero": {"stagge": 1}}, r"zero\.stagge: unknown key\. Did you mean stage\?"),
+        ({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": "x.csv"}}, r"x\.csv: cannot be read"),
+    ],
+)
+def test_our_own_rules_are_applied(section: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert_only(messages(check(tmp_path, with_ours(section))), message)
+
+
+def test_numbers_in_the_spelling_of_yaml_are_numbers(tmp_path: Path) -> None:
+    content = "distributed_type: MULTI_GPU\nnum_processes: 4\nparallelism_config:\n  hf_parallel: {pp_size: 2, pipeline: {num_microbatches: 1e1}}\n"
+    assert yaml.safe_load("1e1") == "1e1"
+    checked = check(tmp_path, content)
+    assert checked.errors == []
+    assert checked.config is not None
+    assert checked.config.pipeline.num_microbatches == 10
+
+
+def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
+    text = """# a comment
+distributed_type: MULTI_CPU
+num_processes: 3
+mixed_precision: no
+use_cpuu: true
+parallelism_config:
+  hf_parallel:
+    pp_size: 2
+    pipeline:
+      num_microbatches: -1
+    zzzz: 1
+"""
+    found = {(f.line, f.message.split(":")[0].split("=")[0]) for f in check(tmp_path, text).errors}
+    assert found == {
+        (2, "distributed_type"),
+        (4, "mixed_precision"),
+        (5, "use_cpuu"),
+        (10, "pipeline.num_microbatches"),
+        (11, "zzzz"),
+    }
+    finding = check(tmp_path, text).errors[0]
+    assert str(finding).startswith(f"{tmp_path / 'mine.yaml'}:{finding.line}: ")
+
+
+def test_a_file_that_cannot_be_read_as_yaml_is_one_problem(tmp_path: Path) -> None:
+    [finding] = check(tmp_path, "a: [1").findings
+    assert finding.message.startswith("not valid YAML")
+    [finding] = check(tmp_path, BASE | {"hf_parallel": {}}).findings
+    assert "the settings stand in parallelism_config.hf_parallel and nowhere else" in finding.message
+
+
+def test_lines_of_nested_keys_and_of_json() -> None:
+    assert key_lines("a:\n  b: {c: 1}\nd: 2\n") == {"a": 1, "a.b": 2, "a.b.c": 2, "d": 3}
+    assert key_lines('{\n  "a": {\n    "b": 1\n  }\n}') == {"a": 2, "a.b": 3}
+    assert key_lines("a: [") == {}
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"zero_stge": 2}, r"deepspeed_config\.zero_stge: unknown key, which accelerate drops silently\. Did you mean zero_stage\?"),
+        ({"overlap_comm": True}, r"deepspeed_config\.overlap_comm=True: accelerate drops it silently\. Write it into a DeepSpeed JSON"),
+        ({"offload_param_nvme_path": "/nvme"}, r"offload_param_nvme_path='/nvme': accelerate drops it silently"),
+        ({"zero_stage": 4}, r"deepspeed_config\.zero_stage=4: expected an integer from 0 to 3"),
+        ({"zero_stage": 2, "offload_param_device": "cpu"}, r"offload_param_device=cpu with .*zero_stage=2: .*Set .*zero_stage to 3"),
+        ({"offload_param_device": "cpu"}, r"offload_param_device=cpu with deepspeed_config\.zero_stage=2"),
+        ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, r"offload_optimizer_device=cpu with .*zero_stage=0: .*to 1 or more"),
+        ({"offload_optimizer_device": "gpu"}, r"offload_optimizer_device='gpu': expected one of none, cpu, nvme"),
+        ({"zero_stage": 3, "offload_param_device": "nvme"}, r"offload_param_device=nvme: accelerate does not pass a path on"),
+        ({"deepspeed_config_file": "/no/ds.json"}, r"deepspeed_config_file='/no/ds\.json': .*No such file.*Name a JSON file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_deepspeed_s_section_is_named(block: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checked = check(tmp_path, with_ours(distributed_type="DEEPSPEED", deepspeed_config=block), AMPERE)
+    assert_only(messages(checked), message)
+    assert all(finding.line for finding in checked.errors)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"gradient_accumulation_steps": 8}, r"gradient_accumulation_steps=8: training ends at the start unless.*Set it to 'auto'"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping=0\.5: .*max_grad_norm"),
+        ({"zero3_init_flag": True}, r"zero3_init_flag=true with zero_stage=2 has no effect"),
+        ({"zero3_save_16bit_model": "true", "zero_stage": 1}, r"zero3_save_16bit_model=true with zero_stage=1"),
+    ],
+)  # fmt: skip
+def test_what_may_fail_in_deepspeed_s_section_is_a_warning(
+    block: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    checked = check(tmp_path, with_ours(distributed_type="DEEPSPEED", deepspeed_config=block), AMPERE)
+    assert checked.errors == []
+    assert_only(messages(checked, "warning"), message)
+
+
+GOOD: dict[str, Any] = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}},
+}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return GOOD | {"zero_optimization": {"stage": 3} | settings}
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "line"),
+    [
+        ({**GOOD, "zero_optimisation": {}}, r"^zero_optimisation: unknown key, which DeepSpeed ignores silently\. Did you mean zero_optimization\?", True),
+        ({**GOOD, "amp": {}}, r"^amp: DeepSpeed 0\.19\.8 has removed it", True),
+        ({"fp16": {"enabled": False}}, r"^zero_optimization: accelerate refuses a DeepSpeed file without", False),
+        (zero(reduce_bucket="auto"), r"^zero_optimization\.reduce_bucket: unknown key, which .* refuses\. Did you mean reduce_bucket_size\?", True),
+        (zero(sub_group_size="1e9"), r"^zero_optimization\.sub_group_size='1e9': DeepSpeed refuses numbers in quotes\. Write 1000000000\.", True),
+        (zero(stage=5), r"^zero_optimization\.stage=5: expected an integer from 0 to 3", True),
+        (zero(stage=2, offload_param={"device": "cpu"}), r"^zero_optimization\.offload_param\.device=cpu with zero_optimization\.stage=2", True),
+        (zero(stage=0, offload_optimizer={"device": "cpu"}), r"^zero_optimization\.offload_optimizer\.device=cpu with .*stage=0", True),
+        (zero(offload_optimizer={"device": "cpu", "pin": True}), r"offload_optimizer\.pin: unknown key.*", True),
+        (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), r"offload_optimizer\.ratio=0\.5 with .*stage=2", True),
+        (zero(offload_param={"device": "nvme"}), r"offload_param\.nvme_path=None: expected the absolute path", True),
+        (zero(offload_param={"device": "nvme", "nvme_path": "nvme"}), r"offload_param\.nvme_path='nvme': expected the absolute", True),
+        (zero(offload_param={"device": "nvme", "nvme_path": "/no/nvme"}), r"nvme_path='/no/nvme': this folder does not exist", True),
+        ({**GOOD, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"^fp16\.enabled=true with bf16\.enabled=true", True),
+        ({**GOOD, "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+         r"^train_batch_size=64: 4 rows \* 2 accumulated \* 4 copies of the model \(4 processes / tp 1 / pp 1\) = 32\. Set it to 32", True),
+        ({**GOOD, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+          "tensor_parallel": {"autotp_size": 2}}, r"^train_batch_size=32: .*2 copies of the model \(4 processes / tp 2", True),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_deepspeed_file_is_named(
+    config: dict[str, Any], message: str, line: bool, tmp_path: Path
+) -> None:
+    checked = check(tmp_path, deepspeed(tmp_path, config), AMPERE)
+    assert_only(messages(checked), message)
+    for finding in checked.errors:
+        assert finding.file == tmp_path / "ds.json"
+        assert (finding.line is not None) is line
+
+
+def test_a_good_deepspeed_file_is_without_a_finding(tmp_path: Path) -> None:
+    assert check(tmp_path, deepspeed(tmp_path, GOOD), AMPERE).findings == ()
+    nvme = zero(offload_param={"device": "nvme", "nvme_path": str(tmp_path)}) | {"aio": {}}
+    assert check(tmp_path, deepspeed(tmp_path, nvme), AMPERE).errors == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (zero(sub_group_size="auto", reduce_bucket_size=1), r"^zero_optimization\.sub_group_size='auto': nobody fills this"),
+        (zero(cpu_offload=True, reduce_bucket_size=1), r"^zero_optimization\.cpu_offload: deprecated"),
+        (zero(reduce_bucket_size="auto", offload_param={"device": "nvme", "nvme_path": "/tmp"}), r"^aio: NVMe offload without"),
+        (zero(), r"^zero_optimization\.reduce_bucket_size=5e\+08: 1\.0 GB in 16 bit.*GPU of 25 GB\. Set it to"),
+    ],
+)  # fmt: skip
+def test_what_may_fail_in_a_deepspeed_file_is_a_warning(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checked = check(tmp_path, deepspeed(tmp_path, config), AMPERE)
+    assert checked.errors == []
+    assert_only(messages(checked, "warning"), message)
+
+
+def test_settings_in_both_places_are_refused(tmp_path: Path) -> None:
+    both = deepspeed(tmp_path, GOOD, block={"zero_stage": 3}, mixed_precision="bf16")
+    found = messages(check(tmp_path, both, AMPERE))
+    assert re.match(
+        r"deepspeed_config\.zero_stage beside .*\(zero_stage\): accelerate refuses settings in both", found[0]
+    )
+    assert re.match(r"mixed_precision='bf16' beside deepspeed_config\.deepspeed_config_file", found[1])
+
+
+def test_a_deepspeed_file_that_is_no_json_mapping_is_named(tmp_path: Path) -> None:
+    assert_only(messages(check(tmp_path, deepspeed(tmp_path, "{"), AMPERE)), r"deepspeed_config_file=.*Expecting")
+    assert_only(messages(check(tmp_path, deepspeed(tmp_path, []), AMPERE)), r"expected a mapping")
+
+
+def test_fp16_without_a_gpu_is_refused_in_a_deepspeed_file(tmp_path: Path) -> None:
+    content = deepspeed(tmp_path, GOOD | {"fp16": {"enabled": True}, "bf16": {"enabled": False}})
+    checked = check(tmp_path, content, CPU)
+    assert_only(messages(checked), r"^fp16\.enabled=true without a GPU: .*bf16\.enabled to true")
+    assert_only(messages(checked, "warning"), r"ddp_backend='gloo'")
+    assert messages(check(tmp_path, content, AMPERE)) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"fsdp_shard_strategy": 1}, r"fsdp_config\.fsdp_shard_strategy: unknown key.*Did you mean fsdp_sharding_strategy\?"),
+        ({"fsdp_version": 3}, r"fsdp_config\.fsdp_version=3: expected 1 or 2"),
+        ({"fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"}, r"fsdp_sharding_strategy with fsdp_version=2 has no effect"),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": "FULL_SHARD"}, r"reshard_after_forward='FULL_SHARD' with fsdp_version=2"),
+        ({"fsdp_activation_checkpointing_offload": True}, r"checkpointing_offload=true needs fsdp_activation_checkpointing=true"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_fsdp_s_section_is_named(block: dict[str, Any], message: str, tmp_path: Path) -> None:
+    checked = check(tmp_path, with_ours(distributed_type="FSDP", fsdp_config=block), AMPERE)
+    assert_only(messages(checked), message)
+    assert all(finding.line for finding in checked.errors)
+
+
+def test_fsdp_on_a_cpu_is_refused_and_its_keys_may_lack_the_prefix(tmp_path: Path) -> None:
+    content = with_ours(distributed_type="FSDP", fsdp_config={"version": 2}, use_cpu=True)
+    assert_only(messages(check(tmp_path, content)), r"distributed_type='FSDP' with use_cpu=true: .*plain DDP")
+
+
+def test_rules_about_the_machine(tmp_path: Path) -> None:
+    bf16, fp16 = with_ours(mixed_precision="bf16"), with_ours(mixed_precision="fp16")
+    assert_only(
+        messages(check(tmp_path, bf16, TURING)), r"mixed_precision='bf16': T4 has compute capability 7\.5.*to fp16"
+    )
+    assert messages(check(tmp_path, bf16 | {"use_cpu": True}, TURING)) == []
+    assert check(tmp_path, bf16, AMPERE).findings == ()
+    assert_only(messages(check(tmp_path, fp16, AMPERE), "warning"), r"mixed_precision='fp16': RTX 3090 has bf16")
+    assert check(tmp_path, fp16, TURING).findings == ()
+
+
+def test_the_lock_of_a_killed_build_is_refused_for_deepspeed(tmp_path: Path) -> None:
+    for op, library in (("done", True), ("killed", False)):
+        (tmp_path / "ext" / op).mkdir(parents=True)
+        (tmp_path / "ext" / op / "lock").touch()
+        if library:
+            (tmp_path / "ext" / op / f"{op}.so").touch()
+    locks = tuple(stale_locks(tmp_path / "ext"))
+    assert locks == (tmp_path / "ext" / "killed" / "lock",)
+    machine = dataclasses.replace(AMPERE, locks=locks)
+    content = with_ours(distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 2})
+    assert_only(
+        messages(check(tmp_path, content, machine)), r"killed/lock is the lock of a build.*Remove it if no build"
+    )
+    assert messages(check(tmp_path, with_ours(), machine)) == []
+
+
+def test_a_missing_number_of_processes_is_a_warning(tmp_path: Path) -> None:
+    content = with_ours()
+    del content["num_processes"]
+    checked = check(tmp_path, content)
+    assert checked.errors == []
+    assert_only(messages(checked, "warning"), r"^num_processes: without it every launch needs --num_processes")
+
+
+def test_the_global_batch_counts_model_copies_not_processes() -> None:
+    assert [*batch_problems(8, 2, 2, 8, 2, 2)] == []
+    [text] = batch_problems(32, 2, 2, 8, 2, 2)
+    assert text.endswith("2 copies of the model (8 processes / tp 2 / pp 2) = 8. Set it to 8 or 'auto'.")
+
+
+def test_the_key_lists_are_accelerate_s_own() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.utils import launch
+
+    assert set(ClusterConfig.__dataclass_fields__) | {"fp16", "dynamo_backend"} == KNOWN
+    fsdp = inspect.getsource(launch.prepare_multi_gpu_env)
+    assert set(re.findall(r"args, ?\"(fsdp_\w+)|args\.(fsdp_\w+)", fsdp)) <= {(k, "") for k in FSDP_KEYS} | {
+        ("", k) for k in FSDP_KEYS
+    }
+    assert {k for k in FSDP_KEYS if k in fsdp} == FSDP_KEYS
+    deepspeed_env = inspect.getsource(launch.prepare_deepspeed_cmd_env)
+    assert {key for key in PASSED_ON if f"args.{key}" in deepspeed_env} == PASSED_ON
+    assert not re.search(r"nvme_path", deepspeed_env)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_the_table_of_zero_keys_is_deepspeed_s_own() -> None:
+    found, tabled = zero_keys(), tabled_keys()
+    if found.source != tabled.source:
+        pytest.skip(f"the table is of {tabled.source}, installed is {found.source}")
+    assert (found.zero, found.offload_optimizer, found.offload_param) == (
+        tabled.zero, tabled.offload_optimizer, tabled.offload_param
+    )  # fmt: skip
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    assert not TOP & set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["validate", *arguments])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A config of 7e9 parameters; nothing of it is built but its names."""
+    (tmp_path / "seven").mkdir()
+    transformers.LlamaConfig().save_pretrained(tmp_path / "seven")
+    return str(tmp_path / "seven")
+
+
+def test_a_model_that_cannot_fit_is_refused_with_every_term(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.yaml"
+    block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    path.write_text(
+        yaml.safe_dump(with_ours(distributed_type="DEEPSPEED", deepspeed_config=block, mixed_precision="bf16"))
+    )
+    result = invoke(str(path), "--model", model, "--gpu-gb", "24", "--host-gb", "128")
+    assert result.exit_code == 1
+    assert (
+        "optimizer state and fp32 gradients 107.8 + parameters and gradients 27.0 = 134.8 GB needed" in result.output
+    )
+    for term in ("gathered parameters", "activations", "logits and loss", "overhead (not measured)", "pinned blocks"):
+        assert term in result.output
+    enough = invoke(str(path), "--model", model, "--gpu-gb", "24", "--host-gb", "192", "--json")
+    assert enough.exit_code == 0, enough.output
+    facts = json.loads(enough.stdout)
+    assert sum(facts["memory"]["host"].values()) == pytest.approx(134.8e9, rel=1e-3)
+    assert any("pinned blocks" in finding["message"] for finding in facts["findings"])
+
+
+def test_a_native_layout_is_judged_too(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "zero.yaml"
+    path.write_text(yaml.safe_dump(with_ours({"pp_size": 2, "zero": {"stage": 1}}, mixed_precision="bf16")))
+    refused = invoke(str(path), "--model", model, "--rows", "8", "--gpu-gb", "24", "--host-gb", "512")
+    assert refused.exit_code == 1
+    assert "GPU memory: weights 13.5 + gradients 13.5 + optimizer state 13.5" in refused.output
+    assert invoke(str(path), "--model", model, "--rows", "8", "--gpu-gb", "141", "--host-gb", "512").exit_code == 0
+    assert "train_batch_size=99: 8 rows * 1 accumulated * 2 copies" in invoke(
+        str(path), "--rows", "8", "--global-batch", "99"
+    ).output  # fmt: skip
+
+
+def test_processes_on_a_cpu_share_its_ram(model: str) -> None:
+    refused = invoke("cpu_pp2", "--model", model, "--host-gb", "64")
+    assert refused.exit_code == 1
+    assert "RAM of each process: weights 13.5" in refused.output
+    assert "32.0 GB there" in refused.output
+    assert invoke("cpu_pp2", "--model", model, "--host-gb", "640").exit_code == 0
+
+
+def test_a_wrong_model_or_dtype_is_refused(tmp_path: Path) -> None:
+    result = invoke("cpu_pp2", "--model", str(tmp_path / "nothing"))
+    assert result.exit_code == 1
+    assert "no config found" in result.output
+    assert invoke("cpu_pp2", "--dtype", "int8").exit_code == 2
+
+
+def test_layouts_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    layout = layout_of_file(check(tmp_path, deepspeed(tmp_path, zero(overlap_comm=False)), AMPERE))
+    assert (layout.engine, layout.stage, layout.precision, layout.buffers.overlap) == ("deepspeed", 3, "fp32", False)
+    half = zero(reduce_bucket_size=1e6) | {"bf16": {"enabled": True}}
+    layout = layout_of_file(check(tmp_path, deepspeed(tmp_path, half), AMPERE))
+    assert (layout.precision, layout.buffers.reduce_bucket) == ("half", 1e6)
+    block = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
+    layout = layout_of_file(
+        check(tmp_path, with_ours(distributed_type="FSDP", fsdp_config=block, num_machines=2), AMPERE)
+    )
+    assert (layout.engine, layout.stage, layout.offload_param, layout.ranks_per_node) == ("fsdp2", 2, "cpu", 2)
+    layout = layout_of_file(check(tmp_path, with_ours({"tp_size": 2}, mixed_precision="bf16")), None)
+    assert (layout.engine, layout.tp_size, layout.precision) == ("native", 2, "autocast")
