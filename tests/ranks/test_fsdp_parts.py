@@ -131,7 +131,7 @@ def between_rank(rank: int, world_size: int, stage: int) -> None:
     twin = tiny.llama(tied=True)
     mine = tiny.llama(tied=True)
     expected = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    made_before = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+    made_before = torch.optim.AdamW(mine.parameters(), lr=1e-2, foreach=stage == 2)
     for model, optimizer in ((twin, expected), (mine, made_before)):  # the optimizer has state when it is taken over
         model(**batch(9)).loss.backward()
         optimizer.step()
