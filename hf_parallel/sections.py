@@ -352,7 +352,7 @@ class GradientCompressionConfig(Section):
         """Share of the steps that are not compressed."""
         if self.warmup_ratio != "auto":
             return self.warmup_ratio
-        return 0.0 if self.method in ("none", "fp16", "bf16", "int8") else 0.1
+        return 0.1 if self.method in ("powersgd", "topk", "onebit") else 0.0
 
     def problems(self, path: str) -> list[str]:
         """Settings that contradict each other or have no effect, one line each; `path` is the section's."""
