@@ -174,7 +174,10 @@ def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes
     try:
         found = found or discover_stages(model, probes.discovery)
     except PlanError as error:
-        logger.warning("hf_parallel: the parameters of the whole model are gathered at once: %s", error)
+        logger.warning(
+            "hf_parallel: no stack of blocks was found, so zero gathers the parameters of the whole model at once (%s)",
+            error,
+        )
         return ()
     return tuple(f"{found.stack}.{index}" for index in found.ran)
 

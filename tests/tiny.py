@@ -162,6 +162,8 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
 MODELS = {
     "llama": llama,
     "llama_tied": lambda: llama(tied=True),
+    "llama_1": lambda: llama(layers=1),
+    "llama_half": lambda: llama().to(torch.bfloat16),
     "llama_8": lambda: llama(tied=True, layers=8),
     "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(dropout_rate=0.2),

@@ -241,8 +241,13 @@ def _prepare(module: nn.Module) -> None:
 
 
 def _keep_name(module: nn.Module) -> None:
-    """`fully_shard` renames a module's class; saving and label smoothing look at the name."""
+    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
+
+    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
+    """
     kind, place = type(module), FSDPModule._orig_cls_mro_index
-    plain = kind.__mro__[place]
+    plain: Any = kind.__mro__[place]
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
-    module.__class__ = type(plain.__name__, (kind,), body)
+    renamed = type(plain.__name__, (kind,), body)
+    type.__setattr__(renamed, "forward", plain.forward)
+    module.__class__ = renamed

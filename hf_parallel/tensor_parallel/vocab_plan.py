@@ -107,6 +107,8 @@ def shard_vocabulary(
             "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, sample)),
             "head": _reason(lambda: _check_head(model, ends, plan.tp_size, sample)),
         }
+        if any(ends.head in (*pair.columns, pair.row) for pair in plan.pairs):
+            storage["head"] = "it belongs to a pair, which cuts it along its other dim"
         replicated = f"{USERS_WISH} replicated"
         storage |= {end: replicated for end in storage if wishes.get(getattr(ends, end)) == "replicate"}
         if ends.tied and any(storage.values()):
@@ -159,7 +161,9 @@ def _extended(model: nn.Module, plan: TPPlan, ends: Ends, storage: Mapping[str, 
         linears[ends.head] = LinearPlan("gather" if loss else "vocab_head", False, spec, bias)
         reasons.pop(ends.head, None)
     if loss and ends.head:
-        kept = "gathered" if ends.head in linears else "replicated"
+        kept = {None: "replicated", "row": "paired"}.get(
+            linears[ends.head].role if ends.head in linears else None, "gathered"
+        )
         reasons[ends.head] = f"{kept}: {loss}" if USERS_WISH in loss else f"{kept}: {WHOLE_LOGITS}: {loss}"
     return replace(plan, linears=linears, fallbacks=reasons)
 

@@ -260,3 +260,24 @@ def scale_rank(rank: int, world_size: int) -> None:
 
 def test_residuals_do_not_depend_on_the_loss_scale(tmp_path: Path) -> None:
     run_ranks(scale_rank, 2, tmp_path=tmp_path)
+
+
+def exact_hierarchy_rank(rank: int, world_size: int) -> None:
+    """What is sent as it is goes through the hierarchy too: a rank sends its part of a node's sum, not of a ring of all."""
+    named = [("p0", nn.Parameter(torch.zeros(64, 64)))]
+    wire = make_wire("hierarchical_int8", "all_gather", dist.group.WORLD)
+    wire.warm = False
+    named[0][1].grad = torch.full((64, 64), float(rank + 1))
+    GradientReducer(named, dist.group.WORLD, traffic(wire)).reduce(1.0)
+    torch.testing.assert_close(named[0][1].grad, torch.full((64, 64), 10.0), rtol=0, atol=0)
+    flags = 2 * 3 * 4 // 4
+    assert wire.meter.wire_bytes - flags == 64 * 64 * 4 // 2
+    assert wire.meter.dense_bytes - flags == 2 * 3 * 64 * 64 * 4 // 4
+    wire.warm = True
+    GradientReducer(named, dist.group.WORLD, traffic(wire)).reduce(1.0)
+    assert wire.meter.codec_seconds > 0.0
+    wire.lane.close()
+
+
+def test_exact_sums_follow_the_hierarchy(tmp_path: Path) -> None:
+    run_ranks(exact_hierarchy_rank, 4, tmp_path=tmp_path)

@@ -7,6 +7,7 @@ computes with, a stale copy of a gathered parameter, or optimizer state lost on 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,14 @@ USER = Case("user", steps=4, user_optimizer=True, clip=0.0)
 EVALUATED = Case(
     "evaluated", model="llama_tied", steps=4, evaluate=True, metrics=True, eval_count=40, arguments=NO_NOISE
 )
-REFERENCES = (PLAIN, ACCUMULATED, GPT2, USER, EVALUATED)
+UNEVEN = dataclasses.replace(PLAIN, name="uneven", model="uneven")
+EXPERTS = Case("experts", model="mixtral", steps=4, arguments=NO_NOISE)
+SMOOTHED = Case("smoothed", steps=4, arguments={**NO_NOISE, "label_smoothing_factor": 0.1})
+CHECKPOINTED = dataclasses.replace(PLAIN, name="checkpointed", arguments={**NO_NOISE, "gradient_checkpointing": True})
+ONE_BLOCK = dataclasses.replace(PLAIN, name="one_block", model="llama_1")  # no stack: the model is gathered at once
+REFERENCES = (ONE_BLOCK, PLAIN, ACCUMULATED, GPT2, USER, EVALUATED, UNEVEN, SMOOTHED, CHECKPOINTED)
+# Averages over replicas count the balance loss of its router once each, whatever shares the parameters out.
+EXPERTS_WHOLE = dataclasses.replace(EXPERTS, name="stock_experts", parallel={"tp_size": 2})
 OFFLOAD = {"offload_param": "cpu", "offload_optimizer": "cpu"}
 
 
@@ -44,6 +52,10 @@ TWO_RANKS = [
     sharded(EVALUATED, "dp2_stage3_evaluated", 3),
     sharded(EVALUATED, "dp2_stage2_evaluated", 2),
     sharded(ACCUMULATED, "dp2_stage3_recomputed", 3, activation_checkpointing={"every": 1}),
+    sharded(PLAIN, "dp2_stage3_alternate", 3, activation_checkpointing={"every": 2, "mode": "alternate"}),
+    sharded(CHECKPOINTED, "dp2_stage3_gradient_checkpointing", 3),
+    sharded(ONE_BLOCK, "dp2_stage3_one_block", 3),
+    sharded(SMOOTHED, "dp2_stage3_label_smoothing", 3),
 ]
 FOUR_RANKS = [
     sharded(ACCUMULATED, "dp4_stage3", 3),
@@ -52,6 +64,10 @@ FOUR_RANKS = [
     sharded(ACCUMULATED, "tp2_dp2_stage3", 3, tp_size=2),
     sharded(GPT2, "tp2_dp2_stage2", 2, tp_size=2),
     sharded(PLAIN, "tp2_dp2_stage3_offloaded", 3, OFFLOAD, tp_size=2),
+    sharded(UNEVEN, "tp2_dp2_stage3_uneven", 3, tp_size=2),
+    sharded(EXPERTS, "tp2_dp2_stage3_experts", 3, tp_size=2),
+    sharded(ACCUMULATED, "sp2_dp2_stage3", 3, tp_size=2, sequence_parallel=True),
+    sharded(GPT2, "sp2_dp2_stage3_gpt2", 3, tp_size=2, sequence_parallel=True),
 ]
 
 
@@ -59,7 +75,8 @@ FOUR_RANKS = [
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
-    for world_size, cases in ((1, stock), (2, [c for c, _ in TWO_RANKS]), (4, [c for c, _ in FOUR_RANKS])):
+    four = [EXPERTS_WHOLE, *(case for case, _ in FOUR_RANKS)]
+    for world_size, cases in ((1, stock), (2, [case for case, _ in TWO_RANKS]), (4, four)):
         found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 
@@ -69,3 +86,32 @@ def test_parameters_in_parts_train_as_one_process_does(
     case: Case, base: Case, runs: dict[str, dict[str, Any]]
 ) -> None:
     compare(runs[case.name], runs[f"stock_{base.name}"])
+
+
+NATIVE: dict[str, Any] = {"stage": 2}
+FSDP: dict[str, Any] = {"stage": 3}
+NONE: dict[str, Any] = {"stage": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((2, FSDP), (4, {**FSDP, "dp_shard_size": 2})),
+        ((4, FSDP), (2, NONE)),
+        ((2, NONE), (2, FSDP)),
+        ((2, FSDP), (2, NATIVE)),
+        ((4, NATIVE), (2, {**FSDP, **OFFLOAD})),
+    ],
+    ids=["more_replicas", "to_none", "from_none", "to_native", "from_native"],
+)
+def test_a_checkpoint_resumes_on_other_engines_and_replicas(
+    saved: tuple[int, dict[str, Any]],
+    resumed: tuple[int, dict[str, Any]],
+    tmp_path: Path,
+    runs: dict[str, dict[str, Any]],
+) -> None:
+    run = dataclasses.replace(PLAIN, name="run")
+    run_cases([dataclasses.replace(run, parallel={"zero": saved[1]}, save=True)], saved[0], tmp_path)
+    (tmp_path / "run" / "parameters.safetensors").unlink()
+    again = dataclasses.replace(run, parallel={"zero": resumed[1]}, resume_at=2)
+    compare(run_cases([again], resumed[0], tmp_path)["run"], runs["stock_plain"])

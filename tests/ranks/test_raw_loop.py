@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 3}
 TP2 = {"tp_size": 2}
+STAGE3: dict[str, Any] = {"zero": {"stage": 3}}
 # name -> (processes, settings (None: stock), options of `loop`)
 RUNS: dict[str, tuple[int, dict[str, Any] | None, dict[str, Any]]] = {
     "stock": (1, None, {}),
@@ -33,11 +34,16 @@ RUNS: dict[str, tuple[int, dict[str, Any] | None, dict[str, Any]]] = {
     "tp2": (2, TP2, {}),
     "tp2_half": (2, TP2, {"factor": 0.5}),
     "dp2": (2, {}, {"batch": 4}),
+    "dp2_stage3": (2, STAGE3, {"batch": 4}),
+    "dp2_stage3_reversed": (2, STAGE3, {"batch": 4, "order": "reversed"}),
+    "dp2_stage3_plain_backward": (2, STAGE3, {"batch": 4, "plain_backward": True}),
+    "tp2_dp2_stage3": (4, TP2 | STAGE3, {"batch": 4, "order": "separate"}),
     "pp2_tp2": (4, PP2 | TP2, {}),
     "pp2_dp2": (4, PP2, {"batch": 4}),
     "tp2_dp2": (4, TP2, {"batch": 4, "order": "separate"}),
 }
 REFERENCES = {name: "stock" for name in RUNS if not name.startswith(("stock", "ddp"))}
+REFERENCES |= dict.fromkeys([name for name in RUNS if "stage3" in name], "ddp2")
 REFERENCES |= {"pp2_half": "stock_half", "tp2_half": "stock_half", "dp2": "ddp2", "pp2_dp2": "ddp2", "tp2_dp2": "ddp2"}
 
 
@@ -157,7 +163,7 @@ def scaler_main(rank: int, world_size: int, parallel: dict[str, Any]) -> list[An
     accelerator = make_accelerator(parallel)
     accelerator.gradient_accumulation_steps = 1
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    model, optimizer, loader, scheduler = accelerator.prepare(*parts(8 if parallel else 4))
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts(4 if parallel in ({}, STAGE3) else 8))
     accelerator.unscale_gradients = lambda optimizer=None: accelerator.scaler.unscale_(
         accelerator._optimizers[0].optimizer
     )
@@ -182,7 +188,7 @@ def scaler_main(rank: int, world_size: int, parallel: dict[str, Any]) -> list[An
     return history
 
 
-@pytest.mark.parametrize("parallel", [PP2, TP2, {}], ids=["pp2", "tp2", "dp2"])
+@pytest.mark.parametrize("parallel", [PP2, TP2, {}, STAGE3], ids=["pp2", "tp2", "dp2", "dp2_stage3"])
 def test_all_ranks_skip_a_step_that_overflowed_on_one(parallel: dict[str, Any], tmp_path: Path) -> None:
     results = run_ranks(scaler_main, 2, parallel, tmp_path=tmp_path, env=ENV)
     for history in results:

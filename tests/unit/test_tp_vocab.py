@@ -15,6 +15,8 @@ from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from vocab_models import CASES, VOCAB, config_of, vocab_batch, vocab_model
+from zoo.models import batch, build
+from zoo.shards import sweep_shards
 
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
@@ -396,3 +398,13 @@ def test_whoever_asks_for_logits_gets_whole_ones(case: str) -> None:
         assert evaluation.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
 
     on_virtual_ranks(2, work)
+
+
+def test_a_head_that_is_the_row_of_a_pair_keeps_its_place() -> None:
+    row = sweep_shards("rembert", 2)
+    assert (row.verdict, row.vocabulary) == ("exact", False), row.note
+    model = build("rembert")
+    inputs = {k: v for k, v in batch("rembert", model).items() if k != "labels"}
+    plan = shard_vocabulary(model, plan_tensor_parallel(model, 2, inputs), inputs)
+    assert plan.linears["cls.predictions.decoder"].role == "row"
+    assert "paired: the loss needs whole logits: it belongs to a pair" in plan.fallbacks["cls.predictions.decoder"]
