@@ -73,7 +73,9 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     share = parameters / layout.num_shards * min(layout.ranks_per_node, layout.num_processes)
     found = {}
     if layout.offload_optimizer == "cpu":
-        found["optimizer state and fp32 gradients"] = HOST_OPTIMIZER * share
+        whole = layout.engine == "fsdp2"
+        name = "parameters, gradients, optimizer state" if whole else "optimizer state and fp32 gradients"
+        found[name] = HOST_OPTIMIZER * share
     if layout.offload_param == "cpu" and layout.engine != "fsdp2":
         found["parameters and gradients"] = HOST_PARAMETERS * share
     return found

@@ -264,6 +264,17 @@ def test_the_parameters_of_all_stages_are_the_model_and_a_tied_head_once_more() 
             assert sum(ranks) == pytest.approx(shape.parameters + copies * 97 * 64)
 
 
+def test_stage_3_is_fsdp_2_and_offloads_all_or_nothing() -> None:
+    zero = {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+    layout = layout_of(HFParallelConfig(zero=zero), 8, 4, "autocast")
+    assert (layout.engine, sum(states(1.0, layout).values())) == ("fsdp2", 0)
+    assert host_states(8e9, layout) == {"parameters, gradients, optimizer state": 16 * 4e9}
+    kept = layout_of(HFParallelConfig(zero={"stage": 3}), 8, 4, "autocast")
+    assert sum(states(8.0, kept).values()) == 16
+    found = buffers(SEVEN.parameters, SEVEN, kept)
+    assert found["gathered embedding and head"] == pytest.approx(4 * 2 * 131_072_000, rel=1e-3)
+
+
 def test_residuals_and_local_steps_are_terms() -> None:
     compressed = layout_of(HFParallelConfig(gradient_compression={"method": "int4"}), 2, 2)
     assert estimate(SEVEN, compressed, Work(1, 1)).gpu["residual of compression"] == 4 * SEVEN.parameters
