@@ -73,7 +73,9 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     share = parameters / layout.num_shards * min(layout.ranks_per_node, layout.num_processes)
     found = {}
     if layout.offload_optimizer == "cpu":
-        found["optimizer state and fp32 gradients"] = HOST_OPTIMIZER * share
+        whole = layout.engine == "fsdp2"
+        name = "parameters, gradients, optimizer state" if whole else "optimizer state and fp32 gradients"
+        found[name] = HOST_OPTIMIZER * share
     if layout.offload_param == "cpu" and layout.engine != "fsdp2":
         found["parameters and gradients"] = HOST_PARAMETERS * share
     return found
@@ -124,13 +126,16 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 
 
 def saved_by_block(shape: ModelShape, layout: Layout, work: Work) -> float:
-    """Bytes that autograd keeps of one block for each token.
+    """Bytes that autograd keeps of one block for each token, as traced or else as counted.
 
     Counted op by op for Hugging Face's Llama block (RMSNorm, rotary attention through SDPA, gated feed-forward part) and
     equal to what `saved_tensors_hooks` sees there; for h = heads * head_dim = kv_heads * head_dim in 16 bit it is
     h (24 + 8 intermediate / h) and some bytes of statistics. Without a gate: LayerNorm and a fused activation, a lower
     bound. Tensor parallelism leaves the norms whole, unless the sequence is shared.
     """
+    traced, whole = shape.saved, 1 if layout.sequence_parallel else layout.tp_size
+    if traced is not None:
+        return (traced.shared * whole + traced.split + traced.square * work.length) / layout.tp_size
     full = layout.precision == "fp32"
     size, tp = (4 if full else 2), layout.tp_size
     norm = {"fp32": 12, "half": 8, "autocast": 13}[layout.precision] if shape.gated else 2 * size

@@ -16,6 +16,21 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
+class SavedBytes:
+    """What autograd keeps of one block for each token, as traced in one precision.
+
+    Args:
+        shared: Bytes that every tensor-parallel rank keeps (of the width of the residual stream).
+        split: Bytes that these ranks share.
+        square: More of them for each token of the length (stored attention matrices).
+    """
+
+    shared: float
+    split: float
+    square: float
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The numbers of a model that memory depends on.
 
@@ -33,6 +48,7 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
+        saved: What a block keeps, if it was traced; else it is counted as Llama's block.
     """
 
     parameters: int
@@ -48,6 +64,7 @@ class ModelShape:
     tied: bool = False
     gated: bool = True
     largest: int = 0
+    saved: SavedBytes | None = None
 
     @property
     def block(self) -> float:

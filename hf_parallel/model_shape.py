@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hf_parallel.block_trace import trace_block
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory_layout import ModelShape
+from hf_parallel.memory_layout import ModelShape, Precision
 
 
-def shape_of(name_or_path: str) -> ModelShape:
+def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShape:
     """The shape of a causal language model.
 
     Args:
         name_or_path: A `config.json`, a folder with one, or a name that transformers can look up.
+        precision: In which the activations of a block are traced; None counts them as Llama's.
 
     Raises:
         ConfigError: There is no such config, or no causal language model for it.
@@ -29,40 +31,35 @@ def shape_of(name_or_path: str) -> ModelShape:
             f"model {name_or_path!r}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
-    return shape_of_config(config)
+    return shape_of_config(config, precision)
 
 
-def shape_of_config(config: Any) -> ModelShape:
+def shape_of_config(config: Any, precision: Precision | None = None) -> ModelShape:
     """The shape of the model that `AutoModelForCausalLM` builds from a transformers config.
+
+    Args:
+        config: The config; it is not changed.
+        precision: As for `shape_of`.
 
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, ImportError, RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"model type {config.model_type!r} cannot be built from its config: {str(error).strip().splitlines()[0]} "
-            "Give the config of a causal language model."
-        ) from None
-    text = config.get_text_config()
-    hidden, layers, heads = (_number(text, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    model, text = _on_meta(config), config.get_text_config()
+    hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    total = sum(sizes.values())
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
-    head = 0 if output is None else output.weight.numel()
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     tied = output is not None and output.weight is embedding
-    block = (total - embedding.numel() - (0 if tied else head)) / layers
-    wide = _intermediate(text, hidden)
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    head = 0 if output is None else output.weight.numel()
+    saved = None if precision is None else trace_block(config, precision)
+    heads = getattr(text, "num_attention_heads", None) or (
+        _number(text, "num_attention_heads") if saved is None else 0
+    )
+    head_dim = getattr(text, "head_dim", None) or hidden // max(1, heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
+    wide, attention = _intermediate(text, hidden), 2 * hidden * head_dim * (heads + kv_heads)
     return ModelShape(
-        parameters=total,
+        parameters=sum(sizes.values()),
         layers=layers,
         hidden=hidden,
         intermediate=wide,
@@ -75,7 +72,23 @@ def shape_of_config(config: Any) -> ModelShape:
         tied=tied,
         gated=block - attention > 2.5 * hidden * wide,
         largest=max(sizes.values()),
+        saved=saved,
     )
+
+
+def _on_meta(config: Any) -> Any:
+    """The model without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"model type {config.model_type!r} cannot be built from its config: {str(error).strip().splitlines()[0]} "
+            "Give the config of a causal language model."
+        ) from None
 
 
 def _number(config: Any, key: str) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hf_parallel.errors import ParallelError
-from hf_parallel.fit import Verdict, batch_errors, judge
+from hf_parallel.fit import Verdict, batch_errors, judge, layout_of_file
 from hf_parallel.machine import this_machine
 from hf_parallel.memory_layout import Precision, Work
 from hf_parallel.memory_report import GB, describe
@@ -79,7 +79,7 @@ def _answer(path: Path, question: _Question) -> tuple[Checked, Verdict | None]:
     if question.model is not None:
         gpu_bytes = machine.gpu_bytes if question.gpu_gb is None else question.gpu_gb * GB
         host_bytes = machine.ram_bytes if question.host_gb is None else question.host_gb * GB
-        shape = shape_of(question.model)
+        shape = shape_of(question.model, layout_of_file(checked, question.dtype).precision)
         verdict = judge(checked, shape, question.work, gpu_bytes, host_bytes, question.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]

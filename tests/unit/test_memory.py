@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -133,7 +135,7 @@ def llama(layers: int, kv_heads: int, tied: bool = False) -> Any:
 
 def saved_bytes(config: Any, precision: str, rows: int, length: int) -> int:
     dtype = torch.bfloat16 if precision == "half" else torch.float32
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -145,7 +147,7 @@ def saved_bytes(config: Any, precision: str, rows: int, length: int) -> int:
 
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
     with saved_tensors_hooks(keep, lambda tensor: tensor), cast:
-        model(input_ids=torch.randint(0, 97, (rows, length)))
+        model(input_ids=torch.randint(0, 97, (rows, length)), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -163,6 +165,51 @@ def test_activations_of_a_block_are_what_autograd_keeps(precision: Any, kv_heads
         per_block -= buffers(matrices, shape, Layout(1, 1, precision="autocast"))["weights cast to 16 bit"]
     expected = rows * length * saved_by_block(shape, Layout(1, 1, precision=precision), Work(rows, length))
     assert per_block == expected
+
+
+@pytest.mark.parametrize("precision", ["half", "fp32", "autocast"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_trace_on_fake_tensors_is_what_autograd_keeps(precision: Any, kv_heads: int) -> None:
+    traced, counted = shape_of_config(llama(4, kv_heads), precision), shape_of_config(llama(4, kv_heads))
+    assert counted.saved is None
+    assert traced == dataclasses.replace(counted, saved=traced.saved)
+    for tp_size in (1, 2):
+        layout, work = Layout(2, 2, tp_size=tp_size, precision=precision), Work(1, 300)
+        assert saved_by_block(traced, layout, work) == saved_by_block(counted, layout, work)
+
+
+def test_a_trace_sees_what_no_formula_knows() -> None:
+    sizes = {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 512}
+    config = transformers.GPT2Config(
+        **sizes, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, bos_token_id=1, eos_token_id=2
+    )
+    saved = shape_of_config(config, "half").saved
+    assert saved is not None
+    assert saved.square == 0
+    short, long = (
+        saved_bytes(config, "half", 1, 96) - saved_bytes(copy_of(config, 2), "half", 1, 96),
+        saved_bytes(config, "half", 1, 192) - saved_bytes(copy_of(config, 2), "half", 1, 192),
+    )
+    assert saved.shared + saved.split == (long - short) / 2 / 96
+    config._attn_implementation = "eager"
+    eager = shape_of_config(config, "half").saved
+    assert eager is not None
+    assert eager.square > 0
+
+
+def copy_of(config: Any, layers: int) -> Any:
+    changed = copy.deepcopy(config)
+    changed.num_hidden_layers = layers
+    return changed
+
+
+def test_a_state_space_model_is_traced_and_has_no_heads() -> None:
+    config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    saved = shape_of_config(config, "fp32").saved
+    assert saved is not None
+    assert saved.split > 0
+    with pytest.raises(ConfigError, match=r"config of 'mamba' has num_attention_heads=None"):
+        shape_of_config(config)
 
 
 def test_the_formula_is_the_known_one_per_token_and_width() -> None:
@@ -215,6 +262,17 @@ def test_the_parameters_of_all_stages_are_the_model_and_a_tied_head_once_more() 
             ranks = parameters_of_ranks(shape, layout_of(HFParallelConfig(pp_size=2, **settings), 2, 2))
             copies = tied and settings != {"pipeline": {"schedule": "zbv_zero_bubble"}}
             assert sum(ranks) == pytest.approx(shape.parameters + copies * 97 * 64)
+
+
+def test_stage_3_is_fsdp_2_and_offloads_all_or_nothing() -> None:
+    zero = {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+    layout = layout_of(HFParallelConfig(zero=zero), 8, 4, "autocast")
+    assert (layout.engine, sum(states(1.0, layout).values())) == ("fsdp2", 0)
+    assert host_states(8e9, layout) == {"parameters, gradients, optimizer state": 16 * 4e9}
+    kept = layout_of(HFParallelConfig(zero={"stage": 3}), 8, 4, "autocast")
+    assert sum(states(8.0, kept).values()) == 16
+    found = buffers(SEVEN.parameters, SEVEN, kept)
+    assert found["gathered embedding and head"] == pytest.approx(4 * 2 * 131_072_000, rel=1e-3)
 
 
 def test_residuals_and_local_steps_are_terms() -> None:
