@@ -43,7 +43,7 @@ from hf_parallel.data_parallel.wire import PlainWire, Traffic, Wire
 from hf_parallel.gradient_compression.build import make_wire
 from hf_parallel.gradient_compression.ddp_hook import compress_ddp
 from hf_parallel.gradient_compression.wire import CompressedWire
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 NOTHING, PLAIN = "no exchange", "none"

@@ -26,15 +26,13 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_parallel.recipes import list_recipes, load_recipe
+    from hf_parallel.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
     from hf_parallel.sections import (
         ActivationCheckpointingConfig,
         CheckpointConfig,
-        GradientCompressionConfig,
-        LocalSgdConfig,
         MonitorConfig,
         PipelineConfig,
         TensorParallelConfig,
-        ZeroConfig,
     )
     from hf_parallel.trainer import HFParallelTrainer
     from hf_parallel.twin import plan_for
@@ -68,10 +66,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "GradientCompressionConfig": "replica_sections",
     "HFParallelCallback": "callback",
     "HFParallelConfig": "config",
     "HFParallelPlugin": "accelerator",
     "HFParallelTrainer": "trainer",
+    "LocalSgdConfig": "replica_sections",
+    "ZeroConfig": "replica_sections",
     "list_recipes": "recipes",
     "load_recipe": "recipes",
     "plan_for": "twin",

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.problems import locate, rewritten, sections_of
+from hf_parallel.replica_sections import DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
 from hf_parallel.sections import (
     DEFAULT_RANK_ORDER,
     STAGES_PER_RANK,
@@ -23,14 +24,10 @@ from hf_parallel.sections import (
     Axis,
     CheckpointConfig,
     Count,
-    DataParallelConfig,
-    GradientCompressionConfig,
-    LocalSgdConfig,
     MonitorConfig,
     PipelineConfig,
     Section,
     TensorParallelConfig,
-    ZeroConfig,
     as_tuple,
     spelled,
 )

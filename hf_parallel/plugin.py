@@ -36,8 +36,8 @@ from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
 from hf_parallel.planning import Plans, agree, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
+from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.replicas import ReplicaSettings
-from hf_parallel.sections import ZeroConfig
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.sequence import install_blocks
 from hf_parallel.watchdog import Watchdog

@@ -26,7 +26,13 @@ from hf_parallel.gradient_compression.predict import predict
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
-from hf_parallel.sections import BIASED, DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+from hf_parallel.replica_sections import (
+    BIASED,
+    DataParallelConfig,
+    GradientCompressionConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+)
 
 
 logger = logging.getLogger(__name__)

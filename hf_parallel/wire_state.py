@@ -19,7 +19,7 @@ from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.errors import CheckpointError
 from hf_parallel.gradient_compression.wire import CompressedWire
 from hf_parallel.mesh import Mesh
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 SEPARATOR = "::"

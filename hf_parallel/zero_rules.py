@@ -5,13 +5,8 @@ Each function returns problems, one line each: key and value, rule, fix.
 
 from __future__ import annotations
 
-from hf_parallel.sections import (
-    ActivationCheckpointingConfig,
-    DataParallelConfig,
-    GradientCompressionConfig,
-    ZeroConfig,
-    spelled,
-)
+from hf_parallel.replica_sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
+from hf_parallel.sections import ActivationCheckpointingConfig, spelled
 
 
 def partition_problems(

@@ -21,7 +21,7 @@ from hf_parallel.gradient_compression.feedback import ErrorFeedback
 from hf_parallel.gradient_compression.lane import Lane
 from hf_parallel.gradient_compression.powersgd import PowerSGD
 from hf_parallel.gradient_compression.wire import CompressedWire
-from hf_parallel.sections import BLOCK_SIZES, GradientCompressionConfig
+from hf_parallel.replica_sections import BLOCK_SIZES, GradientCompressionConfig
 
 
 MANY = 10**9  # elements of residuals above which they are kept in bf16

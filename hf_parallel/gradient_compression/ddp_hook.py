@@ -13,7 +13,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.build import make_wire
 from hf_parallel.gradient_compression.lane import Job
 from hf_parallel.gradient_compression.wire import CompressedWire
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 @dataclass(frozen=True)

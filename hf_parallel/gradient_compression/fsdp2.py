@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.build import make_codec
 from hf_parallel.gradient_compression.exchange import CompressedAllReduce, Meter, Steps
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 class CompressedReduceScatter:

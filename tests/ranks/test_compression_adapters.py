@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradient_compression.ddp_hook import compress_ddp
 from hf_parallel.gradient_compression.fsdp2 import compress_fsdp2
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 def network() -> nn.Sequential:

@@ -14,7 +14,8 @@ from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.sections import STAGES_PER_RANK, GradientCompressionConfig, ScheduleName
+from hf_parallel.replica_sections import GradientCompressionConfig
+from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
 
 
 def parse(**values: Any) -> HFParallelConfig:

@@ -20,7 +20,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.export import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.machine import Machine
 from hf_parallel.recipes import KEY, SECTION
-from hf_parallel.sections import ZeroConfig
+from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.validation import check_file
 
 

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections", "deepspeed_keys", "machine"},
-    {"problems", "deepspeed_rules", "doctor", "zero_rules"},
+    {"problems", "deepspeed_rules", "doctor", "replica_sections"},
+    {"zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
     {"accelerate_rules", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
@@ -39,7 +40,7 @@ FLOORS = [
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
-STRATEGIES_MAY_IMPORT = {"errors", "sections", "config", "compat", "mesh"}
+STRATEGIES_MAY_IMPORT = {"errors", "sections", "replica_sections", "config", "compat", "mesh"}
 
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 

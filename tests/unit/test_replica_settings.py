@@ -10,7 +10,7 @@ import torch
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
 from hf_parallel.gradient_compression.build import make_codec
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

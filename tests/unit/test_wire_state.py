@@ -14,7 +14,7 @@ import torch
 from hf_parallel.errors import CheckpointError
 from hf_parallel.gradient_compression.feedback import ErrorFeedback
 from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.sections import GradientCompressionConfig
+from hf_parallel.replica_sections import GradientCompressionConfig
 from hf_parallel.wire_state import load_wire, save_wire, wire_file
 
 
