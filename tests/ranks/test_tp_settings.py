@@ -6,7 +6,6 @@ If these fail, a setting of the user has no effect, or training with it is silen
 from __future__ import annotations
 
 import dataclasses
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +153,5 @@ def test_what_cannot_be_done_is_refused_on_every_rank(name: str, text: str, refu
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    logging.getLogger("hf_parallel").setLevel(logging.ERROR)
     folder = tmp_path_factory.mktemp("refusals")
     return run_ranks(refusals_main, 2, str(folder), tmp_path=folder, timeout=120, env=ENV)
