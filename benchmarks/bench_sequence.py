@@ -28,12 +28,11 @@ from saved_tensors import saved_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel  # noqa: E402
 from hf_parallel.tensor_parallel.cost import traffic  # noqa: E402
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel  # noqa: E402
 from hf_parallel.tensor_parallel.plan import TPPlan  # noqa: E402
 from hf_parallel.tensor_parallel.sequence_plan import shard_sequence  # noqa: E402
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups  # noqa: E402
+from hf_parallel.tensor_parallel.virtual import run_sharded  # noqa: E402
 from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary  # noqa: E402
 
 
@@ -63,11 +62,7 @@ def build(name: str, hidden: int, layers: int, length: int) -> nn.Module:
 
 def on_ranks(model: nn.Module, plan: TPPlan, batch: Batch) -> int:
     """Bytes on the rank that keeps most."""
-    groups = virtual_groups(plan.tp_size, 120.0)
-    twins = [copy.deepcopy(model) for _ in groups]
-    for rank, (twin, group) in enumerate(zip(twins, groups, strict=True)):
-        apply_tensor_parallel(twin, plan, group, rank, lambda name: True)
-    return max(run_virtual_ranks(groups, lambda rank: saved_bytes(twins[rank], batch)))
+    return max(run_sharded(lambda: copy.deepcopy(model), plan, 120.0, lambda twin: saved_bytes(twin, batch)))
 
 
 def checkpointed(model: nn.Module, batch: Batch) -> int:

@@ -23,6 +23,7 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
 from hf_parallel.preflight import check_schedule, refuse_model
+from hf_parallel.recipes import replica_settings
 from hf_parallel.session import Session
 from hf_parallel.trainer_mixin import HFParallelTrainerMixin
 
@@ -138,20 +139,15 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
             f"distributed_type {name} together with pp_size={config.pp_size}, tp_size={config.tp_size}: both would "
             "own the model. Set distributed_type: MULTI_GPU, or pp_size and tp_size to 1."
         )
-    unread = {
-        f"zero.stage={config.zero.stage}": config.zero.stage > 0,
-        f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
-        != "none",
-        f"local_sgd.sync_every={config.local_sgd.sync_every}": config.local_sgd.sync_every > 1,
-    }
-    if any(unread.values()):
+    unread = replica_settings(config)
+    if unread:
         instead = (
             "use zero_optimization.stage, zero_quantized_gradients or communication_data_type of its own config"
             if name == "DeepSpeed"
             else "call hf_parallel.gradient_compression.fsdp2.compress_fsdp2 in a loop of your own"
         )
         raise ConfigError(
-            f"{', '.join(text for text, given in unread.items() if given)} with distributed_type {name}, which reduces "
+            f"{', '.join(unread)} with distributed_type {name}, which reduces "
             f"gradients itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
         )
     logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)

@@ -200,33 +200,37 @@ class GradientSync:
                 f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or zero.stage 0."
             )
 
-    def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
-        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+    def _ranges(self, name: str, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
+        """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
         entry: Entry = self._ledger.entries[name]
         if entry.owner != self._mesh.pp_rank:
-            return False
+            return []
         if entry.spec is None:
-            return self._mesh.tp_rank == 0
+            return None if self._mesh.tp_rank == 0 else []
         pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
-        if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim]:
-            return True
+        return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
+
+    def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return ranges is None
         mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
-        for start, length in pieces:
-            mask.narrow(entry.spec.dim, start, length).fill_(True)
+        for start, length in ranges:
+            mask.narrow(spec.dim, start, length).fill_(True)
         return mask
 
     def _counted(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
         """The parts of this rank's gradient of `name` that this rank counts in the norm."""
-        entry: Entry = self._ledger.entries[name]
         gradient = parameter.grad
-        if gradient is None or entry.owner != self._mesh.pp_rank:
+        if gradient is None:
             return []
         if is_part(gradient):
             wanted, part = self._counts(name, parameter), local_of(gradient)
             if isinstance(wanted, torch.Tensor):
                 return [part * rows_of(gradient, wanted).to(part.device)]
             return [part] if wanted else []
-        if entry.spec is None:
-            return [gradient] if self._mesh.tp_rank == 0 else []
-        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
-        return [gradient.narrow(entry.spec.dim, start, length) for start, length in pieces]
+        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return [gradient] if ranges is None else []
+        return [gradient.narrow(spec.dim, start, length) for start, length in ranges]

@@ -127,7 +127,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
             f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
         )
-    replicas = _replica_settings(config) if kind in FOREIGN_ENGINES else []
+    replicas = replica_settings(config) if kind in FOREIGN_ENGINES else []
     if replicas:
         problems.append(
             f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} reduces gradients itself, so that would have no "
@@ -186,7 +186,7 @@ def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
     return config
 
 
-def _replica_settings(config: HFParallelConfig) -> list[str]:
+def replica_settings(config: HFParallelConfig) -> list[str]:
     """Settings of what the replicas do with each other that are not the defaults."""
     given = {
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan import BlockSequence, PairPlan, Place, Region, SequencePlan, TPPlan
 from hf_parallel.tensor_parallel.sequence_trace import Travel, plan_of_block, refusal, trace_stack
 from hf_parallel.tensor_parallel.trace import agree, capture_inputs, map_tensors, private_copy, tensors_in, undisturbed
 from hf_parallel.tensor_parallel.verify import RANK_TIMEOUT_S, RejectedError, cotangent
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.virtual import run_sharded
 
 
 Options = list[tuple[Region, ...]]
@@ -285,12 +284,7 @@ class _Trial:
             travel = self.travel
             plan = replace(plan, sequence=SequencePlan(travel.stack, travel.dim, travel.width, (proposal,)))
         try:
-            groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
-            modules = []
-            for rank, group in enumerate(groups):
-                modules.append(private_copy(self.block.module))
-                apply_tensor_parallel(modules[rank], plan, group, rank, lambda name: True)
-            return run_virtual_ranks(groups, lambda rank: self._run(modules[rank]))
+            return run_sharded(lambda: private_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
         except Exception as error:  # the block's own code, run on parts, may raise anything
             raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:150].rstrip('.')}") from error
 

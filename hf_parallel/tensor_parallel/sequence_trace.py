@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.graph import met_first
 from hf_parallel.tensor_parallel.plan import PairPlan, Place, TPPlan
 from hf_parallel.tensor_parallel.trace import map_tensors, run, tensors_in
 
@@ -89,18 +90,7 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Tr
 
 def _read(output: Any, last: Collection[Any], made: Mapping[Any, tuple[str, Place]]) -> tuple[tuple[str, Place], ...]:
     """Results of modules that are met first on every way back from the output, but for those through `last`."""
-    found, seen = set(), set(last)
-    pending = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in made:
-            found.add(made[node])
-        else:
-            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return tuple(sorted(found, key=repr))
+    return tuple(sorted(met_first(tensors_in(output), made, last), key=repr))
 
 
 def sequence_dim(hidden: Tensor, sample: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.graph import met_first
 
 
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # matrix products, and the position of their left factor
@@ -282,8 +283,8 @@ def trace_linears(model: nn.Module, linears: Mapping[str, LinearInfo], sample: M
             handle.remove()
     producers: dict[str, list[frozenset[str]]] = {}
     for name, x in calls:
-        producers.setdefault(name, []).append(_first_linears([x], name_of_node))
-    escaping = _first_linears(tensors_in(output), name_of_node)
+        producers.setdefault(name, []).append(met_first([x], name_of_node))
+    escaping = met_first(tensors_in(output), name_of_node)
     return Trace(producers, escaping, frozenset(foreign), frozenset(called), _per_token(model, reads.flops, sample))
 
 
@@ -305,22 +306,6 @@ def _read_in_training(model: nn.Module, sample: Mapping[str, Any]) -> set[str]:
 def _per_token(model: nn.Module, flops: Mapping[nn.Module, int], sample: Mapping[str, Any]) -> dict[str, float]:
     tokens = max((tensor.numel() for tensor in tensors_in(sample) if not tensor.is_floating_point()), default=1)
     return {name: flops[module] / tokens for name, module in model.named_modules() if module in flops}
-
-
-def _first_linears(tensors: list[Tensor], name_of_node: Mapping[Any, str]) -> frozenset[str]:
-    """The linears met first on every way back from `tensors` through the autograd graph."""
-    found, seen = set(), set()
-    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in name_of_node:
-            found.add(name_of_node[node])
-        else:
-            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return frozenset(found)
 
 
 class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.influence import Block
 from hf_parallel.tensor_parallel.plan import InputRule, TPPlan
 from hf_parallel.tensor_parallel.propose import Candidate, Proposal
 from hf_parallel.tensor_parallel.trace import NOISE_SEED, agree, map_tensors, private_copy, tensors_in
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.virtual import run_sharded
 
 
 RANK_TIMEOUT_S = 60.0
@@ -80,12 +79,7 @@ class BlockVerifier:
     def _run_ranks(self, proposal: Proposal) -> list[_Outcome]:
         plan = TPPlan(self.tp_size, proposal.linears, (proposal.pair,), {}, {}, {})
         try:
-            groups = virtual_groups(self.tp_size, RANK_TIMEOUT_S)
-            modules = []
-            for rank, group in enumerate(groups):
-                modules.append(private_copy(self.block.module))
-                apply_tensor_parallel(modules[rank], plan, group, rank, lambda name: True)
-            return run_virtual_ranks(groups, lambda rank: self._run(modules[rank]))
+            return run_sharded(lambda: private_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
         except Exception as error:  # the block's own code, run with sizes it was not written for, may raise anything
             raise RejectedError(f"raises {type(error).__name__}: {str(error).strip()[:100]}") from error
 

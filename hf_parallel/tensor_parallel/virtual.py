@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.functions import VirtualGroup
+from hf_parallel.tensor_parallel.plan import TPPlan
 
 
 T = TypeVar("T")
@@ -46,3 +48,21 @@ def run_virtual_ranks(groups: Sequence[VirtualGroup], main: Callable[[int], T]) 
     if raised:
         raise next((error for error in raised if not isinstance(error, threading.BrokenBarrierError)), raised[0])
     return [result for result in results if result is not None]
+
+
+def run_sharded(
+    copies: Callable[[], nn.Module], plan: TPPlan, timeout_s: float, main: Callable[[nn.Module], T]
+) -> list[T]:
+    """`main` of every rank's part of a module, results in rank order.
+
+    Args:
+        copies: Makes a whole module of its own for a rank.
+        plan: Of the module.
+        timeout_s: As for `virtual_groups`.
+        main: Runs a part; its collectives meet those of the other ranks.
+    """
+    groups = virtual_groups(plan.tp_size, timeout_s)
+    modules = [copies() for _ in groups]
+    for rank, (module, group) in enumerate(zip(modules, groups, strict=True)):
+        apply_tensor_parallel(module, plan, group, rank, lambda name: True)
+    return run_virtual_ranks(groups, lambda rank: main(modules[rank]))

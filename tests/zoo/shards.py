@@ -14,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from hf_parallel.errors import ParallelError
 from hf_parallel.planning import vocabulary_modules
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.cost import flops_coverage
 from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.virtual import run_sharded
 from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
 from zoo.models import batch, build, quiet, why_not
 from zoo.sweep import FLOOR, deadline, relative, verdict_of
@@ -155,11 +154,7 @@ def difference(model: nn.Module, plan: TPPlan, inputs: dict[str, Any]) -> float:
     Every rank must hold the whole gradient of what is replicated, and its very shard of what is not.
     """
     loss, expected = _measure(copy.deepcopy(model), inputs)
-    groups = virtual_groups(plan.tp_size, 60.0)
-    twins = [copy.deepcopy(model) for _ in groups]
-    for rank, (twin, group) in enumerate(zip(twins, groups, strict=True)):
-        apply_tensor_parallel(twin, plan, group, rank, lambda name: True)
-    ranks = run_virtual_ranks(groups, lambda rank: _measure(twins[rank], inputs))
+    ranks = run_sharded(lambda: copy.deepcopy(model), plan, 60.0, lambda twin: _measure(twin, inputs))
     specs = plan.shard_specs()
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
     errors = []
