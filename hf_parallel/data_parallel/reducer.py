@@ -15,8 +15,16 @@ from torch import Tensor, nn
 
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
-from hf_parallel.data_parallel.wire import PLAIN, Counts, PlainWire, Traffic, Wait, Wire, WireCounters
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.data_parallel.wire import (
+    PLAIN,
+    Counts,
+    PlainWire,
+    Traffic,
+    Wait,
+    Wire,
+    WireCounters,
+    require_announced,
+)
 
 
 @dataclass(slots=True)
@@ -100,11 +108,7 @@ class GradientReducer:
         if wire is None:
             self._scale(factor)
             return
-        if wire.lossy and self._under_way and factor != self._factor:
-            raise UnsupportedError(
-                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
-                "early carry the wrong one. Announce what will be reduced."
-            )
+        require_announced(wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
         if self._overlap is not None:
             self._overlap.finish()

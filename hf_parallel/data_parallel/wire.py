@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat import reduce_scatter_flat
 from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
+from hf_parallel.errors import UnsupportedError
 
 
 Wait: TypeAlias = Callable[[], None]
@@ -97,6 +98,25 @@ class Traffic:
 
 
 PLAIN = Traffic()
+
+
+def require_announced(wire: Wire, announced: float, factor: float, *, left: bool) -> None:
+    """Buffers that left a lossy wire early carry the factor that was announced for them.
+
+    Args:
+        wire: What carries them.
+        announced: The factor that they carry.
+        factor: That of the reduction.
+        left: Whether any left.
+
+    Raises:
+        UnsupportedError: It is another one.
+    """
+    if wire.lossy and left and factor != announced:
+        raise UnsupportedError(
+            f"gradients were announced with a factor of {announced} and reduced with {factor}: buckets that left early "
+            "carry the wrong one. Announce what will be reduced."
+        )
 
 
 @dataclass

@@ -32,7 +32,7 @@ from hf_parallel.data_parallel.flat import (
 )
 from hf_parallel.data_parallel.late_gather import LateGather
 from hf_parallel.data_parallel.overlap import Overlap
-from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire
+from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, require_announced
 from hf_parallel.errors import UnsupportedError
 
 
@@ -122,11 +122,7 @@ class ZeroPartition:
 
         The parameters of the model give their gradients up.
         """
-        if self.wire.lossy and self._under_way and factor != self._factor:
-            raise UnsupportedError(
-                f"gradients were announced with a factor of {self._factor} and reduced with {factor}: buckets that left "
-                "early carry the wrong one. Announce what will be reduced."
-            )
+        require_announced(self.wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
         if not self._under_way:
             for bucket in self._buckets:
