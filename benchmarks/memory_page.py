@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.memory import estimate
-from hf_parallel.memory_layout import Layout, ModelShape, Work
-from hf_parallel.memory_report import GB, zero_table
+from hf_parallel.memory.estimate import estimate
+from hf_parallel.memory.layout import Layout, ModelShape, Work
+from hf_parallel.memory.report import GB, zero_table
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"

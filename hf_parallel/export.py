@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
-from hf_parallel.accelerate_rules import ENGINE_SECTIONS, file_problems
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.deepspeed_keys import ZeroKeys
-from hf_parallel.deepspeed_rules import inline_problems, json_problems, leaves
+from hf_parallel.deepspeed.keys import ZeroKeys
+from hf_parallel.deepspeed.rules import inline_problems, json_problems, leaves
 from hf_parallel.errors import ConfigError
 from hf_parallel.recipes import SECTION
 from hf_parallel.sections import spelled
+from hf_parallel.validation.accelerate import ENGINE_SECTIONS, file_problems
 
 
 Target = Literal["deepspeed", "fsdp", "accelerate"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_parallel.cli import app
+from hf_parallel.cli.main import app
 from hf_parallel.recipes import list_recipes, load_recipe, read_section
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_parallel import doctor, machine
-from hf_parallel.cli import app
-from hf_parallel.doctor import Check
-from hf_parallel.machine import Gpu
+from hf_parallel.cli.main import app
+from hf_parallel.machine import doctor, facts
+from hf_parallel.machine.doctor import Check
+from hf_parallel.machine.facts import Gpu
 
 
 H100 = Gpu("H100", 85 * 10**9, (9, 0))
@@ -181,11 +181,11 @@ def test_the_command_runs_on_this_machine_and_every_finding_has_a_fix() -> None:
 
 def test_a_container_s_limit_is_its_memory(tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
-    assert machine.memory_limit(limit) is None
+    assert facts.memory_limit(limit) is None
     limit.write_text("max\n")
-    assert machine.memory_limit(limit) is None
+    assert facts.memory_limit(limit) is None
     limit.write_text("1000\n")
-    assert machine.memory_limit(limit) == 1000
+    assert facts.memory_limit(limit) == 1000
 
 
 class _NvmlError(Exception):
@@ -218,4 +218,4 @@ def test_links_are_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None
         (None, None),
     ):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        assert machine.nvml_links() == expected
+        assert facts.nvml_links() == expected

@@ -13,15 +13,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
-    {"errors", "sections", "deepspeed_keys", "machine"},
-    {"problems", "deepspeed_rules", "doctor", "replica_sections"},
+    {"errors", "sections"},
+    {"problems", "replica_sections", "machine"},
     {"zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog"},
-    {"accelerate_rules", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
-    {"ledger", "batches", "memory_layout"},
-    {"memory", "block_trace"},
-    {"memory_report", "model_shape"},
+    {"deepspeed", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
+    {"ledger", "batches", "memory"},
     {"replicas"},
     {"preflight", "gradients", "checkpoint", "wire_state"},
     {"engine"},
@@ -34,9 +32,8 @@ FLOORS = [
     {"trainer_mixin"},
     {"callback"},
     {"trainer"},
-    {"validation", "export"},
-    {"fit"},
-    {"schedule_cli", "validate_cli", "export_cli", "doctor_cli"},
+    {"validation"},
+    {"export"},
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
-from hf_parallel.cli import app
+from hf_parallel.cli.main import app
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.pipeline_parallel.actions import parse_schedule, read_schedule, required_send_window
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
@@ -103,7 +103,7 @@ def test_png_is_written_or_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
 
 def test_schedules_and_their_pictures_import_no_torch() -> None:
-    code = "import hf_parallel.schedule_cli, sys; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    code = "import hf_parallel.cli.schedule, sys; print(sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 

@@ -16,14 +16,14 @@ import transformers
 import yaml
 from typer.testing import CliRunner, Result
 
-from hf_parallel.accelerate_rules import FSDP_KEYS, KNOWN
-from hf_parallel.cli import app
-from hf_parallel.deepspeed_keys import TOP, tabled_keys, zero_keys
-from hf_parallel.deepspeed_rules import PASSED_ON, batch_problems
-from hf_parallel.fit import layout_of_file
-from hf_parallel.machine import Gpu, Machine, stale_locks
+from hf_parallel.cli.main import app
+from hf_parallel.deepspeed.keys import TOP, tabled_keys, zero_keys
+from hf_parallel.deepspeed.rules import PASSED_ON, batch_problems
+from hf_parallel.machine.facts import Gpu, Machine, stale_locks
 from hf_parallel.recipes import find_recipe, list_recipes
-from hf_parallel.validation import Checked, check_file, key_lines
+from hf_parallel.validation.accelerate import FSDP_KEYS, KNOWN
+from hf_parallel.validation.check import Checked, check_file, key_lines
+from hf_parallel.validation.fit import layout_of_file
 
 
 BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4}

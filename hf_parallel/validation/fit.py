@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.deepspeed_rules import batch_problems
+from hf_parallel.deepspeed.rules import batch_problems
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory import estimate
-from hf_parallel.memory_layout import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
-from hf_parallel.memory_report import shortages, tight
+from hf_parallel.memory.estimate import estimate
+from hf_parallel.memory.layout import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
+from hf_parallel.memory.report import shortages, tight
 from hf_parallel.sections import number
-from hf_parallel.validation import Checked
+from hf_parallel.validation.check import Checked
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_parallel.block_trace import trace_block
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory_layout import ModelShape, Precision
+from hf_parallel.memory.block import trace_block
+from hf_parallel.memory.layout import ModelShape, Precision
 
 
 def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShape:

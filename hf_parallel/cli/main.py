@@ -11,13 +11,13 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from hf_parallel.cli.doctor import doctor
+from hf_parallel.cli.export import export
+from hf_parallel.cli.schedule import schedule
+from hf_parallel.cli.validate import validate
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.doctor_cli import doctor
 from hf_parallel.errors import ConfigError
-from hf_parallel.export_cli import export
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
-from hf_parallel.schedule_cli import schedule
-from hf_parallel.validate_cli import validate
 
 
 app = typer.Typer(

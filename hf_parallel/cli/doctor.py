@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_parallel.doctor import examine
+from hf_parallel.machine.doctor import examine
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

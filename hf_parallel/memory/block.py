@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.memory_layout import Precision, SavedBytes
+from hf_parallel.memory.layout import Precision, SavedBytes
 
 
 LENGTHS: Final = (72, 144, 216)  # of no usual width, so that shapes tell what is what

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from hf_parallel.memory import OVERHEAD, states
-from hf_parallel.memory_layout import Layout, Memory
+from hf_parallel.memory.estimate import OVERHEAD, states
+from hf_parallel.memory.layout import Layout, Memory
 
 
 GB: Final = 1e9

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.deepspeed_keys import DEPRECATED, REMOVED, TOP, ZeroKeys
+from hf_parallel.deepspeed.keys import DEPRECATED, REMOVED, TOP, ZeroKeys
 from hf_parallel.sections import number
 
 

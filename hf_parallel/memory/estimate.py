@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from hf_parallel.memory_layout import Engine, Layout, Memory, ModelShape, Precision, Work
+from hf_parallel.memory.layout import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedules import build_schedule

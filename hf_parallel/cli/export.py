@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from hf_parallel.deepspeed_keys import zero_keys
+from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.errors import ParallelError
 from hf_parallel.export import Target, to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.recipes import find_recipe, load_recipe, read_section

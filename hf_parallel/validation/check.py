@@ -11,14 +11,14 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from hf_parallel.accelerate_rules import file_problems, file_warnings
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.deepspeed_keys import zero_keys
-from hf_parallel.deepspeed_rules import inline_problems, inline_warnings, json_problems, json_warnings
+from hf_parallel.deepspeed.keys import zero_keys
+from hf_parallel.deepspeed.rules import inline_problems, inline_warnings, json_problems, json_warnings
 from hf_parallel.errors import ConfigError, ParallelError
-from hf_parallel.machine import Machine
+from hf_parallel.machine.facts import Machine
 from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, read_section
+from hf_parallel.validation.accelerate import file_problems, file_warnings
 
 
 Severity = Literal["error", "warning"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from hf_parallel.deepspeed_rules import nearest
+from hf_parallel.deepspeed.rules import nearest
 from hf_parallel.recipes import KEY, ONE_PROCESS_TYPES, SECTION
 
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from hf_parallel.errors import ParallelError
-from hf_parallel.fit import Verdict, batch_errors, judge, layout_of_file
-from hf_parallel.machine import this_machine
-from hf_parallel.memory_layout import Precision, Work
-from hf_parallel.memory_report import GB, describe
-from hf_parallel.model_shape import shape_of
+from hf_parallel.machine.facts import this_machine
+from hf_parallel.memory.layout import Precision, Work
+from hf_parallel.memory.report import GB, describe
+from hf_parallel.memory.shape import shape_of
 from hf_parallel.recipes import find_recipe
-from hf_parallel.validation import Checked, Finding, check_file
+from hf_parallel.validation.check import Checked, Finding, check_file
+from hf_parallel.validation.fit import Verdict, batch_errors, judge, layout_of_file
 
 
 DTYPES = ("fp32", "half", "autocast")

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from packaging.specifiers import SpecifierSet
 
-from hf_parallel.machine import (
+from hf_parallel.machine.facts import (
     Gpu,
     cores,
     extensions_folder,

@@ -1,0 +1,1 @@
+"""DeepSpeed's settings: the keys it knows and the rules it does not enforce."""

@@ -1,0 +1,1 @@
+"""What is wrong with a configuration file, found before anything is launched."""
