@@ -28,7 +28,7 @@ from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
-from hf_parallel.sections import TensorParallelConfig
+from hf_parallel.sections import ActivationCheckpointingConfig, TensorParallelConfig
 from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.overrides import USERS_WISH
@@ -54,6 +54,7 @@ class Plans:
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
+        recompute: How they are.
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
@@ -67,6 +68,7 @@ class Plans:
     schedule: ScheduleChoice | None
     bounds: list[int]
     recomputed: tuple[str, list[range]]
+    recompute: ActivationCheckpointingConfig
     units: tuple[tuple[str, ...], ...]
     prediction: Prediction | None
     ledger: Ledger
@@ -137,6 +139,7 @@ def make_plans(
         schedule=schedule,
         bounds=bounds,
         recomputed=recomputed,
+        recompute=recompute,
         units=units,
         prediction=prediction,
         ledger=ledger,
@@ -248,7 +251,9 @@ def summary(plans: Plans) -> list[str]:
         lines += describe(plans.prediction, plans.stages.stack)
     if plans.recomputed[1]:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
-        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
+        kept = f", attention and one product in {plans.recompute.every} kept" if plans.recompute.products else ""
+        where = ", inputs in host memory" if plans.recompute.offload else ""
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
     if plans.tensor_parallel is not None:
         lines += report(plans.tensor_parallel, plans.element_size)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]

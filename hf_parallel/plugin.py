@@ -142,7 +142,8 @@ def transform(
     stack, groups = plans.recomputed
     if groups:
         held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
-        recompute_blocks(model, stack, held)
+        how = plans.recompute
+        recompute_blocks(model, stack, held, offload=how.offload, products=how.products)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
