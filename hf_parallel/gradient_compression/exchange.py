@@ -41,7 +41,7 @@ class Meter:
     codec_seconds: float = 0.0
     skipped: Tensor | None = field(default=None)
 
-    def timed(self, steps: Generator[Pending | None, None, T]) -> Generator[dist.Work | None, None, T]:
+    def timed(self, steps: Generator[Pending | None, None, T]) -> Generator[Pending | None, None, T]:
         """The same steps; what they take between their waits is counted."""
         while True:
             start = thread_time()
