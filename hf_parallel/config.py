@@ -140,7 +140,7 @@ class HFParallelConfig(Section):
             )
         problems += [
             *self._without_effect(),
-            *partition_problems(self.zero, self.pp_size, self.data_parallel, recompute),
+            *partition_problems(self.zero, self.pp_size, self.data_parallel),
             *self.gradient_compression.problems("gradient_compression"),
             *compression_problems(self.zero, self.gradient_compression),
         ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,7 +54,7 @@ class Plans:
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
-        units: Modules whose parameters are gathered by themselves, where parameters are shared out.
+        units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
@@ -67,7 +67,7 @@ class Plans:
     schedule: ScheduleChoice | None
     bounds: list[int]
     recomputed: tuple[str, list[range]]
-    units: tuple[str, ...]
+    units: tuple[tuple[str, ...], ...]
     prediction: Prediction | None
     ledger: Ledger
     element_size: int
@@ -93,7 +93,7 @@ def make_plans(
     forward: Callable[..., Any] = model.forward
     tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
-    units: tuple[str, ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
     loss_kind: LossKind = "sum_over_items"
     if probes is not None:
         with probes.running():
@@ -115,7 +115,7 @@ def make_plans(
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
             if config.zero.shards_parameters:
-                units = _gathered_units(model, found, probes)
+                units = _gathered_units(model, found, probes, recomputed[1])
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -169,8 +169,10 @@ def _shards(
         return plan_on_one_rank(make)
 
 
-def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes) -> tuple[str, ...]:
-    """The blocks of the stack, which run one after the other; none if the model has no such stack."""
+def _gathered_units(
+    model: nn.Module, found: PipelinePlan | None, probes: Probes, groups: Sequence[range]
+) -> tuple[tuple[str, ...], ...]:
+    """The blocks of the stack, which run one after the other, those of a checkpoint together; none without a stack."""
     try:
         found = found or discover_stages(model, probes.discovery)
     except PlanError as error:
@@ -179,7 +181,9 @@ def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes
             error,
         )
         return ()
-    return tuple(f"{found.stack}.{index}" for index in found.ran)
+    together = {index: group for group in groups for index in group}
+    units = dict.fromkeys(together.get(index, range(index, index + 1)) for index in sorted(found.ran))
+    return tuple(tuple(f"{found.stack}.{index}" for index in unit) for unit in units)
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:

@@ -171,7 +171,7 @@ def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[
 
 def share_out(
     model: nn.Module,
-    units: Sequence[str],
+    units: Sequence[Sequence[str]],
     zero: ZeroConfig,
     mesh: Mesh,
     device: torch.device,

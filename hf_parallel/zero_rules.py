@@ -6,16 +6,15 @@ Each function returns problems, one line each: key and value, rule, fix.
 from __future__ import annotations
 
 from hf_parallel.replica_sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
-from hf_parallel.sections import ActivationCheckpointingConfig, spelled
+from hf_parallel.sections import spelled
 
 
 def partition_problems(
     zero: ZeroConfig,
     pp_size: int,
     data_parallel: DataParallelConfig,
-    recompute: ActivationCheckpointingConfig,
 ) -> list[str]:
-    """The partition with itself, with stages, messages and recomputation."""
+    """The partition with itself, with stages and messages."""
     if zero.stage == 0:
         return _without_partition(zero)
     problems = [*_engine_problems(zero), *_offload_problems(zero)]
@@ -37,11 +36,6 @@ def partition_problems(
         f"leaves when its backward pass ends. Remove data_parallel.{key}."
         for key, value in data_parallel.model_dump(exclude_defaults=True).items()
     ]
-    if recompute.every is not None and recompute.every > 1 and recompute.mode == "block":
-        problems.append(
-            f"activation_checkpointing.every={recompute.every} with {name} is not available yet: blocks are gathered one by "
-            "one, so they are recomputed one by one. Set activation_checkpointing.every to 1, or its mode to alternate."
-        )
     return problems
 
 

@@ -92,15 +92,22 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
     element = 4 if layout.precision == "fp32" else 2
     block = shape.block / layout.tp_size
     if layout.engine == "fsdp2":
+        block *= _blocks_at_once(shape, layout)
         whole = min(parameters, GATHERED_BLOCKS * block) if layout.stage == 3 else parameters
         found = {"gathered parameters": element * whole, "gradients on their way": 4 * min(parameters, block)}
         if layout.stage == 3:  # what is outside of the blocks stays gathered, in fp32 unless it is half itself
-            rest = max(0.0, parameters - shape.layers * block)
+            rest = max(0.0, parameters - shape.layers * shape.block / layout.tp_size)
             found["gathered embedding and head"] = (2 if layout.precision == "half" else 4) * rest
         if layout.stage == 1:
             found["whole gradients between backward passes"] = 4 * parameters
         return found
     return _deepspeed_buffers(parameters, shape, layout, element)
+
+
+def _blocks_at_once(shape: ModelShape, layout: Layout) -> int:
+    """Blocks that `fully_shard` gathers together: those of a checkpoint."""
+    recompute = layout.recompute
+    return min(recompute.every or 1, shape.layers) if recompute.mode == "block" else 1
 
 
 def _native_messages(parameters: float, layout: Layout) -> dict[str, float]:

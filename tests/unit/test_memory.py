@@ -273,6 +273,13 @@ def test_stage_3_is_fsdp_2_and_offloads_all_or_nothing() -> None:
     assert sum(states(8.0, kept).values()) == 16
     found = buffers(SEVEN.parameters, SEVEN, kept)
     assert found["gathered embedding and head"] == pytest.approx(4 * 2 * 131_072_000, rel=1e-3)
+    by_two = buffers(SEVEN.parameters, SEVEN, dataclasses.replace(kept, recompute=recompute(2)))
+    for name, times in {
+        "gathered parameters": 2,
+        "gradients on their way": 2,
+        "gathered embedding and head": 1,
+    }.items():
+        assert by_two[name] == pytest.approx(times * found[name])
 
 
 def test_residuals_and_local_steps_are_terms() -> None:
