@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_parallel.accelerator import HFParallelPlugin, attach_accelerator
+from hf_parallel.accumulation import agreed
 from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -72,10 +73,11 @@ class HFParallelCallback(TrainerCallback):
             )
         self._armed = True
         check_world(self.config, trainer.accelerator.num_processes)
+        if refuse_engine(trainer, self.config):
+            return
+        set_accumulation(trainer, self.config)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.warning("hf_parallel: %s", self.explanation)
-            return
-        if refuse_engine(trainer, self.config):
             return
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
@@ -125,6 +127,19 @@ def attach_trainer(trainer: Trainer, session: Session) -> None:
     )
 
 
+def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Give the Trainer the number of batches of an optimizer step that the settings say, if they say one.
+
+    Raises:
+        ConfigError: TrainingArguments say another.
+    """
+    args, wanted = trainer.args, config.gradient_accumulation_steps
+    steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    if steps != args.gradient_accumulation_steps:
+        args.gradient_accumulation_steps = steps
+        logger.warning("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
+
+
 def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
     """Whether DeepSpeed or FSDP drives this run and hf_parallel stays out of it.
 
@@ -147,8 +162,8 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
             else "call hf_parallel.gradient_compression.fsdp2.compress_fsdp2 in a loop of your own"
         )
         raise ConfigError(
-            f"{', '.join(unread)} with distributed_type {name}, which reduces "
-            f"gradients itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
+            f"{', '.join(unread)} with distributed_type {name}, which drives "
+            f"the run itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
         )
     logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
     return True

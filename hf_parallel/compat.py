@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_parallel.errors import UnsupportedError
 
@@ -55,6 +55,14 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
     return None, None
 
 
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Return when its result is there."""
+        ...
+
+
 def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
     """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
     import torch.distributed as dist
@@ -64,13 +72,33 @@ def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | 
     return work
 
 
-def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Work | None:
-    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`."""
+def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
+    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
+
+    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them.
+    """
     import torch.distributed as dist
 
+    if "gloo" in dist.get_backend(group):
+        parts = whole.new_empty(group.size(), mine.numel())
+        return _PartsToSum(dist.all_to_all_single(parts.view(-1), whole, group=group, async_op=True), parts, mine)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = scatter(mine, whole, group=group, async_op=True)
     return work
+
+
+class _PartsToSum:
+    """The ranks' parts on their way here, f[N, n]; `wait` sums them into `mine`, f[n]."""
+
+    def __init__(self, work: Pending | None, parts: Tensor, mine: Tensor) -> None:
+        self._work, self._parts, self._mine = work, parts, mine
+
+    def wait(self) -> None:
+        import torch
+
+        if self._work is not None:
+            self._work.wait()
+        torch.sum(self._parts, 0, out=self._mine)
 
 
 def loss_scale(scaler: Any) -> Tensor:

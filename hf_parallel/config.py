@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -29,6 +29,7 @@ from hf_parallel.sections import (
     Section,
     TensorParallelConfig,
     as_tuple,
+    number,
     spelled,
 )
 from hf_parallel.zero_rules import compression_problems, partition_problems
@@ -60,6 +61,8 @@ class HFParallelConfig(Section):
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
         rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
+        gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
+            given.
         pipeline: Stages, microbatches and schedule.
         tensor_parallel: Sharding of the layers.
         data_parallel: Messages between the data-parallel replicas.
@@ -81,6 +84,13 @@ class HFParallelConfig(Section):
         BeforeValidator(as_tuple),
         Field(description=f"a permutation of {list(DEFAULT_RANK_ORDER)}, outermost first, or null"),
     ] = None
+    gradient_accumulation_steps: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(
+            description="batches of an optimizer step, an integer of 1 or more, or 'auto' (TrainingArguments' number)"
+        ),
+    ] = "auto"
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
     data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()

@@ -63,6 +63,23 @@ def judge(
     return Verdict(memory, tuple(errors), tuple(text for text in tight(memory, None, host_bytes)))
 
 
+def accumulation_of(checked: Checked, given: int | None = None) -> int:
+    """Batches of an optimizer step: the file's number, else `given`, else 1.
+
+    Raises:
+        ConfigError: The file's number is another than `given`.
+    """
+    wanted = (checked.config or HFParallelConfig()).gradient_accumulation_steps
+    if wanted == "auto":
+        return given or 1
+    if given not in (None, wanted):
+        raise ConfigError(
+            f"gradient_accumulation_steps={wanted} in {checked.path.name}, but {given} batches of a step were asked for. Leave "
+            "that out, or change the file."
+        )
+    return wanted
+
+
 def batch_errors(checked: Checked, global_batch: int | None, work: Work) -> list[str]:
     """A global batch that rows, accumulation and model copies do not make."""
     config, processes = checked.config or HFParallelConfig(), _processes(checked)

@@ -17,7 +17,7 @@ FLOORS = [
     {"problems", "replica_sections", "machine"},
     {"zero_rules"},
     {"config", "compat"},
-    {"recipes", "mesh", "watchdog"},
+    {"recipes", "mesh", "watchdog", "accumulation"},
     {"deepspeed", "launch", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches", "memory"},
     {"replicas"},
