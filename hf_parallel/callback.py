@@ -20,11 +20,19 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_parallel.accelerator import HFParallelPlugin, attach_accelerator
+from hf_parallel.accumulation import agreed
 from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.deepspeed.trainer import check_engine, num_parameters, refuse_small_disk, take_over
+from hf_parallel.deepspeed.trainer import (
+    check_engine,
+    num_parameters,
+    refuse_other_runs,
+    refuse_small_disk,
+    take_over,
+)
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, prepare_engine, resolve_config
+from hf_parallel.loading.unread import unread_of
 from hf_parallel.memory.disk import disk_bytes
 from hf_parallel.mesh import ranks_per_node
 from hf_parallel.preflight import check_schedule, compare_over_ranks, refuse_model
@@ -82,22 +90,28 @@ class HFParallelCallback(TrainerCallback):
         if self.config.zero.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
             self._hand_over(trainer)
             return
+        if refuse_engine(trainer, self.config):
+            return
+        set_accumulation(trainer, self.config)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.warning("hf_parallel: %s", self.explanation)
-            return
-        if refuse_engine(trainer, self.config):
             return
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
         if trainer.model is not None:
             refuse_model(trainer.model, self.config.model_parallel_size)
+            unread = unread_of(trainer.model)
+            if unread is not None:
+                unread.check(self.config)
         self.session = Session.start(self.config, self.explanation, args.device)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
 
     def _hand_over(self, trainer: Trainer) -> None:
         """DeepSpeed drives this run; the Trainer stays as it is."""
-        take_over(trainer, self.config)
+        refuse_other_runs(trainer, self.config)
+        set_accumulation(trainer, self.config)
+        take_over(trainer)
         settings = json.dumps(self.config.to_yaml_section(), sort_keys=True)
         compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
         parameters = num_parameters(trainer)
@@ -151,6 +165,19 @@ def attach_trainer(trainer: Trainer, session: Session) -> None:
     )
 
 
+def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Give the Trainer the number of batches of an optimizer step that the settings say, if they say one.
+
+    Raises:
+        ConfigError: TrainingArguments say another.
+    """
+    args, wanted = trainer.args, config.gradient_accumulation_steps
+    steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    if steps != args.gradient_accumulation_steps:
+        args.gradient_accumulation_steps = steps
+        logger.warning("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
+
+
 def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
     """Whether DeepSpeed or FSDP drives this run and hf_parallel stays out of it.
 
@@ -173,8 +200,8 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
             else "call hf_parallel.gradient_compression.fsdp2.compress_fsdp2 in a loop of your own"
         )
         raise ConfigError(
-            f"{', '.join(unread)} with distributed_type {name}, which reduces "
-            f"gradients itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
+            f"{', '.join(unread)} with distributed_type {name}, which drives "
+            f"the run itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
         )
     logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
     return True

@@ -22,11 +22,13 @@ Target = Literal["deepspeed", "fsdp", "accelerate"]
 
 ZERO: Final = ("zero.stage", "zero.engine", "zero.offload_optimizer", "zero.offload_param")
 OFFLOAD: Final = ("zero.nvme_path", "zero.pin_memory")
+TRAINERS: Final = ("gradient_accumulation_steps", "activation_checkpointing.every", "activation_checkpointing.mode")
 MESSAGES: Final = ("data_parallel.bucket_cap_mb", "data_parallel.overlap")
 WAYS: Final[Mapping[str, str]] = {
     "pp_size": "Keep hf_parallel for pipelines, or set pp_size to 1.",
     "tp_size": "Keep hf_parallel for tensor parallelism, or set tp_size to 1.",
     "activation_checkpointing": "Give TrainingArguments(gradient_checkpointing=True), and remove it.",
+    "gradient_accumulation_steps": "Give it to TrainingArguments, and remove it.",
 }
 HALF: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -42,9 +44,24 @@ def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.
     """
-    _refuse(config, (*ZERO, *OFFLOAD, *MESSAGES), "DeepSpeed")
+    _refuse(config, (*ZERO, *OFFLOAD, *MESSAGES, *TRAINERS), "DeepSpeed")
     found = deepspeed_settings(config)
     _check(json_problems(found, keys, None))
+    return found
+
+
+def arguments_for(config: HFParallelConfig) -> list[str]:
+    """What TrainingArguments must be given with a DeepSpeed config, because DeepSpeed does not do it itself, one each."""
+    every, found = config.activation_checkpointing.every, []
+    if config.gradient_accumulation_steps != "auto":
+        found.append(
+            f"give TrainingArguments(gradient_accumulation_steps={config.gradient_accumulation_steps}) as well"
+        )
+    if every is not None:
+        found.append(
+            f"activation_checkpointing.every={every} is not in it: give TrainingArguments(gradient_checkpointing=True), which "
+            "recomputes every block"
+        )
     return found
 
 
@@ -90,7 +107,7 @@ def to_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], keys:
     else:
         _refuse(
             config,
-            ZERO,
+            (*ZERO, *TRAINERS),
             "accelerate's DeepSpeed section",
             "Use --to deepspeed and name its file in deepspeed_config_file.",
         )
@@ -107,7 +124,7 @@ def _deepspeed_section(config: HFParallelConfig) -> dict[str, Any]:
         "zero_stage": zero.stage,
         "offload_optimizer_device": zero.offload_optimizer,
         "offload_param_device": zero.offload_param,
-        "gradient_accumulation_steps": "auto",
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": "auto",
         "zero3_init_flag": zero.stage == 3,
         "zero3_save_16bit_model": zero.stage == 3,
@@ -115,7 +132,14 @@ def _deepspeed_section(config: HFParallelConfig) -> dict[str, Any]:
 
 
 def _fsdp_section(config: HFParallelConfig) -> dict[str, Any]:
-    every = config.activation_checkpointing.every
+    recompute = config.activation_checkpointing
+    every = recompute.every
+    if recompute.mode == "selective" or recompute.offload:
+        raise ConfigError(
+            f"activation_checkpointing.mode={recompute.mode}, activation_checkpointing.offload={spelled(recompute.offload)}: "
+            "accelerate's FSDP section recomputes whole blocks whose inputs stay where they are. Set mode to block and offload "
+            "to false."
+        )
     if every not in (None, 1):
         raise ConfigError(
             f"activation_checkpointing.every={every}: accelerate's FSDP section recomputes every block by itself. Set it to 1."

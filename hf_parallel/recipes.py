@@ -139,7 +139,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
     replicas = replica_settings(config) if kind in FOREIGN_ENGINES and not (ours and kind == "DEEPSPEED") else []
     if replicas:
         problems.append(
-            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} reduces gradients itself, so that would have no "
+            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} drives the run itself, so that would have no "
             f"effect. Set distributed_type to MULTI_GPU, {'or zero.engine to deepspeed, ' * (kind == 'DEEPSPEED')}or use what "
             f"{kind} has of its own."
         )
@@ -220,11 +220,15 @@ def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
 
 
 def replica_settings(config: HFParallelConfig) -> list[str]:
-    """Settings of what the replicas do with each other that are not the defaults."""
+    """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
     given = {
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,
         f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
         != "none",
         f"local_sgd.sync_every={config.local_sgd.sync_every}": config.local_sgd.sync_every > 1,
+        f"activation_checkpointing.every={config.activation_checkpointing.every}": config.activation_checkpointing.every
+        is not None,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps}": config.gradient_accumulation_steps
+        != "auto",
     }
     return [text for text, chosen in given.items() if chosen]

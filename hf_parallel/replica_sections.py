@@ -50,10 +50,11 @@ class ZeroConfig(Section):
     ] = False
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
-    nvme_path: Annotated[str | None, Field(description="the absolute path of a folder on a fast disk, or null")] = None
     pin_memory: Annotated[
-        bool, Field(description="true or false: what is offloaded to the CPU lies in memory that GPUs read directly")
-    ] = True
+        Literal["auto"] | bool,
+        Field(description="true, false or 'auto' (where there is a GPU): pin the host memory of what is offloaded"),
+    ] = "auto"
+    nvme_path: Annotated[str | None, Field(description="the absolute path of a folder on a fast disk, or null")] = None
 
     @property
     def shards_parameters(self) -> bool:

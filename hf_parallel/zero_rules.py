@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_parallel.replica_sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
-from hf_parallel.sections import ActivationCheckpointingConfig, spelled
+from hf_parallel.sections import spelled
 
 
 # What DeepSpeed reads of our settings, and what to do about the rest.
-READ_BY_DEEPSPEED: Final = ("zero", "data_parallel")
+READ_BY_DEEPSPEED: Final = ("zero", "data_parallel", "gradient_accumulation_steps")
 INSTEAD: Final[Mapping[str, str]] = {
     "activation_checkpointing": "Remove it, and give TrainingArguments(activation_checkpointing=True)",
     "gradient_compression": "Set gradient_compression.method to none, or zero.engine to auto",
@@ -29,9 +29,8 @@ def partition_problems(
     zero: ZeroConfig,
     pp_size: int,
     data_parallel: DataParallelConfig,
-    recompute: ActivationCheckpointingConfig,
 ) -> list[str]:
-    """The partition with itself, with stages, messages and recomputation."""
+    """The partition with itself, with stages and messages."""
     if zero.stage == 0:
         return _without_partition(zero)
     problems = [*_engine_problems(zero), *_offload_problems(zero)]
@@ -53,11 +52,6 @@ def partition_problems(
         f"leaves when its backward pass ends. Remove data_parallel.{key}."
         for key, value in data_parallel.model_dump(exclude_defaults=True).items()
     ]
-    if recompute.every is not None and recompute.every > 1 and recompute.mode == "block":
-        problems.append(
-            f"activation_checkpointing.every={recompute.every} with {name} is not available yet: blocks are gathered one by "
-            "one, so they are recomputed one by one. Set activation_checkpointing.every to 1, or its mode to alternate."
-        )
     return problems
 
 
@@ -131,8 +125,11 @@ def _deepspeed_offload(zero: ZeroConfig) -> Iterator[str]:
             f"zero.nvme_path={spelled(zero.nvme_path)} has no effect: nothing is offloaded to files. Set zero.offload_optimizer "
             "to nvme, or zero.nvme_path to null."
         )
-    if not zero.pin_memory and set(devices.values()) == {"none"}:
-        yield "zero.pin_memory=false has no effect: nothing is offloaded. Remove it, or set zero.offload_optimizer to cpu."
+    if zero.pin_memory != "auto" and set(devices.values()) == {"none"}:
+        yield (
+            f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
+            "or remove zero.pin_memory."
+        )
 
 
 def _without_partition(zero: ZeroConfig) -> list[str]:
@@ -187,7 +184,7 @@ def _only_deepspeed(zero: ZeroConfig) -> list[str]:
         for name, device in devices.items()
         if device == "nvme"
     ]
-    unread = {"nvme_path": zero.nvme_path is not None and not found, "pin_memory": not zero.pin_memory}
+    unread = {"nvme_path": zero.nvme_path is not None and not found, "pin_memory": zero.pin_memory != "auto"}
     found += [
         f"zero.{name}={spelled(getattr(zero, name))} with zero.engine={zero.engine} has no effect: only DeepSpeed reads it. Set "
         f"zero.{name} to {spelled(type(zero).model_fields[name].default)}, or zero.engine to deepspeed."

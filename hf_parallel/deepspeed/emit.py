@@ -24,7 +24,7 @@ def deepspeed_settings(config: HFParallelConfig, *, cpu_adam: bool = True) -> di
     found: dict[str, Any] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
@@ -47,7 +47,7 @@ def _zero_optimization(config: HFParallelConfig) -> dict[str, Any]:
     }
     for part, device in (("optimizer", zero.offload_optimizer), ("param", zero.offload_param)):
         if device != "none":
-            settings[f"offload_{part}"] = {"device": device, "pin_memory": zero.pin_memory}
+            settings[f"offload_{part}"] = {"device": device, "pin_memory": zero.pin_memory is not False}
         if device == "nvme":
             settings[f"offload_{part}"]["nvme_path"] = zero.nvme_path
     if zero.stage == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from accelerate.utils import DistributedType
 from transformers import Trainer
@@ -12,13 +12,23 @@ from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.emit import deepspeed_settings
+from hf_parallel.deepspeed.ops import missing_compilers
 from hf_parallel.deepspeed.rules import leaves
 from hf_parallel.deepspeed.worker import has_cpu_adam
 from hf_parallel.errors import ConfigError
 
 
-def take_over(trainer: Trainer, config: HFParallelConfig) -> None:
-    """Check that accelerate runs the settings of `config`, and give the Trainer the precision that accelerate has.
+# Filled in from TrainingArguments.
+TRAINERS: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+
+def refuse_other_runs(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Check that accelerate runs the settings of `config`.
 
     Args:
         trainer: One whose accelerator exists.
@@ -34,10 +44,15 @@ def take_over(trainer: Trainer, config: HFParallelConfig) -> None:
         problems = [*_differences(asked, plugin.deepspeed_config)]
     if problems:
         raise ConfigError("\n".join(problems))
-    args = trainer.args
+
+
+def take_over(trainer: Trainer) -> None:
+    """Let DeepSpeed and the Trainer have the same sizes, clipping and precision; the Trainer's count."""
+    args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
     # The Trainer compares DeepSpeed's precision with its own arguments, which do not know of the launcher's.
     args.bf16 = args.bf16 or args.mixed_precision == "bf16"
     args.fp16 = args.fp16 or args.mixed_precision == "fp16"
+    plugin.hf_ds_config.config |= dict.fromkeys(TRAINERS, "auto")
     propagate_args_to_deepspeed(trainer.accelerator, args)
 
 
@@ -130,7 +145,9 @@ def check_engine(trainer: Trainer, config: HFParallelConfig) -> str:
     inner = getattr(optimizer, "optimizer", optimizer)
     where = "" if zero.offload_optimizer == "none" else f" on {zero.offload_optimizer}"
     parameters = "" if zero.offload_param == "none" else f", parameters on {zero.offload_param}"
-    return f"DeepSpeed ZeRO-{zero.stage}: {type(inner).__module__}.{type(inner).__name__}{where}{parameters}"
+    missing = missing_compilers()
+    why = f" ({' and '.join(missing)} not found, so nothing of DeepSpeed's is compiled)" if missing else ""
+    return f"DeepSpeed ZeRO-{zero.stage}: {type(inner).__module__}.{type(inner).__name__}{where}{parameters}{why}"
 
 
 def _device(offload: Any) -> str:

@@ -211,6 +211,25 @@ def test_each_run_builds_what_it_needs() -> None:
     assert ops.needed_ops(settings(NVME), on_cpu=False) == ["cpu_adam", "async_io"]
 
 
+def test_the_command_builds_what_a_file_needs(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from hf_parallel.cli import prebuild
+    from hf_parallel.cli.main import app
+
+    asked: list[str] = []
+    machine.setattr(prebuild, "build", lambda names: {name: asked.append(name) or 1.0 for name in names})
+    done = CliRunner().invoke(app, ["prebuild", "cpu_dp2_deepspeed", "--json"])
+    assert json.loads(done.stdout) == {
+        "folder": str(tmp_path / "ops"),
+        "seconds": {"deepspeed_shm_comm": 1.0, "cpu_adam": 1.0},
+    }
+    assert asked == ["deepspeed_shm_comm", "cpu_adam"]
+    refused = CliRunner().invoke(app, ["prebuild", "cpu_dp2"])
+    assert refused.exit_code == 1
+    assert "zero.engine=auto compiles nothing" in refused.stderr
+
+
 def test_files_need_a_folder_and_libaio(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = settings({**NVME, "nvme_path": str(tmp_path / "gone")})
     with pytest.raises(ConfigError, match=r"zero\.nvme_path=.*gone'.*does not exist or cannot be written"):
@@ -265,10 +284,10 @@ def trainer(kind: str = "DEEPSPEED", runs: dict[str, Any] | None = None, **argum
     ],
 )  # fmt: skip
 def test_a_trainer_that_runs_something_else_is_refused(made: dict[str, Any], message: str) -> None:
-    from hf_parallel.deepspeed.trainer import take_over
+    from hf_parallel.deepspeed.trainer import refuse_other_runs
 
     with pytest.raises(ConfigError, match=message):
-        take_over(trainer(**made), settings({"stage": 2}))
+        refuse_other_runs(trainer(**made), settings({"stage": 2}))
 
 
 def test_a_model_that_deepspeed_does_not_hold_is_refused() -> None:

@@ -79,10 +79,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"data_parallel\.overlap=false with zero\.stage=3 has no effect",
     ),
     (
-        {"zero": {"stage": 3}, "activation_checkpointing": {"every": 2}},
-        r"activation_checkpointing\.every=2 with zero\.stage=3 is not available yet.*mode to alternate",
-    ),
-    (
         {"zero": {"stage": 3, "offload_param": "cpu"}},
         r"offload_param=cpu without the other: .*both to cpu, or both to",
     ),
