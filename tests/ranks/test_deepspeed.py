@@ -17,7 +17,7 @@ import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from trainer_cases import ENV, Case, make_trainer
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 
 pytestmark = [
@@ -138,7 +138,7 @@ def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> f
     """Bytes per parameter that live after a step, wherever they are."""
     import gc
 
-    from hf_parallel import HFParallelCallback
+    from hf_parallel import HFParallelTrainer, load_recipe
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 512}
@@ -150,9 +150,8 @@ def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> f
         save_strategy="no", logging_strategy="no",
     )  # fmt: skip
     data = tiny.rows(8)
-    trainer = Trainer(
-        model, arguments, train_dataset=data, data_collator=tiny.collate, callbacks=[HFParallelCallback(settings)]
-    )
+    config = load_recipe("cpu_dp2_deepspeed").with_overrides(**settings)
+    trainer = HFParallelTrainer(model, arguments, train_dataset=data, data_collator=tiny.collate, config=config)
     trainer.train()
     gc.collect()
     tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
@@ -163,12 +162,13 @@ def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> f
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (zero(1), 2 + 12 / 2),
-        (zero(2), 2 + 12 / 2),
-        (zero(3), 16 / 2),
+        (zero(1, offload_optimizer="none"), 2 + 12 / 2),
+        (zero(2, offload_optimizer="none"), 2 + 12 / 2),
+        ({}, 2 + 2 / 2 + 16 / 2),  # the recipe: stage 2, its gradients stay beside the copies on the host
+        (zero(3, offload_optimizer="none"), 16 / 2),
         (zero(3, **BOTH), 20 / 2),
     ],
-    ids=["1", "2", "3", "3_both"],
+    ids=["1", "2", "2_cpu", "3", "3_both"],
 )
 def test_a_rank_holds_the_bytes_of_the_formula(settings: dict[str, Any], expected: float, tmp_path: Path) -> None:
     found = run_ranks(hold, 2, settings, str(tmp_path / "run"), tmp_path=tmp_path, timeout=300, env=ENV)
