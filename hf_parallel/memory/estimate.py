@@ -44,7 +44,8 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
-    the gradient's partition goes there as well (stage 3).
+    the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
+    holds a part of them while it brings them down.
     """
     weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
     if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
@@ -69,7 +70,7 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes of a node for what its ranks offload: 16 per parameter for the optimizer, 4 more for the parameters.
 
     Source: measured with DeepSpeed 0.19.8, every live storage counted (5.05 bytes a rank at 20 / 4); FSDP2 offloads
-    fp32 parameters, gradients and states together, which is 16.
+    fp32 parameters, gradients and states together, which is 16; so does the native engine with copies of the parameters.
     """
     share = parameters / layout.num_shards * min(layout.ranks_per_node, layout.num_processes)
     found = {}
@@ -275,10 +276,15 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
     worst = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
     host = host_states(max(held), layout)
+    pinned = sum(host.values()) * layout.pinned
     if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
         host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
     element = 2.0 if layout.precision == "half" else 4.0
     loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
     return Memory(
-        worst, {name: size for name, size in ranks[worst].items() if size}, host, sum(host.values()), loading
+        worst,
+        {name: size for name, size in ranks[worst].items() if size},
+        host,
+        pinned + host.get(ON_HOST, 0.0),
+        loading,
     )
