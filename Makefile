@@ -64,6 +64,9 @@ bench-compression: setup  ## what compression does to the loss; writes docs/comp
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py
 
+recipes-page: setup  ## write docs/recipes.md and the memory at the head of each GPU recipe
+	$(BIN)/python benchmarks/recipes_page.py
+
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError
@@ -76,8 +77,26 @@ class Plans:
     loss_kind: LossKind
 
 
+@dataclass(frozen=True)
+class Substitute:
+    """Answers what takes values, for a model whose values are not read yet. Only rank 0 asks.
+
+    Args:
+        plan: As `plan_model`, from tp_size, sample and settings.
+        model: Makes a small model that computes its loss as the model does.
+    """
+
+    plan: Callable[..., TPPlan]
+    model: Callable[[], nn.Module]
+
+
 def make_plans(
-    model: nn.Module, config: HFParallelConfig, mesh: Mesh, probes: Probes | None, watchdog: Watchdog
+    model: nn.Module,
+    config: HFParallelConfig,
+    mesh: Mesh,
+    probes: Probes | None,
+    watchdog: Watchdog,
+    substitute: Substitute | None = None,
 ) -> Plans:
     """Calls 1 to 3: pure, on the whole model; collective where costs are measured.
 
@@ -87,6 +106,7 @@ def make_plans(
         mesh: This rank's mesh.
         probes: The batches to try it with; None if nothing has to be found out.
         watchdog: For waits.
+        substitute: For a model without values.
 
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
@@ -100,7 +120,8 @@ def make_plans(
     if probes is not None:
         with probes.running():
             if shape.tp_size > 1:
-                tensor_parallel = _shards(model, shape.tp_size, probes.batch, config.tensor_parallel, watchdog)
+                planner = partial(plan_model, model) if substitute is None else substitute.plan
+                tensor_parallel = _shards(planner, shape.tp_size, probes.batch, config.tensor_parallel, watchdog)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
                 expected = vocabulary_modules(model)
@@ -112,7 +133,7 @@ def make_plans(
                 stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
                 costs = cut_costs(model, stages, config, probes, watchdog)
                 bounds = _bounds(stages, schedule, costs)
-                loss_kind = loss_normalisation(model, probes.batch)
+                loss_kind = _loss_kind(model, probes.batch, substitute, watchdog)
             if found is not None and recompute.every is not None:
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
@@ -148,13 +169,42 @@ def make_plans(
     )
 
 
+def _loss_kind(
+    model: nn.Module, sample: Mapping[str, Any], substitute: Substitute | None, watchdog: Watchdog
+) -> LossKind:
+    """How the model's loss is normalised; with a substitute collective: rank 0 finds it out."""
+    if substitute is None:
+        return loss_normalisation(model, sample)
+    found: list[LossKind | str] = [""]
+    error = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
+            found[0] = loss_normalisation(substitute.model(), here)
+        except Exception as failed:  # noqa: BLE001 - the other ranks wait, whatever happens here
+            error = f"{type(failed).__name__}: {failed}"
+    told = [found[0], error]
+    if dist.is_initialized():
+        with watchdog.waiting("waits for rank 0 to look at the loss"):
+            dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise PlanError(
+            f"the loss of {type(model).__name__} cannot be looked at on a small model like it ({told[1]})."
+        )
+    return told[0]  # type: ignore[return-value]
+
+
 def _shards(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], settings: TensorParallelConfig, watchdog: Watchdog
+    plan: Callable[..., TPPlan],
+    tp_size: int,
+    sample: Mapping[str, Any],
+    settings: TensorParallelConfig,
+    watchdog: Watchdog,
 ) -> TPPlan:
     """The plan that rank 0 makes, on every rank; collective.
 
     Args:
-        model: The whole model.
+        plan: `plan_model` of the model, or what stands for it.
         tp_size: Ranks that share each layer.
         sample: The batch to plan with.
         settings: What the user wants of modules, of the loss and of the sequence.
@@ -165,7 +215,7 @@ def _shards(
         overrides = None if settings.plan == "auto" else settings.plan
         wishes: dict[str, Any] = {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
         wishes["sequence"] = settings.sequence_parallel
-        return plan_model(model, tp_size, sample, overrides=overrides, **wishes)
+        return plan(tp_size, sample, overrides=overrides, **wishes)
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.layout import Engine, Layout, Memory, ModelShape, Precision, Work
@@ -254,11 +255,24 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     return [count / layout.tp_size for count in found]
 
 
+def _lasting(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
+    """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them."""
+    if not shape.adapters:
+        terms = states(parameters, layout) | buffers(parameters, shape, layout)
+        return terms | {name: size * parameters for name, size in layout.extra.items()}
+    own, whole = replace(layout, precision="fp32"), states(parameters, layout)
+    trained = shape.adapters * parameters / shape.parameters
+    terms = states(trained, own)
+    terms["weights"] += whole["weights"]
+    moved = trained if layout.engine == "native" else parameters
+    return terms | buffers(moved, shape, own) | {name: size * trained for name, size in layout.extra.items()}
+
+
 def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = True) -> Memory:
     """Everything that a run needs, of the rank that needs most.
 
     Args:
-        shape: Of the model; all parameters are trained.
+        shape: Of the model; all parameters are trained, or its adapters.
         layout: Who holds what.
         work: Rows and tokens.
         on_gpu: Whether ranks have a CUDA context; else the same terms are in RAM.
@@ -270,21 +284,16 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
     ranks, waiting = [], []
     for parameters, kept in zip(held, activations(shape, layout, work), strict=True):
         waiting.append(kept.pop(ON_HOST))
-        terms = states(parameters, layout) | buffers(parameters, shape, layout)
-        terms |= {name: size * parameters for name, size in layout.extra.items()} | kept
+        terms = _lasting(parameters, shape, layout) | kept
         context = CONTEXT_BYTES if on_gpu else 0.0
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
     worst = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
     host = host_states(max(held), layout)
-    pinned = sum(host.values()) * layout.pinned
-    if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
-        host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
     element = 2.0 if layout.precision == "half" else 4.0
     loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
-    return Memory(
-        worst,
-        {name: size for name, size in ranks[worst].items() if size},
-        host,
-        pinned + host.get(ON_HOST, 0.0),
-        loading,
-    )
+    # Parameters and gradients are pinned; torch's optimizers make their states of them with zeros_like, which does not.
+    pinned = layout.pinned * sum(host.values()) * (1.0 if layout.engine == "deepspeed" else 0.5)
+    if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
+        host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
+        pinned += host[ON_HOST]
+    return Memory(worst, {name: size for name, size in ranks[worst].items() if size}, host, pinned, loading)

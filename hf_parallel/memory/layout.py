@@ -49,6 +49,8 @@ class ModelShape:
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
+        adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
+            keeps is counted as if all of it were trained.
     """
 
     parameters: int
@@ -65,6 +67,7 @@ class ModelShape:
     gated: bool = True
     largest: int = 0
     saved: SavedBytes | None = None
+    adapters: int = 0
 
     @property
     def block(self) -> float:

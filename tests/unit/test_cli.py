@@ -68,3 +68,5 @@ def test_validate_reports_the_layout_or_every_problem(tmp_path: Path) -> None:
 def test_recipes_lists_them_all() -> None:
     assert [row["name"] for row in json.loads(invoke("recipes", "--json").output)] == list_recipes()
     assert "cpu_pp2_dp2" in invoke("recipes").output
+    assert Path(invoke("recipes", "cpu_pp2").output.strip()).name == "cpu_pp2.yaml"
+    assert "Did you mean cpu_pp2?" in invoke("recipes", "cpu_pp3").output
