@@ -210,16 +210,15 @@ def kept_results(shape: ModelShape, layout: Layout) -> float:
     """Bytes for each token that a selectively recomputed block keeps beside its input.
 
     Counted for Llama's block: the results of q, k, v, o, gate, up and down in this order, one in `every`, and that of
-    attention with 4 bytes a head. Tensor parallelism sums o and down in place, so these are computed again.
+    attention with 4 bytes a head. What o and down give on a tensor-parallel rank is a summand of the whole width.
     """
     every = layout.recompute.products
     if every is None:
         return 0.0
     size, tp = (4 if layout.precision == "fp32" else 2), layout.tp_size
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    summed = shape.hidden if tp == 1 else 0
-    products = [wide, narrow, narrow, summed, *[shape.intermediate] * (1 + shape.gated), summed]
-    return (size * (sum(products[::every]) + wide) + 4 * shape.heads) / tp
+    wide, narrow = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
+    products = [wide, narrow, narrow, shape.hidden, *[shape.intermediate / tp] * (1 + shape.gated), shape.hidden]
+    return size * (sum(products[::every]) + wide) + 4 * shape.heads / tp
 
 
 def _schedule(layout: Layout, work: Work) -> tuple[int, Schedule]:
