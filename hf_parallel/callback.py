@@ -23,6 +23,7 @@ from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, resolve_config
+from hf_parallel.loading.unread import unread_of
 from hf_parallel.preflight import check_schedule, refuse_model
 from hf_parallel.recipes import replica_settings
 from hf_parallel.session import Session
@@ -83,6 +84,9 @@ class HFParallelCallback(TrainerCallback):
         refuse_arguments(trainer, self.config)
         if trainer.model is not None:
             refuse_model(trainer.model, self.config.model_parallel_size)
+            unread = unread_of(trainer.model)
+            if unread is not None:
+                unread.check(self.config)
         self.session = Session.start(self.config, self.explanation, args.device)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)

@@ -252,3 +252,36 @@ def loss_shifts_labels(model: Any) -> bool:
         return any(name.startswith("shift") for name in code.co_varnames)
     # transformers takes the causal loss for a class name that it cannot place (GPT2LMHeadModel).
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss
+
+
+@contextlib.contextmanager
+def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
+    """Inside, transformers' `from_pretrained` finds the files of a checkpoint and loads them through these two.
+
+    Args:
+        load: Called with the stock function that fills a model, then with its arguments.
+        find: Called with the stock function that finds the files, then with its arguments.
+
+    Raises:
+        UnsupportedError: This transformers loads in another way.
+    """
+    from functools import partial
+
+    from transformers import PreTrainedModel, modeling_utils
+
+    stock_load = vars(PreTrainedModel).get("_load_pretrained_model")
+    stock_find = vars(modeling_utils).get("_get_resolved_checkpoint_files")
+    if not isinstance(stock_load, staticmethod) or stock_find is None:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} loads weights in a way that is not known. "
+            "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
+        )
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, stock_load.__func__)))  # noqa: B010
+    setattr(modeling_utils, "_get_resolved_checkpoint_files", partial(find, stock_find))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "_load_pretrained_model", stock_load)  # noqa: B010
+        setattr(modeling_utils, "_get_resolved_checkpoint_files", stock_find)  # noqa: B010

@@ -128,10 +128,16 @@ class HFParallelConfig(Section):
                 "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
             )
         recompute = self.activation_checkpointing
-        if recompute.every is None and recompute.mode != "block":
+        if recompute.every is None:
+            problems += [
+                f"activation_checkpointing.{name}={spelled(value)} without activation_checkpointing.every has no effect. Set "
+                f"activation_checkpointing.every to 1 or more, or remove the {name}."
+                for name, value in recompute.model_dump(exclude_defaults=True).items()
+            ]
+        if recompute.offload and self.tensor_parallel.sequence_parallel:
             problems.append(
-                f"activation_checkpointing.mode={recompute.mode} without activation_checkpointing.every has no effect. Set "
-                "activation_checkpointing.every to 1 or more, or remove the mode."
+                "activation_checkpointing.offload=true with tensor_parallel.sequence_parallel=true is not available yet: parts "
+                "of a sequence are known by where they lie. Set one of them to false."
             )
         if recompute.every is not None and self.pipeline.compile_blocks != "none":
             problems.append(

@@ -157,7 +157,14 @@ def _deepspeed_section(config: HFParallelConfig) -> dict[str, Any]:
 
 
 def _fsdp_section(config: HFParallelConfig) -> dict[str, Any]:
-    every = config.activation_checkpointing.every
+    recompute = config.activation_checkpointing
+    every = recompute.every
+    if recompute.mode == "selective" or recompute.offload:
+        raise ConfigError(
+            f"activation_checkpointing.mode={recompute.mode}, activation_checkpointing.offload={spelled(recompute.offload)}: "
+            "accelerate's FSDP section recomputes whole blocks whose inputs stay where they are. Set mode to block and offload "
+            "to false."
+        )
     if every not in (None, 1):
         raise ConfigError(
             f"activation_checkpointing.every={every}: accelerate's FSDP section recomputes every block by itself. Set it to 1."

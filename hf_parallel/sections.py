@@ -194,12 +194,24 @@ class ActivationCheckpointingConfig(Section):
     every: Annotated[
         Count | None,
         BeforeValidator(number),
-        Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
+        Field(description="an integer of 1 or more (see mode), or null"),
     ] = None
     mode: Annotated[
-        Literal["block", "alternate"],
-        Field(description="'block' (one checkpoint per `every` blocks) or 'alternate' (one block in `every`)"),
+        Literal["block", "alternate", "selective"],
+        Field(
+            description="'block' (one checkpoint per `every` blocks), 'alternate' (one block in `every`) or 'selective' (every "
+            "block, but for attention and one matrix product in `every`)"
+        ),
     ] = "block"
+    offload: Annotated[
+        bool,
+        Field(description="true or false: the inputs of checkpointed blocks wait in host memory for the backward"),
+    ] = False
+
+    @property
+    def products(self) -> int | None:
+        """Of so many matrix products one is kept; None if all are computed again."""
+        return self.every if self.mode == "selective" else None
 
 
 class CheckpointConfig(Section):

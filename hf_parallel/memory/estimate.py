@@ -7,7 +7,7 @@ leave out, and `OVERHEAD` is from experience.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +21,7 @@ from hf_parallel.pipeline_parallel.simulate import peak_held
 CONTEXT_BYTES: Final = 1.5e9  # CUDA context and NCCL: from experience, not measured
 FRAGMENTATION: Final = 0.08  # of everything else: from experience, not measured
 OVERHEAD: Final = "overhead (not measured)"
+ON_HOST: Final = "inputs of checkpointed blocks"
 GATHERED_BLOCKS: Final = 3  # whole at once under stage 3: one computes, one arrives, one leaves
 # Bytes per parameter of weights, gradients and Adam's state, whole. Source: ZeRO (arXiv:1910.02054) section 3.1 for
 # half precision with fp32 master weights.
@@ -158,7 +159,9 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     """Bytes that each rank of a pipeline keeps for the backward when it holds most, by term.
 
     With checkpointing every k blocks in mode block: the input of every k-th block, and k whole blocks while one group is
-    computed again; in mode alternate every k-th block keeps its input only. Without: every block whole.
+    computed again; in mode alternate every k-th block keeps its input only, in mode selective each block its input and
+    some results. Without: every block whole. Inputs that wait in host memory are there for the block that runs again and
+    the one after it.
     """
     rows, schedule = _schedule(layout, work)
     tokens, every = rows * work.length, layout.recompute.every
@@ -166,19 +169,56 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
     counts = blocks_of_stages(shape.layers, layout)
-    if every is None:
-        kept, again = [count * whole for count in counts], 0.0
-    elif layout.recompute.mode == "block":
-        kept, again = [math.ceil(count / every) * entry for count in counts], min(every, shape.layers) * whole
+    together = _blocks_at_once(shape, layout) if every is not None else 0
+    alone = [_without_checkpoint(count, layout) for count in counts]
+    results = tokens * kept_results(shape, layout)
+    kept = [single * whole + (count - single) * results for single, count in zip(alone, counts, strict=True)]
+    inputs = [entry * entries for entries in _entries(counts, layout)]
+    moved, again = layout.recompute.offload, together * whole
+    if moved:
+        again += 2 * entry
     else:
-        kept = [count // every * entry + (count - count // every) * whole for count in counts]
-        again = whole
-    logits = 12.0 * tokens * shape.vocab / layout.tp_size
+        kept = [one + other for one, other in zip(kept, inputs, strict=True)]
+    waiting = peak_held(schedule, inputs) if moved else [0.0] * layout.pp_size
     logits, last = 12.0 * tokens * shape.vocab / layout.tp_size, placement_of(schedule)[-1]
     return [
-        {"activations": held, "recomputed blocks": again, "logits and loss": logits * (rank == last)}
-        for rank, held in enumerate(peak_held(schedule, kept))
+        {"activations": held, "recomputed blocks": again, "logits and loss": logits * (rank == last), ON_HOST: apart}
+        for rank, (held, apart) in enumerate(zip(peak_held(schedule, kept), waiting, strict=True))
     ]
+
+
+def _entries(counts: Sequence[int], layout: Layout) -> list[int]:
+    """Inputs that each stage keeps, one for each of its checkpoints."""
+    every, mode = layout.recompute.every, layout.recompute.mode
+    if every is None:
+        return [0] * len(counts)
+    if mode == "selective":
+        return list(counts)
+    return [math.ceil(count / every) if mode == "block" else count // every for count in counts]
+
+
+def _without_checkpoint(count: int, layout: Layout) -> int:
+    """Of so many blocks of a stage, those that autograd keeps whole."""
+    every = layout.recompute.every
+    if every is None:
+        return count
+    return count - count // every if layout.recompute.mode == "alternate" else 0
+
+
+def kept_results(shape: ModelShape, layout: Layout) -> float:
+    """Bytes for each token that a selectively recomputed block keeps beside its input.
+
+    Counted for Llama's block: the results of q, k, v, o, gate, up and down in this order, one in `every`, and that of
+    attention with 4 bytes a head. Tensor parallelism sums o and down in place, so these are computed again.
+    """
+    every = layout.recompute.products
+    if every is None:
+        return 0.0
+    size, tp = (4 if layout.precision == "fp32" else 2), layout.tp_size
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    summed = shape.hidden if tp == 1 else 0
+    products = [wide, narrow, narrow, summed, *[shape.intermediate] * (1 + shape.gated), summed]
+    return (size * (sum(products[::every]) + wide) + 4 * shape.heads) / tp
 
 
 def _schedule(layout: Layout, work: Work) -> tuple[int, Schedule]:
@@ -240,8 +280,9 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
         ScheduleError: The schedule does not fit the ranks.
     """
     held = parameters_of_ranks(shape, layout)
-    ranks = []
+    ranks, waiting = [], []
     for parameters, kept in zip(held, activations(shape, layout, work), strict=True):
+        waiting.append(kept.pop(ON_HOST))
         terms = _lasting(parameters, shape, layout) | kept
         context = CONTEXT_BYTES if on_gpu else 0.0
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
@@ -251,4 +292,7 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
     loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
     # fully_shard pins parameters and gradients; the optimizer makes its states of them with zeros_like, which does not.
     pinned = sum(host.values()) * (0.5 if layout.engine == "fsdp2" else 1.0)
+    if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
+        host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
+        pinned += host[ON_HOST]
     return Memory(worst, {name: size for name, size in ranks[worst].items() if size}, host, pinned, loading)

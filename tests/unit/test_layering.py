@@ -22,7 +22,7 @@ FLOORS = [
     {"ledger", "batches", "memory"},
     {"replicas"},
     {"preflight", "gradients", "checkpoint", "wire_state"},
-    {"engine"},
+    {"engine", "loading"},
     {"pipeline_engine", "planning", "twin"},
     {"plugin"},
     {"session"},

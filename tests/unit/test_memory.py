@@ -19,7 +19,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory.estimate import OVERHEAD, activations, buffers, estimate, host_states, saved_by_block, states
+from hf_parallel.memory.estimate import (
+    ON_HOST,
+    OVERHEAD,
+    activations,
+    buffers,
+    estimate,
+    host_states,
+    saved_by_block,
+    states,
+)
 from hf_parallel.memory.layout import Layout, ModelShape, Work, layout_of
 from hf_parallel.memory.report import GB, describe, shortages, tight, zero_table
 from hf_parallel.memory.shape import shape_of, shape_of_config
@@ -296,6 +305,17 @@ def test_residuals_and_local_steps_are_terms() -> None:
     assert estimate(SEVEN, compressed, Work(1, 1)).gpu["residual of compression"] == 4 * SEVEN.parameters
     local = layout_of(HFParallelConfig(local_sgd={"sync_every": 8, "outer_momentum": 0.9}), 2, 2, "fp32")
     assert estimate(SEVEN, local, Work(1, 1)).gpu["parameters of the last synchronisation"] == 8 * SEVEN.parameters
+
+
+def test_inputs_in_host_memory_are_two_at_a_time_on_the_gpu() -> None:
+    here = estimate(SEVEN, Layout(2, 2, recompute=recompute(1)), Work(1, 2048))
+    config = HFParallelConfig(activation_checkpointing={"every": 1, "offload": True})
+    moved = estimate(SEVEN, Layout(2, 2, recompute=config.activation_checkpointing), Work(1, 2048))
+    entry = 2 * 2048 * SEVEN.hidden
+    assert here.gpu["activations"] == SEVEN.layers * entry
+    assert "activations" not in moved.gpu
+    assert moved.gpu["recomputed blocks"] - here.gpu["recomputed blocks"] == 2 * entry
+    assert moved.host == {ON_HOST: 2 * SEVEN.layers * entry}
 
 
 def test_every_term_is_printed_and_overhead_is_said_not_to_be_measured() -> None:
