@@ -156,18 +156,24 @@ def _engine_problems(zero: ZeroConfig) -> list[str]:
 
 
 def _offload_problems(zero: ZeroConfig) -> list[str]:
-    """Torch's offload policy moves parameters, gradients and optimizer state, or nothing."""
+    """The native engine moves the optimizer; torch's offload policy moves everything or nothing."""
     theirs = _only_deepspeed(zero)
     if theirs:
         return theirs
     chosen = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
     moved = [f"zero.{name}={value}" for name, value in chosen.items() if value != "none"]
-    if moved and not zero.shards_parameters:
+    if not moved and zero.pin_memory != "auto":
         return [
-            f"{' and '.join(moved)} with zero.stage={zero.stage} of the native engine: only parts of parameters are "
-            "offloaded. Set zero.stage to 3, or zero.engine to fsdp2, or the offload to none."
+            f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
+            "or remove zero.pin_memory."
         ]
-    if len(moved) == 1:
+    if zero.offload_param != "none" and not zero.shards_parameters:
+        return [
+            f"zero.offload_param={zero.offload_param} with zero.stage={zero.stage} of the native engine: only parts of "
+            "parameters are offloaded. Set zero.stage to 3, or zero.engine to fsdp2, with zero.offload_optimizer: cpu; or "
+            "zero.offload_param to none."
+        ]
+    if len(moved) == 1 and zero.shards_parameters:
         return [
             f"{moved[0]} without the other: fully_shard offloads parameters, gradients and optimizer state together or none "
             "of them. Set zero.offload_param and zero.offload_optimizer both to cpu, or both to none."
@@ -184,13 +190,11 @@ def _only_deepspeed(zero: ZeroConfig) -> list[str]:
         for name, device in devices.items()
         if device == "nvme"
     ]
-    unread = {"nvme_path": zero.nvme_path is not None and not found, "pin_memory": zero.pin_memory != "auto"}
-    found += [
-        f"zero.{name}={spelled(getattr(zero, name))} with zero.engine={zero.engine} has no effect: only DeepSpeed reads it. Set "
-        f"zero.{name} to {spelled(type(zero).model_fields[name].default)}, or zero.engine to deepspeed."
-        for name, given in unread.items()
-        if given
-    ]
+    if zero.nvme_path is not None and not found:
+        found = [
+            f"zero.nvme_path={spelled(zero.nvme_path)} with zero.engine={zero.engine} has no effect: only DeepSpeed reads it. "
+            "Set zero.nvme_path to null, or zero.engine to deepspeed."
+        ]
     return found
 
 

@@ -80,7 +80,6 @@ def test_what_deepspeed_does_not_read_is_refused(zero: dict[str, Any], others: d
     [
         ({"stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme"}, r"offload_param=nvme with zero\.engine=auto: only Dee"),
         ({"stage": 1, "nvme_path": "/x"}, r"zero\.nvme_path='/x' with zero\.engine=auto has no effect: .*engine to deepspeed"),
-        ({"stage": 1, "pin_memory": False}, r"zero\.pin_memory=false with zero\.engine=auto has no effect"),
     ],
 )  # fmt: skip
 def test_what_only_deepspeed_reads_is_refused_elsewhere(zero: dict[str, Any], message: str) -> None:
