@@ -36,7 +36,7 @@ def refuse_other_runs(trainer: Trainer, config: HFParallelConfig) -> None:
     Raises:
         ConfigError: Every way in which something else than asked for would run.
     """
-    problems = [*_engine_problems(trainer), *_precision_problems(trainer)]
+    problems = [*_engine_problems(trainer), *_precision_problems(trainer, config)]
     if not problems:
         plugin = trainer.accelerator.state.deepspeed_plugin
         asked = deepspeed_settings(config, cpu_adam=has_cpu_adam(config))
@@ -69,8 +69,17 @@ def _engine_problems(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def _precision_problems(trainer: Trainer) -> Iterator[str]:
-    if trainer.args.mixed_precision == "fp16" and trainer.args.device.type == "cpu":
+def _precision_problems(trainer: Trainer, config: HFParallelConfig) -> Iterator[str]:
+    precision = trainer.args.mixed_precision
+    if trainer.args.device.type != "cpu":
+        return
+    if config.zero.offload_param == "nvme" and precision == "no":
+        # DeepSpeed 0.19.8, partition_parameters.py, _set_dtype: without fp16 a dtype that is given is not read.
+        yield (
+            "zero.offload_param=nvme in fp32 on the CPU: DeepSpeed would round parameters to bf16 on their way to the files. Set "
+            "bf16=True, or zero.offload_param to cpu."
+        )
+    if precision == "fp16":
         yield "fp16=True with zero.engine=deepspeed on the CPU: DeepSpeed has no fp16 there. Set bf16=True, or neither."
 
 

@@ -303,6 +303,13 @@ def test_a_trainer_that_runs_something_else_is_refused(made: dict[str, Any], mes
         refuse_other_runs(trainer(**made), settings({"stage": 2}))
 
 
+def test_files_that_would_round_parameters_are_refused() -> None:
+    from hf_parallel.deepspeed.trainer import refuse_other_runs
+
+    with pytest.raises(ConfigError, match=r"offload_param=nvme in fp32 on the CPU: .* to bf16 .*Set bf16=True"):
+        refuse_other_runs(trainer(runs={}), settings({**NVME, "offload_param": "nvme"}))
+
+
 def test_a_model_that_deepspeed_does_not_hold_is_refused() -> None:
     from hf_parallel.deepspeed.trainer import check_engine
 
