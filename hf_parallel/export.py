@@ -42,7 +42,7 @@ def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.
     """
-    _refuse(config, (*ZERO, "zero.nvme_path", *MESSAGES, *TRAINERS), "DeepSpeed")
+    _refuse(config, (*ZERO, "zero.nvme_path", "zero.pin_memory", *MESSAGES, *TRAINERS), "DeepSpeed")
     zero, messages = config.zero, config.data_parallel
     bucket = HFParallelConfig().data_parallel.bucket_cap_mb
     settings: dict[str, Any] = {
@@ -53,7 +53,7 @@ def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: 
     for part in ("optimizer", "param"):
         device = getattr(zero, f"offload_{part}")
         if device != "none":
-            settings[f"offload_{part}"] = {"device": device, "pin_memory": True}
+            settings[f"offload_{part}"] = {"device": device, "pin_memory": zero.pin_memory is not False}
         if device == "nvme":
             settings[f"offload_{part}"]["nvme_path"] = zero.nvme_path
     if zero.stage == 3:
@@ -96,15 +96,16 @@ def to_fsdp(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict[str
     Raises:
         ConfigError: With every setting that FSDP2 cannot express.
     """
-    _refuse(config, (*ZERO, "zero.dp_shard_size"), "FSDP2")
+    _refuse(config, (*ZERO, "zero.dp_shard_size", "zero.pin_memory"), "FSDP2")
     _check(_not_fsdp(config))
     precision = str(accelerate.get("mixed_precision", "no")).lower()
     half = HALF.get(precision)
+    pins = accelerate.get("use_cpu") is not True and config.zero.pin_memory is not False
     return {
         "fully_shard": {
             "reshard_after_forward": config.zero.stage == 3,
             "mp_policy": {"param_dtype": half, "reduce_dtype": half and "float32"},
-            "offload_policy": {"pin_memory": accelerate.get("use_cpu") is not True} if _offloads(config) else None,
+            "offload_policy": {"pin_memory": pins} if _offloads(config) else None,
         },
         "mesh": _mesh(config, accelerate),
         "apply_to": ["each block", "the model"],
@@ -157,14 +158,7 @@ def _deepspeed_section(config: HFParallelConfig) -> dict[str, Any]:
 
 
 def _fsdp_section(config: HFParallelConfig) -> dict[str, Any]:
-    recompute = config.activation_checkpointing
-    every = recompute.every
-    if recompute.mode == "selective" or recompute.offload:
-        raise ConfigError(
-            f"activation_checkpointing.mode={recompute.mode}, activation_checkpointing.offload={spelled(recompute.offload)}: "
-            "accelerate's FSDP section recomputes whole blocks whose inputs stay where they are. Set mode to block and offload "
-            "to false."
-        )
+    every = config.activation_checkpointing.every
     if every not in (None, 1):
         raise ConfigError(
             f"activation_checkpointing.every={every}: accelerate's FSDP section recomputes every block by itself. Set it to 1."

@@ -20,6 +20,7 @@ from torch import nn
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.host import pins
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
@@ -256,7 +257,7 @@ def share_out(
         mesh.dp_replicate_group,
         stage=zero.stage,
         device=device,
-        offload=zero.offload_param == "cpu",
+        offload="none" if zero.offload_param == "none" else "pinned" if pins(zero, device) else "pageable",
         compute_dtype=compute_dtype,
     )
 

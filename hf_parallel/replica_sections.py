@@ -51,6 +51,10 @@ class ZeroConfig(Section):
     ] = False
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
+    pin_memory: Annotated[
+        Literal["auto"] | bool,
+        Field(description="true, false or 'auto' (where there is a GPU): pin the host memory of what is offloaded"),
+    ] = "auto"
     nvme_path: Annotated[
         str | None, available(None, reason="nothing is offloaded to files"), Field(description="a folder, or null")
     ] = None

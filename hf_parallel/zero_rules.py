@@ -67,15 +67,21 @@ def _engine_problems(zero: ZeroConfig) -> list[str]:
 
 
 def _offload_problems(zero: ZeroConfig) -> list[str]:
-    """Torch's offload policy moves parameters, gradients and optimizer state, or nothing."""
+    """The native engine moves the optimizer; torch's offload policy moves everything or nothing."""
     chosen = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
     moved = [f"zero.{name}={value}" for name, value in chosen.items() if value != "none"]
-    if moved and not zero.shards_parameters:
+    if not moved and zero.pin_memory != "auto":
         return [
-            f"{' and '.join(moved)} with zero.stage={zero.stage} of the native engine: only parts of parameters are "
-            "offloaded. Set zero.stage to 3, or zero.engine to fsdp2, or the offload to none."
+            f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
+            "or remove zero.pin_memory."
         ]
-    if len(moved) == 1:
+    if zero.offload_param != "none" and not zero.shards_parameters:
+        return [
+            f"zero.offload_param={zero.offload_param} with zero.stage={zero.stage} of the native engine: only parts of "
+            "parameters are offloaded. Set zero.stage to 3, or zero.engine to fsdp2, with zero.offload_optimizer: cpu; or "
+            "zero.offload_param to none."
+        ]
+    if len(moved) == 1 and zero.shards_parameters:
         return [
             f"{moved[0]} without the other: fully_shard offloads parameters, gradients and optimizer state together or none "
             "of them. Set zero.offload_param and zero.offload_optimizer both to cpu, or both to none."

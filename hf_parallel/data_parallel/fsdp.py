@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class ShardedModel:
         replicate_group: Ranks with the same part in other copies; None if there is one copy.
         stage: 3 gives a unit's parameters up after its forward pass, 2 keeps them until its backward pass.
         device: Where the model computes.
-        offload: Whether parts live in host memory.
+        offload: "pinned" or "pageable" host memory for the parts; "none" leaves them on the device.
         compute_dtype: What the forward pass is autocast to; None without autocast.
 
     Attributes:
@@ -61,15 +61,15 @@ class ShardedModel:
         *,
         stage: int,
         device: torch.device,
-        offload: bool = False,
+        offload: Literal["none", "pageable", "pinned"] = "none",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.device, self.offload = model, device, offload
+        self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)
         self.has_copies = own in HALF
         mesh = _device_mesh(shard_group, replicate_group, device)
-        policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        policy = CPUOffloadPolicy(pin_memory=offload == "pinned") if self.offload else OffloadPolicy()
         self.parts: list[FSDPModule] = []
         for modules in [*self_contained(model, units).values(), [model]]:
             is_root = modules == [model]

@@ -25,14 +25,14 @@ def collect_state(zero: ZeroPartition) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for shard in zero.shards:
         state = dict(zero.optimizer.state.get(shard.master, {}))
-        if shard.is_copy:
+        if shard.is_finer:
             state[MASTER_WEIGHT] = shard.master.detach()
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != shard.master.shape:
                 for name in shard.bucket.names if zero.shard_group.rank() == 0 else ():
                     found.setdefault(name, {})[key] = value
                 continue
-            whole = _gather(value, zero.shard_group)
+            whole = _gather(value.to(shard.flat.device), zero.shard_group)
             if whole is not None:
                 for name, param, start in zip(
                     shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True
@@ -68,7 +68,7 @@ def restore_state(
         mine = {at: states[name] for at, name in enumerate(shard.bucket.names) if name in states}
         state = pack_state(shard, mine)
         master = state.pop(MASTER_WEIGHT, None)
-        if shard.is_copy and isinstance(master, Tensor):
+        if shard.is_finer and isinstance(master, Tensor):
             _keep_master(shard, master, mine)
         if state:
             packed[position] = state

@@ -45,7 +45,8 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
-    the gradient's partition goes there as well (stage 3).
+    the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
+    holds a part of them while it brings them down.
     """
     weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
     if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
@@ -70,7 +71,7 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes of a node for what its ranks offload: 16 per parameter for the optimizer, 4 more for the parameters.
 
     Source: measured with DeepSpeed 0.19.8, every live storage counted (5.05 bytes a rank at 20 / 4); FSDP2 offloads
-    fp32 parameters, gradients and states together, which is 16.
+    fp32 parameters, gradients and states together, which is 16; so does the native engine with copies of the parameters.
     """
     share = parameters / layout.num_shards * min(layout.ranks_per_node, layout.num_processes)
     found = {}
@@ -209,16 +210,15 @@ def kept_results(shape: ModelShape, layout: Layout) -> float:
     """Bytes for each token that a selectively recomputed block keeps beside its input.
 
     Counted for Llama's block: the results of q, k, v, o, gate, up and down in this order, one in `every`, and that of
-    attention with 4 bytes a head. Tensor parallelism sums o and down in place, so these are computed again.
+    attention with 4 bytes a head. What o and down give on a tensor-parallel rank is a summand of the whole width.
     """
     every = layout.recompute.products
     if every is None:
         return 0.0
     size, tp = (4 if layout.precision == "fp32" else 2), layout.tp_size
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    summed = shape.hidden if tp == 1 else 0
-    products = [wide, narrow, narrow, summed, *[shape.intermediate] * (1 + shape.gated), summed]
-    return (size * (sum(products[::every]) + wide) + 4 * shape.heads) / tp
+    wide, narrow = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
+    products = [wide, narrow, narrow, shape.hidden, *[shape.intermediate / tp] * (1 + shape.gated), shape.hidden]
+    return size * (sum(products[::every]) + wide) + 4 * shape.heads / tp
 
 
 def _schedule(layout: Layout, work: Work) -> tuple[int, Schedule]:
@@ -290,8 +290,8 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
     host = host_states(max(held), layout)
     element = 2.0 if layout.precision == "half" else 4.0
     loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
-    # fully_shard pins parameters and gradients; the optimizer makes its states of them with zeros_like, which does not.
-    pinned = sum(host.values()) * (0.5 if layout.engine == "fsdp2" else 1.0)
+    # Parameters and gradients are pinned; torch's optimizers make their states of them with zeros_like, which does not.
+    pinned = layout.pinned * sum(host.values()) * (1.0 if layout.engine == "deepspeed" else 0.5)
     if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
         host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
         pinned += host[ON_HOST]

@@ -111,6 +111,7 @@ class Layout:
         precision: fp32; half (parameters in 16 bit); autocast (fp32 parameters, products in 16 bit).
         offload_optimizer: Where Adam's state lies instead of on the GPU.
         offload_param: Where the parameters lie (stage 3).
+        pinned: Whether the host memory of what is offloaded is pinned.
         recompute: Activation checkpointing.
         pipeline: Schedule, microbatches and cut.
         bucket_cap_mb: MiB in one of the native engine's messages.
@@ -129,6 +130,7 @@ class Layout:
     precision: Precision = "half"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
+    pinned: bool = True
     recompute: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     bucket_cap_mb: float = 25.0
@@ -217,6 +219,7 @@ def layout_of(
         precision,
         zero.offload_optimizer,
         zero.offload_param,
+        zero.pin_memory is not False,
         config.activation_checkpointing,
         config.pipeline,
         config.data_parallel.bucket_cap_mb,

@@ -1,8 +1,8 @@
 """Selective recomputation: results that are dear to compute are kept, the rest is computed again.
 
 Kept are the results of attention kernels and of one matrix product in so many. Torch's own selective checkpointing does
-the same but must not be used with tensor parallelism: an all-reduce changes the result of a product in place without
-telling torch, so the second run would sum the sum. Here a result that anything writes to is not kept.
+the same but misses what a collective changes in place, which raises no version: the second run would sum a sum. Here a
+result that anything writes to is not kept.
 
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 5; which products: torchtitan's "selective op".
 """

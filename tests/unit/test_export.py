@@ -152,6 +152,8 @@ def test_what_fsdp_cannot_express_is_refused(values: dict[str, Any], zero: dict[
         ({"gradient_compression": {"method": "int8"}}, {}, {}, r"method='int8': plain data parallelism cannot express it"),
         ({}, {"stage": 3}, {"use_cpu": True}, r"'FSDP' with use_cpu=true: accelerate silently trains with plain DDP"),
         ({"activation_checkpointing": {"every": 2}}, {"stage": 3}, {}, r"every=2: accelerate's FSDP section recomputes"),
+        ({"activation_checkpointing": {"every": 1, "offload": True}}, {"stage": 3}, {}, r"offload=true: accelerate's FSDP"),
+        ({}, {"stage": 1, "offload_optimizer": "cpu", "pin_memory": False}, {}, r"zero\.pin_memory=false: accelerate's"),
         ({}, {"stage": 3}, {"num_processes": -1}, r"^num_processes: a mesh has a number of ranks"),
     ],
 )  # fmt: skip

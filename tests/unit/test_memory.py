@@ -307,6 +307,18 @@ def test_residuals_and_local_steps_are_terms() -> None:
     assert estimate(SEVEN, local, Work(1, 1)).gpu["parameters of the last synchronisation"] == 8 * SEVEN.parameters
 
 
+@pytest.mark.parametrize(("stage", "gradients"), [(1, 2.0), (2, 0.5)])
+def test_the_native_optimizer_in_host_memory_leaves_weights_and_gradients(stage: int, gradients: float) -> None:
+    config = HFParallelConfig(zero={"stage": stage, "offload_optimizer": "cpu"})
+    layout = layout_of(config, 8, 4)
+    layout = dataclasses.replace(layout, shards=4)
+    assert states(1.0, layout) == {"weights": 2.0, "gradients": gradients, "optimizer state": 0.0}
+    assert host_states(8e9, layout) == {"optimizer state and fp32 gradients": 16 * 8e9}
+    for pinned in (True, False):
+        memory = estimate(SEVEN, dataclasses.replace(layout, pinned=pinned), Work(1, 1))
+        assert memory.host_pinned == pinned * memory.host_bytes / 2
+
+
 def test_inputs_in_host_memory_are_two_at_a_time_on_the_gpu() -> None:
     here = estimate(SEVEN, Layout(2, 2, recompute=recompute(1)), Work(1, 2048))
     config = HFParallelConfig(activation_checkpointing={"every": 1, "offload": True})

@@ -84,9 +84,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero": {"stage": 3, "offload_optimizer": "cpu"}}, r"zero\.offload_optimizer=cpu without the other"),
     (
-        {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
-        r"offload_optimizer=cpu with zero\.stage=2 of the native engine: .*stage to 3, or zero\.engine to fsdp2",
+        {"zero": {"stage": 2, "offload_param": "cpu"}},
+        r"offload_param=cpu with zero\.stage=2 of the native engine: .*stage to 3, or zero\.engine to fsdp2",
     ),
+    ({"zero": {"stage": 1, "pin_memory": False}}, r"zero\.pin_memory=false has no effect: .*offload_optimizer to cpu"),
     ({"zero": {"offload_param": "cpu"}}, r"zero\.offload_param='cpu' with zero\.stage=0 has no effect"),
     (
         {"zero": {"stage": 3}, "gradient_compression": {"method": "int4", "error_feedback": False}},
