@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from hf_parallel.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoint import load_weights, publish
 from hf_parallel.errors import CheckpointError
 from hf_parallel.pipeline_engine import PipelineEngine
@@ -132,7 +133,10 @@ class SavingMixin(Base):
     def _load_held(self, folder: str) -> None:
         attachment = self.accelerator.hf_parallel_engine.attachment
         held = {**attachment.parameters, **attachment.buffers}
-        load_weights(folder, attachment.ledger, held, attachment.mesh)
+        if has_adapters(self.model):
+            load_adapters(folder, self.model)
+        else:
+            load_weights(folder, attachment.ledger, held, attachment.mesh)
         attachment.gradients.replicas.reloaded()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ FLOORS = [
     {"deepspeed", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches", "memory", "launch"},
     {"replicas"},
-    {"preflight", "gradients", "checkpoint", "wire_state"},
+    {"preflight", "gradients", "checkpoint", "wire_state", "adapters"},
     {"engine", "loading"},
     {"pipeline_engine", "planning", "twin"},
     {"plugin"},
