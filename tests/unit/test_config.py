@@ -60,9 +60,10 @@ def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: obj
         parse(**{section: {key: value}})
 
 
-def test_checkpoint_has_no_options_yet() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.interval is not available yet: .*Remove it\."):
-        parse(checkpoint={"interval": 3})
+def test_checkpoint_options_are_known_by_name() -> None:
+    assert parse(checkpoint={"async_save": True}).checkpoint.async_save
+    with pytest.raises(ConfigError, match=r"checkpoint\.async: unknown key\. Did you mean async_save\?"):
+        parse(checkpoint={"async": True})
 
 
 def test_all_problems_are_reported_in_one_error() -> None:
