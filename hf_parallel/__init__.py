@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ScheduleError,
         UnsupportedError,
     )
+    from hf_parallel.loading.context import from_pretrained, sharded_loading
     from hf_parallel.recipes import list_recipes, load_recipe
     from hf_parallel.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
     from hf_parallel.sections import (
@@ -60,9 +61,11 @@ __all__ = [
     "TensorParallelConfig",
     "UnsupportedError",
     "ZeroConfig",
+    "from_pretrained",
     "list_recipes",
     "load_recipe",
     "plan_for",
+    "sharded_loading",
 ]
 
 _HOMES = {
@@ -73,9 +76,11 @@ _HOMES = {
     "HFParallelTrainer": "trainer",
     "LocalSgdConfig": "replica_sections",
     "ZeroConfig": "replica_sections",
+    "from_pretrained": "loading.context",
     "list_recipes": "recipes",
     "load_recipe": "recipes",
     "plan_for": "twin",
+    "sharded_loading": "loading.context",
 }
 
 

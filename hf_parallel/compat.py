@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_parallel.errors import UnsupportedError
 
@@ -55,6 +55,14 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
     return None, None
 
 
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Return when its result is there."""
+        ...
+
+
 def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
     """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
     import torch.distributed as dist
@@ -64,13 +72,33 @@ def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | 
     return work
 
 
-def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Work | None:
-    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`."""
+def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
+    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
+
+    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them.
+    """
     import torch.distributed as dist
 
+    if "gloo" in dist.get_backend(group):
+        parts = whole.new_empty(group.size(), mine.numel())
+        return _PartsToSum(dist.all_to_all_single(parts.view(-1), whole, group=group, async_op=True), parts, mine)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: Work | None = scatter(mine, whole, group=group, async_op=True)
     return work
+
+
+class _PartsToSum:
+    """The ranks' parts on their way here, f[N, n]; `wait` sums them into `mine`, f[n]."""
+
+    def __init__(self, work: Pending | None, parts: Tensor, mine: Tensor) -> None:
+        self._work, self._parts, self._mine = work, parts, mine
+
+    def wait(self) -> None:
+        import torch
+
+        if self._work is not None:
+            self._work.wait()
+        torch.sum(self._parts, 0, out=self._mine)
 
 
 def loss_scale(scaler: Any) -> Tensor:
@@ -224,3 +252,68 @@ def loss_shifts_labels(model: Any) -> bool:
         return any(name.startswith("shift") for name in code.co_varnames)
     # transformers takes the causal loss for a class name that it cannot place (GPT2LMHeadModel).
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss
+
+
+def connect_deepspeed_by_gloo() -> None:
+    """Let accelerate connect CPU processes for DeepSpeed; it has no backend for them and would count one process.
+
+    The stock way is `TrainingArguments(ddp_backend="gloo")`, which every user would have to know.
+
+    Raises:
+        UnsupportedError: This accelerate chooses its backend elsewhere.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    name = "_prepare_backend"
+    stock = vars(PartialState).get(name)
+    if stock is None:
+        import accelerate
+
+        raise UnsupportedError(
+            f"accelerate {accelerate.__version__} does not choose a backend in PartialState.{name}: DeepSpeed cannot connect CPU "
+            "processes. Install accelerate>=1.15,<2, or set zero.engine to auto."
+        )
+    if getattr(stock, "for_deepspeed", False):
+        return
+
+    def prepare(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        if cpu or sagemaker_dp:
+            return stock(self, cpu, sagemaker_dp, backend)
+        return backend or "gloo", DistributedType.NO
+
+    prepare.for_deepspeed = True  # type: ignore[attr-defined]
+    setattr(PartialState, name, prepare)
+
+
+@contextlib.contextmanager
+def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
+    """Inside, transformers' `from_pretrained` finds the files of a checkpoint and loads them through these two.
+
+    Args:
+        load: Called with the stock function that fills a model, then with its arguments.
+        find: Called with the stock function that finds the files, then with its arguments.
+
+    Raises:
+        UnsupportedError: This transformers loads in another way.
+    """
+    from functools import partial
+
+    from transformers import PreTrainedModel, modeling_utils
+
+    stock_load = vars(PreTrainedModel).get("_load_pretrained_model")
+    stock_find = vars(modeling_utils).get("_get_resolved_checkpoint_files")
+    if not isinstance(stock_load, staticmethod) or stock_find is None:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} loads weights in a way that is not known. "
+            "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
+        )
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, stock_load.__func__)))  # noqa: B010
+    setattr(modeling_utils, "_get_resolved_checkpoint_files", partial(find, stock_find))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "_load_pretrained_model", stock_load)  # noqa: B010
+        setattr(modeling_utils, "_get_resolved_checkpoint_files", stock_find)  # noqa: B010

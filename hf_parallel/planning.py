@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError
@@ -28,7 +29,7 @@ from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
-from hf_parallel.sections import TensorParallelConfig
+from hf_parallel.sections import ActivationCheckpointingConfig, TensorParallelConfig
 from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.overrides import USERS_WISH
@@ -54,7 +55,8 @@ class Plans:
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
-        units: Modules whose parameters are gathered by themselves, where parameters are shared out.
+        recompute: How they are.
+        units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
@@ -67,15 +69,34 @@ class Plans:
     schedule: ScheduleChoice | None
     bounds: list[int]
     recomputed: tuple[str, list[range]]
-    units: tuple[str, ...]
+    recompute: ActivationCheckpointingConfig
+    units: tuple[tuple[str, ...], ...]
     prediction: Prediction | None
     ledger: Ledger
     element_size: int
     loss_kind: LossKind
 
 
+@dataclass(frozen=True)
+class Substitute:
+    """Answers what takes values, for a model whose values are not read yet. Only rank 0 asks.
+
+    Args:
+        plan: As `plan_model`, from tp_size, sample and settings.
+        model: Makes a small model that computes its loss as the model does.
+    """
+
+    plan: Callable[..., TPPlan]
+    model: Callable[[], nn.Module]
+
+
 def make_plans(
-    model: nn.Module, config: HFParallelConfig, mesh: Mesh, probes: Probes | None, watchdog: Watchdog
+    model: nn.Module,
+    config: HFParallelConfig,
+    mesh: Mesh,
+    probes: Probes | None,
+    watchdog: Watchdog,
+    substitute: Substitute | None = None,
 ) -> Plans:
     """Calls 1 to 3: pure, on the whole model; collective where costs are measured.
 
@@ -85,6 +106,7 @@ def make_plans(
         mesh: This rank's mesh.
         probes: The batches to try it with; None if nothing has to be found out.
         watchdog: For waits.
+        substitute: For a model without values.
 
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
@@ -93,12 +115,13 @@ def make_plans(
     forward: Callable[..., Any] = model.forward
     tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
-    units: tuple[str, ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
     loss_kind: LossKind = "sum_over_items"
     if probes is not None:
         with probes.running():
             if shape.tp_size > 1:
-                tensor_parallel = _shards(model, shape.tp_size, probes.batch, config.tensor_parallel, watchdog)
+                planner = partial(plan_model, model) if substitute is None else substitute.plan
+                tensor_parallel = _shards(planner, shape.tp_size, probes.batch, config.tensor_parallel, watchdog)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
                 expected = vocabulary_modules(model)
@@ -110,12 +133,12 @@ def make_plans(
                 stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
                 costs = cut_costs(model, stages, config, probes, watchdog)
                 bounds = _bounds(stages, schedule, costs)
-                loss_kind = loss_normalisation(model, probes.batch)
+                loss_kind = _loss_kind(model, probes.batch, substitute, watchdog)
             if found is not None and recompute.every is not None:
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
             if config.zero.shards_parameters:
-                units = _gathered_units(model, found, probes)
+                units = _gathered_units(model, found, probes, recomputed[1])
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -137,6 +160,7 @@ def make_plans(
         schedule=schedule,
         bounds=bounds,
         recomputed=recomputed,
+        recompute=recompute,
         units=units,
         prediction=prediction,
         ledger=ledger,
@@ -145,13 +169,42 @@ def make_plans(
     )
 
 
+def _loss_kind(
+    model: nn.Module, sample: Mapping[str, Any], substitute: Substitute | None, watchdog: Watchdog
+) -> LossKind:
+    """How the model's loss is normalised; with a substitute collective: rank 0 finds it out."""
+    if substitute is None:
+        return loss_normalisation(model, sample)
+    found: list[LossKind | str] = [""]
+    error = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
+            found[0] = loss_normalisation(substitute.model(), here)
+        except Exception as failed:  # noqa: BLE001 - the other ranks wait, whatever happens here
+            error = f"{type(failed).__name__}: {failed}"
+    told = [found[0], error]
+    if dist.is_initialized():
+        with watchdog.waiting("waits for rank 0 to look at the loss"):
+            dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise PlanError(
+            f"the loss of {type(model).__name__} cannot be looked at on a small model like it ({told[1]})."
+        )
+    return told[0]  # type: ignore[return-value]
+
+
 def _shards(
-    model: nn.Module, tp_size: int, sample: Mapping[str, Any], settings: TensorParallelConfig, watchdog: Watchdog
+    plan: Callable[..., TPPlan],
+    tp_size: int,
+    sample: Mapping[str, Any],
+    settings: TensorParallelConfig,
+    watchdog: Watchdog,
 ) -> TPPlan:
     """The plan that rank 0 makes, on every rank; collective.
 
     Args:
-        model: The whole model.
+        plan: `plan_model` of the model, or what stands for it.
         tp_size: Ranks that share each layer.
         sample: The batch to plan with.
         settings: What the user wants of modules, of the loss and of the sequence.
@@ -162,15 +215,17 @@ def _shards(
         overrides = None if settings.plan == "auto" else settings.plan
         wishes: dict[str, Any] = {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
         wishes["sequence"] = settings.sequence_parallel
-        return plan_model(model, tp_size, sample, overrides=overrides, **wishes)
+        return plan(tp_size, sample, overrides=overrides, **wishes)
 
     plans_here = not dist.is_initialized() or dist.get_rank() == 0
     with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):
         return plan_on_one_rank(make)
 
 
-def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes) -> tuple[str, ...]:
-    """The blocks of the stack, which run one after the other; none if the model has no such stack."""
+def _gathered_units(
+    model: nn.Module, found: PipelinePlan | None, probes: Probes, groups: Sequence[range]
+) -> tuple[tuple[str, ...], ...]:
+    """The blocks of the stack, which run one after the other, those of a checkpoint together; none without a stack."""
     try:
         found = found or discover_stages(model, probes.discovery)
     except PlanError as error:
@@ -179,7 +234,9 @@ def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes
             error,
         )
         return ()
-    return tuple(f"{found.stack}.{index}" for index in found.ran)
+    together = {index: group for group in groups for index in group}
+    units = dict.fromkeys(together.get(index, range(index, index + 1)) for index in sorted(found.ran))
+    return tuple(tuple(f"{found.stack}.{index}" for index in unit) for unit in units)
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
@@ -244,7 +301,9 @@ def summary(plans: Plans) -> list[str]:
         lines += describe(plans.prediction, plans.stages.stack)
     if plans.recomputed[1]:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
-        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
+        kept = f", attention and one product in {plans.recompute.every} kept" if plans.recompute.products else ""
+        where = ", inputs in host memory" if plans.recompute.offload else ""
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
     if plans.tensor_parallel is not None:
         lines += report(plans.tensor_parallel, plans.element_size)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,13 +20,16 @@ from torch import nn
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.host import pins
 from hf_parallel.engine import Attachment, DirectEngine, Engine
 from hf_parallel.errors import PlanError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
+from hf_parallel.loading.unread import unread_of
 from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.pipeline_parallel.messages import Probe
+from hf_parallel.pipeline_parallel.meta import off_meta
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import recompute_blocks
@@ -34,16 +39,20 @@ from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport
 from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.planning import Plans, agree, make_plans, summary
+from hf_parallel.planning import Plans, Substitute, agree, holding_of, make_plans, summary
 from hf_parallel.preflight import Probes, check_plans, refuse_model
 from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.replicas import ReplicaSettings
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.sequence import install_blocks
+from hf_parallel.twin import Blueprint, blueprint_of, plan_for, small_twin
 from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)
+
+WASTE_WORTH_A_WARNING = 2 * 10**9  # bytes
 
 
 def parallelize(
@@ -77,14 +86,30 @@ def parallelize(
     refuse_model(model, mesh.shape.mp_size)
     watchdog.runs("plans the stages and shards")
     probes = Probes(model, device, sample) if _needs_probes(config) else None
-    plans = make_plans(model, config, mesh, probes, watchdog)
+    unread = unread_of(model)
+    blueprint = None
+    if unread is not None:
+        unread.check(config)
+        unread.begin(model)
+        blueprint = _blueprint(model, config, mesh.rank)
+        if blueprint is None:
+            unread.fill(model, None, mesh, device)
+    with nullcontext() if blueprint is None else off_meta(model, device):
+        plans = make_plans(
+            model, config, mesh, probes, watchdog, None if blueprint is None else _substitute(blueprint)
+        )
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
-    if probes is not None:
+    if unread is None:
+        _warn_of_waste(model, plans, mesh)
+    if blueprint is None and probes is not None:
         placement = plans.schedule.stages_of_ranks if plans.schedule is not None else ()
         parts = (plans.stages, plans.bounds, placement, plans.tensor_parallel)
         check_plans(model, config, *parts, probes=probes, watchdog=watchdog)
     pieces = transform(model, plans, mesh, config.pipeline.compile_blocks)
+    if unread is not None and blueprint is not None:
+        watchdog.runs("reads its weights")
+        unread.fill(model, plans.ledger, mesh, device)
     sharded = share_out(model, plans.units, config.zero, mesh, device, compute_dtype)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog, sharded=sharded)
     watchdog.runs()
@@ -92,6 +117,50 @@ def parallelize(
         for line in [*summary(plans), *engine.gradients.replicas.describe()]:
             logger.warning("hf_parallel: %s", line)
     return engine
+
+
+def _blueprint(model: nn.Module, config: HFParallelConfig, rank: int) -> Blueprint | None:
+    """What stands for a model whose weights are read after the cut; None, with a warning, if they must be read before."""
+    reason = None
+    if config.pp_size > 1 and config.pipeline.costs == "measured":
+        reason = "pipeline.costs is measured. Set it to analytic."
+    checks = [("pipeline", config.pp_size, config.pipeline.self_check)]
+    checks += [("tensor_parallel", config.tp_size, config.tensor_parallel.self_check)]
+    for name, size, wish in checks:
+        if size > 1 and wish == "on":
+            reason = f"{name}.self_check is on. Set it to auto or off."
+    blueprint = None
+    if reason is None:
+        try:
+            blueprint = blueprint_of(model)
+        except PlanError as error:
+            reason = str(error)
+    if rank == 0 and reason is not None:
+        logger.warning("hf_parallel: every rank reads the whole model before it is cut: %s", reason)
+    elif rank == 0 and any(size > 1 and wish == "auto" for _, size, wish in checks):
+        logger.warning("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
+    return blueprint
+
+
+def _substitute(blueprint: Blueprint) -> Substitute:
+    def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
+        here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
+        return plan_for(blueprint, tp_size, sample=here, **settings)
+
+    return Substitute(plan, partial(small_twin, blueprint))
+
+
+def _warn_of_waste(model: nn.Module, plans: Plans, mesh: Mesh) -> None:
+    """Say what this rank held of a model loaded whole."""
+    held = sum(p.nbytes for p in model.parameters())
+    spare = held - holding_of(model, plans.ledger, mesh.pp_rank, mesh.shape.tp_size).weights
+    if mesh.rank == 0 and spare > WASTE_WORTH_A_WARNING:
+        logger.warning(
+            "hf_parallel: each rank loaded the whole model (%.1f GB), this one %.1f GB for nothing. Load it with "
+            "hf_parallel.from_pretrained(...), or inside `with hf_parallel.sharded_loading():`.",
+            held / 1e9,
+            spare / 1e9,
+        )
 
 
 def _needs_probes(config: HFParallelConfig) -> bool:
@@ -142,7 +211,8 @@ def transform(
     stack, groups = plans.recomputed
     if groups:
         held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
-        recompute_blocks(model, stack, held)
+        how = plans.recompute
+        recompute_blocks(model, stack, held, offload=how.offload, products=how.products)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -171,7 +241,7 @@ def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[
 
 def share_out(
     model: nn.Module,
-    units: Sequence[str],
+    units: Sequence[Sequence[str]],
     zero: ZeroConfig,
     mesh: Mesh,
     device: torch.device,
@@ -187,7 +257,7 @@ def share_out(
         mesh.dp_replicate_group,
         stage=zero.stage,
         device=device,
-        offload=zero.offload_param == "cpu",
+        offload="none" if zero.offload_param == "none" else "pinned" if pins(zero, device) else "pageable",
         compute_dtype=compute_dtype,
     )
 

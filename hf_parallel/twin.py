@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -31,7 +31,7 @@ from hf_parallel.tensor_parallel.plan import TPPlan, in_order
 HEAD_COPIES = 3  # of the head's weight, while its parts are compared with the whole
 BLOCK_COPIES = 4  # of a block beside one a rank: itself, its private copy, the reference and gradients
 
-Source: TypeAlias = "nn.Module | PretrainedConfig | str | PathLike[str]"
+Source: TypeAlias = "nn.Module | PretrainedConfig | Blueprint | str | PathLike[str]"
 
 
 def plan_for(
@@ -42,18 +42,20 @@ def plan_for(
     overrides: Mapping[str, Treatment] | None = None,
     vocabulary: Literal["auto"] | bool = "auto",
     experts: ExpertSharing = "split",
+    sequence: bool = False,
 ) -> TPPlan:
     """The plan that a Trainer makes for a model, without a process group; pure.
 
     Args:
-        source: A whole model with weights; or its config, or the name or folder of one, which needs memory for as many
-            blocks as there are kinds of them, and for embedding and head. Both give the same plan; the reasons of
-            rejected pairs may quote numbers, which depend on the weights.
+        source: A whole model with weights; or its config or blueprint, or the name or folder of one, which needs
+            memory for as many blocks as there are kinds of them, and for embedding and head. All give the same
+            plan; the reasons of rejected pairs may quote numbers, which depend on the weights.
         tp_size: Ranks that share each layer, 1 or more.
         sample: A small batch of the kind the model is trained on; none: made-up text.
         overrides: `tensor_parallel.plan`: pattern of module names -> "pair", "gather" or "replicate".
         vocabulary: `tensor_parallel.vocab_parallel_loss`.
         experts: `tensor_parallel.experts`: "split" or "whole".
+        sequence: `tensor_parallel.sequence_parallel`.
 
     Returns:
         The plan, plain data: `to_json`, `from_json`, `fingerprint`.
@@ -63,18 +65,67 @@ def plan_for(
         UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
     """
     settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
+    settings["sequence"] = sequence
     if isinstance(source, nn.Module):
         return _planned(source, tp_size, sample, settings)
-    config = source if isinstance(source, PretrainedConfig) else AutoConfig.from_pretrained(source)
-    full = _skeleton(config)
-    cut = _shortened(config, full, overrides or {})
-    twin = _twin(cut.config if cut is not None else config, cut.model if cut is not None else full, tp_size)
+    blueprint = (
+        source if isinstance(source, Blueprint) else Blueprint(_config_of(source), AutoModelForCausalLM.from_config)
+    )
+    full = _skeleton(blueprint)
+    cut = _shortened(blueprint, full, overrides or {})
+    twin = _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), tp_size)
     if cut is not None:
         plan = _planned(twin, tp_size, sample, settings | {"overrides": _about(overrides or {}, twin, full)})
         if _is_within_blocks(plan, cut):
             return _repeated(plan, cut, full)
-        twin = _twin(config, full, tp_size)
+        twin = _twin(blueprint, full, tp_size)
     return _planned(twin, tp_size, sample, settings)
+
+
+def small_twin(blueprint: Blueprint) -> nn.Module:
+    """A model with random values and as few blocks as show every kind.
+
+    Raises:
+        PlanError: There is not enough memory.
+    """
+    full = _skeleton(blueprint)
+    cut = _shortened(blueprint, full, {})
+    return _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), 1)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a model can be made of again.
+
+    Args:
+        config: Its config.
+        build: Makes a model of a config; of values in `dtype`, if that is given.
+    """
+
+    config: PretrainedConfig
+    build: Callable[..., nn.Module]
+
+
+def blueprint_of(model: nn.Module) -> Blueprint:
+    """The blueprint of a model, whose values are not looked at.
+
+    Raises:
+        PlanError: The model is not what its config describes: a twin would be of another model.
+    """
+
+    def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
+        made: nn.Module = type(model)(config)
+        return made if dtype is None else made.to(dtype)
+
+    blueprint = Blueprint(vars(model)["config"], build)
+    described = {(name, tuple(p.shape)) for name, p in _skeleton(blueprint).named_parameters()}
+    odd = sorted(described ^ {(name, tuple(p.shape)) for name, p in model.named_parameters()})
+    if odd:
+        raise PlanError(
+            f"{type(model).__name__} is not what its config describes (first difference: {odd[0][0]}), so a twin would be of "
+            "another model. Plan the model with its weights."
+        )
+    return blueprint
 
 
 def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TPPlan:
@@ -86,16 +137,16 @@ def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, s
 
 @dataclass(frozen=True)
 class _Cut:
-    """A config with fewer blocks.
+    """A model with fewer blocks.
 
     Args:
-        config: The config.
+        blueprint: Of a config with fewer blocks.
         model: Its model on the meta device.
         stacks: Names of the lists of blocks.
         twins: Block of the full model -> the block that stands for it.
     """
 
-    config: PretrainedConfig
+    blueprint: Blueprint
     model: nn.Module
     stacks: tuple[str, ...]
     twins: tuple[int, ...]
@@ -111,15 +162,18 @@ class _Cut:
         return re.compile(rf"(?<![\w.])({stacks})\.{block}(?!\w)")
 
 
-def _skeleton(config: PretrainedConfig) -> nn.Module:
-    """The model of a config, without values."""
+def _config_of(source: PretrainedConfig | str | PathLike[str]) -> PretrainedConfig:
+    return source if isinstance(source, PretrainedConfig) else AutoConfig.from_pretrained(source)
+
+
+def _skeleton(blueprint: Blueprint) -> nn.Module:
+    """The model, without values."""
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    return model
+        return blueprint.build(copy.deepcopy(blueprint.config))
 
 
-def _twin(config: PretrainedConfig, skeleton: nn.Module, tp_size: int) -> nn.Module:
-    """A model of `config` with random weights in fp32, the same in every call.
+def _twin(blueprint: Blueprint, skeleton: nn.Module, tp_size: int) -> nn.Module:
+    """A model with random weights in fp32, the same in every call.
 
     Raises:
         PlanError: It and the copies of its parts need more memory than is free.
@@ -133,8 +187,7 @@ def _twin(config: PretrainedConfig, skeleton: nn.Module, tp_size: int) -> nn.Mod
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    return model
+        return blueprint.build(copy.deepcopy(blueprint.config), dtype=torch.float32)
 
 
 def _size(module: nn.Module) -> int:
@@ -164,9 +217,9 @@ def _about(overrides: Mapping[str, Treatment], twin: nn.Module, full: nn.Module)
     }
 
 
-def _shortened(config: PretrainedConfig, full: nn.Module, overrides: Mapping[str, Treatment]) -> _Cut | None:
+def _shortened(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treatment]) -> _Cut | None:
     """The fewest blocks that show every kind, where leaving blocks out changes nothing else; None: keep all."""
-    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    depth = getattr(blueprint.config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(depth, int):
         return None
     stacks = _stacks(full, depth)
@@ -175,7 +228,7 @@ def _shortened(config: PretrainedConfig, full: nn.Module, overrides: Mapping[str
     shown = max(first, default=0) + 2  # one more: the last block feeds none
     if not stacks or shown >= depth:
         return None
-    shorter = _with_depth(config, depth, shown)
+    shorter = replace(blueprint, config=_with_depth(blueprint.config, depth, shown))
     try:
         model = _skeleton(shorter)
     except Exception:  # noqa: BLE001  a config may insist on a depth in any way
@@ -262,6 +315,11 @@ def _repeated(plan: TPPlan, cut: _Cut, full: nn.Module) -> TPPlan:
             entry for name, value in data[section].items() for entry in _for_all_blocks(name, [name, value], cut)
         ]
         data[section] = dict(entries)
+    if data["sequence"] is not None:
+        blocks = [
+            copied for block in data["sequence"]["blocks"] for copied in _for_all_blocks(block["name"], block, cut)
+        ]
+        data["sequence"]["blocks"] = sorted(blocks, key=lambda block: next(_blocks_named(block["name"], cut), 0))
     data["pairs"] = [copied for pair in data["pairs"] for copied in _for_all_blocks(pair["row"], pair, cut)]
     data["numel"] = {name: parameter.numel() for name, parameter in full.named_parameters()}
     data["aliases"] = {}

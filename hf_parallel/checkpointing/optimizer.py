@@ -149,7 +149,7 @@ def elements_of(view: OptimizerView) -> Iterator[Elements]:
 
 def _of_flat(optimizer: torch.optim.Optimizer, shard: FlatShard) -> Iterator[Elements]:
     state = dict(optimizer.state.get(shard.master, {}))
-    if shard.is_copy:
+    if shard.is_finer:
         state[MASTER_WEIGHT] = shard.master.detach()
     flat = {key: value for key, value in state.items() if is_per_element(key, value, shard.master)}
     others = {key: value for key, value in state.items() if key not in flat}

@@ -185,7 +185,7 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
             known = state.get(key, value)
             state[key] = max(known, value) if isinstance(value, int | float | Tensor) else value
         for key, dtype in saved.tensors(name).items():
-            if key == MASTER_WEIGHT and not shard.is_copy:
+            if key == MASTER_WEIGHT and not shard.is_finer:
                 continue
             if key not in state:
                 empty = torch.zeros(shard.master.shape, dtype=dtype)

@@ -7,14 +7,14 @@ multiplied with is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat import reduce_scatter_flat
+from hf_parallel.compat import Pending, reduce_scatter_flat
 from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
 from hf_parallel.errors import UnsupportedError
 
@@ -88,6 +88,7 @@ class Traffic:
         late: Whether the buckets of a kind must not be started before the reduction is asked for.
         overlaps: Start buckets during backward passes that are announced.
         wire: What carries the buckets; None for exact sums.
+        waiting: Context for waits on other ranks outside of a reduction.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -95,6 +96,7 @@ class Traffic:
     late: Callable[[Hashable], bool] = lambda kind: False
     overlaps: bool = False
     wire: Wire | None = None
+    waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
 
 
 PLAIN = Traffic()
@@ -133,21 +135,10 @@ class PlainWire:
         return _waits_for(dist.all_reduce(flat, group=self.group, async_op=True))
 
     def reduce_scatter(self, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Wait]:
-        """One reduce-scatter; on gloo, whose own sends the bytes of an all-reduce, an exchange and a local sum."""
+        """One reduce-scatter."""
         self._count(flat)
-        ranks = self.group.size()
-        if "gloo" not in dist.get_backend(self.group):
-            mine = flat.new_empty(flat.numel() // ranks)
-            return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group))
-        parts = torch.empty_like(flat)
-        wait_for_parts = _waits_for(dist.all_to_all_single(parts, flat, group=self.group, async_op=True))
-        mine = flat.new_empty(flat.numel() // ranks)
-
-        def wait() -> None:
-            wait_for_parts()
-            torch.sum(parts.view(ranks, -1), 0, out=mine)
-
-        return mine, wait
+        mine = flat.new_empty(flat.numel() // self.group.size())
+        return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group))
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -157,7 +148,7 @@ class PlainWire:
         self.counters.bytes += flat.nbytes
 
 
-def _waits_for(work: dist.Work | None) -> Wait:
+def _waits_for(work: Pending | None) -> Wait:
     def wait() -> None:
         if work is not None:
             work.wait()

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.compat import all_gather_flat
+from hf_parallel.compat import Pending, all_gather_flat, reduce_scatter_flat
 from hf_parallel.gradient_compression.codecs import GradientCompressor
 
 
 Schedule: TypeAlias = Literal["all_gather", "reduce_scatter"]
-Steps: TypeAlias = Generator[dist.Work | None, None, Tensor]
+Steps: TypeAlias = Generator[Pending | None, None, Tensor]
 T = TypeVar("T")
 
 
@@ -41,7 +41,7 @@ class Meter:
     codec_seconds: float = 0.0
     skipped: Tensor | None = field(default=None)
 
-    def timed(self, steps: Generator[dist.Work | None, None, T]) -> Generator[dist.Work | None, None, T]:
+    def timed(self, steps: Generator[Pending | None, None, T]) -> Generator[Pending | None, None, T]:
         """The same steps; what they take between their waits is counted."""
         while True:
             start = thread_time()
@@ -155,9 +155,9 @@ class HierarchicalAllReduce:
             error: f32[n / ranks of the node], as in `CompressedAllReduce.total`, of the part that this rank compresses.
             residual: Adds what was left out before to that part, and returns it.
         """
-        parts = torch.empty_like(whole)
-        yield dist.all_to_all_single(parts, whole, group=self.inside, async_op=True)
-        mine = residual(parts.view(self.inside.size(), -1).sum(0))
+        mine = whole.new_empty(whole.numel() // self.inside.size())
+        yield reduce_scatter_flat(mine, whole, self.inside)
+        mine = residual(mine)
         if self.between is not None:
             mine = yield from self.between.total(mine, error)
         else:

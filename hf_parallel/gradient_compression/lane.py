@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
+
+from hf_parallel.compat import Pending
 
 
-Job: TypeAlias = Generator[dist.Work | None, None, None]
+Job: TypeAlias = Generator[Pending | None, None, None]
 AHEAD = 2  # gloo works on two collectives of a group at once: both end together, and a third keeps the link busy then
 
 
@@ -35,7 +36,7 @@ class _Active:
     """
 
     job: Job
-    work: dist.Work | None
+    work: Pending | None
     future: Future[None]
     age: int = 0
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.compat import Pending
 from hf_parallel.gradient_compression.exchange import Meter
 from hf_parallel.gradient_compression.feedback import Layout
 
@@ -38,7 +39,7 @@ class PowerSGD:
         rows, columns = matrix_shape(shape)
         return 2 * rank * (rows + columns) <= rows * columns
 
-    def total(self, flat: Tensor, bucket: Layout) -> Generator[dist.Work | None, None, Tensor]:
+    def total(self, flat: Tensor, bucket: Layout) -> Generator[Pending | None, None, Tensor]:
         """Steps to the approximate sum of the ranks' flat buffers, f32[n], whose slots are all matrices.
 
         The thin matrices of this step begin the next. A sum that is not finite leaves them as they were.
@@ -68,7 +69,7 @@ class PowerSGD:
         known = self._right[name] = known.to(matrix.device)
         return known
 
-    def _sum(self, parts: list[Tensor]) -> Generator[dist.Work | None, None, list[Tensor]]:
+    def _sum(self, parts: list[Tensor]) -> Generator[Pending | None, None, list[Tensor]]:
         flat = torch.cat([part.reshape(-1) for part in parts])
         ranks = self.group.size()
         self.meter.wire_bytes += 2 * (ranks - 1) * flat.nbytes // ranks

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_parallel.compat import reduce_scatter_flat
 from hf_parallel.gradient_compression.exchange import CompressedAllReduce, HierarchicalAllReduce, Meter
 from hf_parallel.gradient_compression.feedback import ErrorFeedback, Layout
 from hf_parallel.gradient_compression.lane import Job, Lane
@@ -112,9 +113,7 @@ class CompressedWire:
     def _dense_part(self, flat: Tensor, mine: Tensor) -> Job:
         ranks = self.group.size()
         self.meter.wire_bytes += (ranks - 1) * flat.nbytes // ranks
-        parts = torch.empty_like(flat)
-        yield dist.all_to_all_single(parts, flat, group=self.group, async_op=True)
-        torch.sum(parts.view(ranks, -1), 0, out=mine)
+        yield reduce_scatter_flat(mine, flat, self.group)
 
     def _compressed_part(self, flat: Tensor, mine: Tensor, method: CompressedAllReduce) -> Job:
         """Each part is padded to whole blocks by itself, so that codes can be cut where parts end."""

@@ -67,6 +67,15 @@ def drop(module: nn.Module, key: str) -> None:
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 
+def settle_placeholders(model: nn.Module, device: torch.device) -> None:
+    """Put placeholders that were made on the `meta` device where the model is."""
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, _Placeholder) and value.is_meta:
+                settled = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+                object.__setattr__(module, key, settled.as_subclass(_Placeholder))
+
+
 def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span]) -> frozenset[str]:
     """Keep in `model` what any of the stages `spans` needs; returns the names of the parameters it holds.
 

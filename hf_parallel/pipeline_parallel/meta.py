@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,30 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     Tensors that are one object stay one object. Afterwards, whatever happened, the very same objects are back, and
     parameters and buffers that were registered inside are gone.
     """
+    with _replaced(model, lambda tensor: tensor.detach().to("meta")):
+        yield
+
+
+@contextlib.contextmanager
+def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, parameters and buffers that are on `meta` are zeros on `device`, a parameter's in the memory of one element.
+
+    For code that looks at values of its inputs (masks do) and at no weights. Afterwards as `on_meta`.
+    """
+
+    def zeros(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach()
+        if isinstance(tensor, nn.Parameter):
+            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)  # may be written to
+
+    with _replaced(model, zeros):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     replaced: dict[int, Tensor] = {}
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     originals: list[dict[str, Any]] = [dict(table) for table in tables]
@@ -28,9 +52,9 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for table, original in zip(tables, originals, strict=True):
-            table.update({name: _as_meta(value, replaced) for name, value in original.items() if value is not None})
+            table.update({name: _once(value, make, replaced) for name, value in original.items() if value is not None})
         for module, name, value in attributes:
-            object.__setattr__(module, name, _as_meta(value, replaced))
+            object.__setattr__(module, name, _once(value, make, replaced))
         yield
     finally:
         for table, original in zip(tables, originals, strict=True):
@@ -40,11 +64,11 @@ def on_meta(model: nn.Module) -> Iterator[None]:
             object.__setattr__(module, name, value)
 
 
-def _as_meta(tensor: Tensor, replaced: dict[int, Tensor]) -> Any:
+def _once(tensor: Tensor, make: Callable[[Tensor], Tensor], replaced: dict[int, Tensor]) -> Any:
     if id(tensor) not in replaced:
-        shape_only = tensor.detach().to("meta")
+        made = make(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        replaced[id(tensor)] = nn.Parameter(shape_only, tensor.requires_grad) if is_parameter else shape_only
+        replaced[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
     return replaced[id(tensor)]
 
 

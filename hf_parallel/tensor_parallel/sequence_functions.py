@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.compat import reduce_scatter_flat
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup, gather_over, sum_over
 from hf_parallel.tensor_parallel.layout import split_units
@@ -129,14 +129,16 @@ def all_gather_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) 
 def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's positions along `dim` of the sum of the ranks' `x`, in new memory; outside autograd.
 
-    One reduce-scatter; NCCL and gloo both have it. `x` may be folded, [B * S, H].
+    `x` may be folded, [B * S, H].
     """
     if isinstance(group, VirtualGroup):
         return _own(sum_over(x, group), group, dim, sizes)
     whole = unfolded(x, dim, sum(sizes))
-    pieces = [_padded(piece, dim, max(sizes)).contiguous() for piece in whole.split(list(sizes), dim)]
+    pieces = torch.stack([_padded(piece, dim, max(sizes)) for piece in whole.split(list(sizes), dim)])
     total = torch.empty_like(pieces[0])
-    dist.reduce_scatter(total, pieces, group=group)
+    work = reduce_scatter_flat(total.view(-1), pieces.view(-1), group)
+    if work is not None:
+        work.wait()
     total = total.narrow(dim, 0, sizes[group.rank()]).contiguous()
     return total if whole is x else total.flatten(0, 1)
 

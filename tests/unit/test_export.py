@@ -115,7 +115,6 @@ def test_accelerate_reads_what_is_written_for_it(zero: dict[str, Any], kind: str
     [
         ({"pp_size": 2}, {}, r"^pp_size=2: DeepSpeed cannot express it\. Keep hf_parallel for pipelines"),
         ({"tp_size": 2}, {}, r"^tp_size=2: DeepSpeed cannot express it\. Keep hf_parallel for tensor"),
-        ({"activation_checkpointing": {"every": 2}}, {}, r"^activation_checkpointing\.every=2: .*gradient_checkpointing=True"),
         ({"gradient_compression": {"method": "int8"}}, {}, r"^gradient_compression\.method='int8': DeepSpeed cannot express"),
         ({"local_sgd": {"sync_every": 8}}, {}, r"^local_sgd\.sync_every=8: DeepSpeed cannot"),
         ({}, {"stage": 1, "dp_shard_size": 2}, r"^zero\.dp_shard_size=2: DeepSpeed cannot"),
@@ -149,9 +148,12 @@ def test_what_fsdp_cannot_express_is_refused(values: dict[str, Any], zero: dict[
     [
         ({"data_parallel": {"overlap": False}}, {"stage": 1}, {}, r"overlap=false: accelerate's DeepSpeed section cannot.*Use --to deepspeed"),
         ({}, {"stage": 3, "offload_param": "nvme"}, {}, r"offload_param_device=nvme: accelerate does not pass a path on"),
+        ({"gradient_accumulation_steps": 8}, {"stage": 3}, {}, r"gradient_accumulation_steps=8: .*Give it to TrainingArguments"),
         ({"gradient_compression": {"method": "int8"}}, {}, {}, r"method='int8': plain data parallelism cannot express it"),
         ({}, {"stage": 3}, {"use_cpu": True}, r"'FSDP' with use_cpu=true: accelerate silently trains with plain DDP"),
         ({"activation_checkpointing": {"every": 2}}, {"stage": 3}, {}, r"every=2: accelerate's FSDP section recomputes"),
+        ({"activation_checkpointing": {"every": 1, "offload": True}}, {"stage": 3}, {}, r"offload=true: accelerate's FSDP"),
+        ({}, {"stage": 1, "offload_optimizer": "cpu", "pin_memory": False}, {}, r"zero\.pin_memory=false: accelerate's"),
         ({}, {"stage": 3}, {"num_processes": -1}, r"^num_processes: a mesh has a number of ranks"),
     ],
 )  # fmt: skip
@@ -173,6 +175,18 @@ def test_the_command_prints_what_can_be_read_back(tmp_path: Path) -> None:
     half = tmp_path / "half.yaml"
     half.write_text(yaml.safe_dump(FILE | {SECTION: {KEY: {"zero": {"stage": 1}}}}))
     assert "give TrainingArguments(bf16=True)" in run(app, ["export", str(half), "--to", "deepspeed"]).stderr
+    busy = tmp_path / "busy.yaml"
+    trainers = {"gradient_accumulation_steps": 8, "activation_checkpointing": {"every": 2}}
+    busy.write_text(yaml.safe_dump(FILE | {SECTION: {KEY: {"zero": {"stage": 2}, **trainers}}}))
+    for target in ("deepspeed", "accelerate"):
+        result = run(app, ["export", str(busy), "--to", target])
+        found = yaml.safe_load(result.stdout)
+        assert found.get("deepspeed_config", found)["gradient_accumulation_steps"] == 8
+        assert "note: give TrainingArguments(gradient_accumulation_steps=8) as well" in result.stderr
+        assert (
+            "activation_checkpointing.every=2 is not in it: give TrainingArguments(gradient_checkpointing"
+            in result.stderr
+        )
     refused = run(app, ["export", "cpu_pp2", "--to", "deepspeed"])
     assert refused.exit_code == 1
     assert "pp_size=2: DeepSpeed cannot express it" in refused.stderr

@@ -61,7 +61,8 @@ def assert_only(found: list[str], pattern: str) -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_is_without_a_finding(name: str) -> None:
-    assert check_file(find_recipe(name), CPU).findings == ()
+    for machine in (CPU, AMPERE):
+        assert check_file(find_recipe(name), machine).findings == ()
 
 
 @pytest.mark.parametrize(
@@ -427,6 +428,16 @@ def test_a_native_layout_is_judged_too(model: str, tmp_path: Path) -> None:
     assert "train_batch_size=99: 8 rows * 1 accumulated * 2 copies" in invoke(
         str(path), "--rows", "8", "--global-batch", "99"
     ).output  # fmt: skip
+
+
+def test_accumulation_is_the_file_s_number(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "eight.yaml"
+    path.write_text(yaml.safe_dump(with_ours({"gradient_accumulation_steps": 8}, mixed_precision="bf16")))
+    assert invoke(str(path), "--global-batch", "64", "--rows", "2").exit_code == 0
+    assert "2 rows * 8 accumulated * 4 copies" in invoke(str(path), "--global-batch", "8", "--rows", "2").output
+    other = invoke(str(path), "--accumulation", "4")
+    assert other.exit_code == 1
+    assert "gradient_accumulation_steps=8 in eight.yaml, but 4 batches of a step were asked for" in other.output
 
 
 def test_processes_on_a_cpu_share_its_ram(model: str) -> None:

@@ -1,0 +1,120 @@
+"""Each rank reads its own part of a checkpoint, and training is then the same to the last bit.
+
+If these fail, ranks load what they do not need, or train on other weights than the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_parallel import HFParallelCallback, sharded_loading
+from hf_parallel.ledger import Ledger
+from hf_parallel.loading.unread import RECORD, Unread
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+
+def train(
+    folder: str, out: Path, layout: dict[str, Any], *, unread: bool, **options: Any
+) -> tuple[Trainer, Unread | None]:
+    torch.manual_seed(0)
+    if unread:
+        with sharded_loading({}, **layout):
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        assert any(p.is_meta for p in model.parameters())
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(out),
+            per_device_train_batch_size=4,
+            max_steps=2,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            save_strategy="no",
+        ),
+        train_dataset=tiny.rows(16),
+        data_collator=tiny.collate,
+        callbacks=[HFParallelCallback({}, **layout)],
+    )
+    record = vars(model).get(RECORD)
+    trainer.train()
+    return trainer, record
+
+
+def compare_rank(
+    rank: int, world_size: int, models: list[str], layout: dict[str, Any], options: dict[str, Any], run: str
+) -> list[str]:
+    found = []
+    for name in models:
+        losses = []
+        for unread in (False, True):
+            folder = Path(run) / name
+            trainer, record = train(str(folder), folder / "out", layout, unread=unread, **options)
+            state = trainer.accelerator.hf_parallel.engine.attachment
+            parts = {**state.parameters, **state.buffers}
+            trainer.accelerator.hf_parallel.watchdog.stop()
+            if record is not None:
+                found += counts(name, record, parts, state.ledger)
+            losses.append(([entry.get("loss") for entry in trainer.state.log_history], parts))
+        (plain, expected), (lazy, got) = losses
+        if plain != lazy:
+            found.append(f"{name}: losses {plain} and {lazy}")
+        if expected.keys() != got.keys():
+            found.append(f"{name}: {expected.keys() ^ got.keys()}")
+        found += [
+            f"{name}: {key}"
+            for key in expected
+            if expected[key].dtype != got[key].dtype or not torch.equal(expected[key], got[key])
+        ]
+    return found
+
+
+def counts(name: str, record: Unread, parts: dict[str, torch.Tensor], ledger: Ledger) -> list[str]:
+    """What is wrong with the numbers of elements filled and bytes read; `parts` are what the rank holds."""
+    found = []
+    held = sum(tensor.numel() for tensor in parts.values())
+    if record.num_elements != held:
+        found.append(f"{name}: {record.num_elements} elements filled, {held} held")
+    if held >= 0.75 * sum(math.prod(entry.shape) for entry in ledger):
+        found.append(f"{name}: holds {held}")
+    # Converted tensors are read whole, and so are such short rows as a column of a tiny matrix has.
+    exact = name != "mixtral" and not any(entry.spec for entry in ledger)
+    if exact and record.num_bytes != 4 * held:
+        found.append(f"{name}: {record.num_bytes} bytes read for {held} elements of 4 bytes")
+    return found
+
+
+def save(name: str, folder: Path, **options: Any) -> None:
+    tiny.MODELS[name]().save_pretrained(folder / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "models", "options"),
+    [
+        ({"pp_size": 2}, ["llama", "llama_tied"], {}),
+        ({"tp_size": 2}, ["llama_tied", "mixtral"], {"dtype": torch.bfloat16}),
+    ],
+    ids=["pp2", "tp2"],
+)
+def test_training_equals_that_of_a_model_loaded_whole(
+    layout: dict[str, Any], models: list[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    for index, name in enumerate(models):
+        save(name, tmp_path, max_shard_size="20KB" if index == 0 else "1GB")
+    for found in run_ranks(
+        compare_rank, 2, models, layout, options, str(tmp_path), tmp_path=tmp_path, env=ENV, timeout=170
+    ):
+        assert found == []
