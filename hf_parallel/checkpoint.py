@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.data_parallel.fsdp import local_of, rows_of, whole_of
 from hf_parallel.errors import CheckpointError
@@ -90,7 +88,7 @@ def load_weights(
     held: Mapping[str, torch.Tensor],
     mesh: Mesh,
     *,
-    model: nn.Module | None = None,
+    converted: Callable[[str], torch.Tensor | None] | None = None,
 ) -> None:
     """Copy this rank's tensors out of a Hugging Face checkpoint, reading only its own slices.
 
@@ -99,59 +97,33 @@ def load_weights(
         ledger: The model's ledger.
         held: Ledger name -> this rank's tensor or shard, to be overwritten.
         mesh: This rank's mesh.
-        model: Whose names transformers may convert when it saves (the experts of many types); what is in no file under
-            its own name is then read through transformers' own conversion, which needs the whole model in host memory.
+        converted: Makes a whole tensor of what the checkpoint has under other names (the experts of many types), by name.
 
     Raises:
         CheckpointError: No weights in the folder, an unreadable file, or a tensor that is missing or of another shape.
     """
     files = weight_files(Path(folder))
-    converted: dict[str, torch.Tensor] | None = None
     for name, tensor in held.items():
         entry = ledger.entries[name]
         alias = next((alias for alias in entry.aliases if alias in files), None)
         if alias is not None:
             part = _read(files[alias], alias, entry, mesh)
         else:
-            if converted is None:
-                converted = _converted(Path(folder), ledger, model)
-            part = _part_of(converted, folder, entry, mesh, len(files))
+            found = (converted(alias) for alias in entry.aliases) if converted is not None else iter(())
+            part = _part_of(next((whole for whole in found if whole is not None), None), folder, entry, mesh)
         local_of(tensor).copy_(rows_of(tensor, part))
 
 
-def _part_of(
-    converted: Mapping[str, torch.Tensor], folder: str | Path, entry: Entry, mesh: Mesh, count: int
-) -> torch.Tensor:
+def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh: Mesh) -> torch.Tensor:
     """What this rank holds of a tensor that was converted."""
-    alias = next((alias for alias in entry.aliases if alias in converted), None)
-    if alias is None:
+    if whole is None:
+        count = len(weight_files(Path(folder)))
         raise CheckpointError(
             f"{folder}: no tensor named {' or '.join(entry.aliases)} among {count}. The checkpoint is of another model."
         )
-    whole = converted[alias]
     if tuple(whole.shape) != entry.shape:
-        raise CheckpointError(f"{folder}: {alias} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")
+        raise CheckpointError(f"{folder}: {entry.name} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")
     return whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
-
-
-def _converted(folder: Path, ledger: Ledger, model: nn.Module | None) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint under the names that the model has in memory; {} if transformers cannot tell them."""
-    kind: Any = next((base for base in type(model).__mro__ if not issubclass(base, FSDPModule)), None)
-    if not hasattr(kind, "from_pretrained") or not (folder / CONFIG).is_file():
-        return {}
-    config: Any = getattr(model, "config", None)
-    if _config_of(folder).get("model_type") != getattr(config, "model_type", None):
-        return {}
-    dtypes = [entry.dtype for entry in ledger if entry.dtype.is_floating_point]
-    widest = dtypes[0]
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    try:
-        whole, report = kind.from_pretrained(folder, dtype=widest, output_loading_info=True)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-    return {name: tensor for name, tensor in whole.state_dict().items() if name not in absent}
 
 
 def check_config(folder: Path, config: Any) -> None:

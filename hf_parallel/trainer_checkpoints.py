@@ -40,6 +40,7 @@ from hf_parallel.checkpointing.folders import (
 )
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import build_ledger
+from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import MeshShape
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.trainer_saving import SavingMixin
@@ -192,7 +193,9 @@ class CheckpointMixin(SavingMixin):
         """Read this rank's parameters and buffers."""
         model = self.accelerator.unwrap_model(self.model)
         with self._together(folder, "read the weights", writes=False):
-            load_weights(folder, holdings.ledger, holdings.tensors, holdings.mesh, model=model)
+            load_weights(
+                folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=conversion_of(folder, model)
+            )
         if holdings.replicas is not None:
             holdings.replicas.reloaded()
 

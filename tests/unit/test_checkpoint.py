@@ -16,6 +16,7 @@ from torch import nn
 from hf_parallel.checkpoint import check_config, load_weights, weight_files
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
@@ -168,7 +169,7 @@ def test_names_that_transformers_converts_are_read_by_its_own_conversion(tmp_pat
     for rank in range(2):
         held = {key: torch.zeros_like(parameter) for key, parameter in model.named_parameters()}
         held[name] = torch.zeros_like(spec.shard(whole, 2, rank))
-        load_weights(tmp_path, ledger, held, place(MeshShape(1, 1, 2), rank), model=model)
+        load_weights(tmp_path, ledger, held, place(MeshShape(1, 1, 2), rank), converted=conversion_of(tmp_path, model))
         for key, tensor in held.items():
             want = spec.shard(whole, 2, rank) if key == name else expected.get_parameter(key)
             assert torch.equal(tensor, want), key
