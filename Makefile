@@ -37,6 +37,12 @@ test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles i
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py
 
+resume-matrix: setup  ## save under every layout, resume under every other
+	$(BIN)/python benchmarks/resume_matrix.py
+
+kill-test: setup  ## kill a training job fifty times and start it again
+	$(BIN)/python benchmarks/kill_test.py
+
 zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_pp.py
 

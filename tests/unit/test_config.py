@@ -44,9 +44,10 @@ def test_a_null_section_is_the_default(section: str) -> None:
     assert parse(**{section: None}) == HFParallelConfig()
 
 
-def test_checkpoint_has_no_options_yet() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.interval is not available yet: .*Remove it\."):
-        parse(checkpoint={"interval": 3})
+def test_checkpoint_options_are_known_by_name() -> None:
+    assert parse(checkpoint={"async_save": True}).checkpoint.async_save
+    with pytest.raises(ConfigError, match=r"checkpoint\.async: unknown key\. Did you mean async_save\?"):
+        parse(checkpoint={"async": True})
 
 
 def test_all_problems_are_reported_in_one_error() -> None:
