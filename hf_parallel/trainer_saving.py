@@ -19,6 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from hf_parallel.checkpoint import load_weights, publish
 from hf_parallel.errors import CheckpointError
+from hf_parallel.loading.together import raise_anywhere
+from hf_parallel.loading.write import move_in, plan_export, streams, write_weights
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training_state import load_training_state, save_training_state
 
@@ -80,13 +82,36 @@ class SavingMixin(Base):
             return
         self.accelerator.attach_model(self.model)
         self._synchronise()
-        state = self.accelerator.get_state_dict(self.model)
         folder = Path(output_dir or self.args.output_dir or ".")
-        if self.args.should_save:
-            self._write_folder(folder, state)
+        if streams(self.model):
+            self._stream_folder(folder)
+        else:
+            state = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._write_folder(folder, state)
         self._barrier("write the model")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _stream_folder(self, folder: Path) -> None:
+        """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""
+        attachment = self.accelerator.hf_parallel_engine.attachment
+        staging = folder / STAGING
+        export, problem = plan_export(self.model, attachment.ledger), None
+        try:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                self._save(str(staging), state_dict={})
+        except OSError as error:
+            problem = f"{folder} cannot be written: {error}"
+        raise_anywhere(problem)
+        held = {**attachment.parameters, **attachment.buffers}
+        into = staging if self.args.should_save else None
+        mesh, watchdog = attachment.mesh, attachment.watchdog
+        write_weights(export, into, self.model, attachment.ledger, held, mesh, watchdog)
+        if self.args.should_save:
+            move_in(staging, folder, export)
 
     def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""
