@@ -85,10 +85,13 @@ def run_of(name: str) -> Run:
     return RUNS.get(name, ON_A_CPU)
 
 
+def config_of(run: Run) -> Any:
+    return GPT2Config(**GPT3) if run.model == "GPT-3 175B" else LlamaConfig(**LLAMA[run.model])
+
+
 @cache
 def shape_of_run(run: Run) -> ModelShape:
-    config = GPT2Config(**GPT3) if run.model == "GPT-3 175B" else LlamaConfig(**LLAMA[run.model])
-    return dataclasses.replace(shape_of_config(config, run.precision), adapters=run.adapters)
+    return dataclasses.replace(shape_of_config(config_of(run), run.precision), adapters=run.adapters)
 
 
 @cache

@@ -27,13 +27,12 @@ from hf_parallel.deepspeed.trainer import (
     check_engine,
     num_parameters,
     refuse_other_runs,
-    refuse_small_disk,
     take_over,
 )
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import check_world, prepare_engine, resolve_config
 from hf_parallel.loading.unread import unread_of
-from hf_parallel.memory.disk import disk_bytes
+from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.mesh import ranks_per_node
 from hf_parallel.preflight import check_schedule, compare_over_ranks, refuse_model
 from hf_parallel.recipes import replica_settings
@@ -117,7 +116,9 @@ class HFParallelCallback(TrainerCallback):
         compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
         parameters = num_parameters(trainer)
         nodes = max(1, trainer.args.world_size // ranks_per_node())
-        refuse_small_disk(self.config, parameters, disk_bytes(parameters, self.config.zero) / nodes)
+        short = disk_shortages(parameters, self.config.zero, nodes)
+        if short:
+            raise ConfigError("\n".join(short))
         self._driven = trainer
         if trainer.args.process_index == 0:
             logger.warning("hf_parallel: %s", self.explanation)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_parallel.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoint import check_config, load_weights, tensor_names
 from hf_parallel.checkpointing.agree import together
 from hf_parallel.checkpointing.background import Background, Channels, on_host
@@ -193,9 +194,11 @@ class CheckpointMixin(SavingMixin):
         """Read this rank's parameters and buffers."""
         model = self.accelerator.unwrap_model(self.model)
         with self._together(folder, "read the weights", writes=False):
-            load_weights(
-                folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=conversion_of(folder, model)
-            )
+            if has_adapters(model):
+                load_adapters(folder, model)
+            else:
+                converted = conversion_of(folder, model)
+                load_weights(folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=converted)
         if holdings.replicas is not None:
             holdings.replicas.reloaded()
 

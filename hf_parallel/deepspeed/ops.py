@@ -43,6 +43,16 @@ def missing_compilers() -> list[str]:
     return [name for name in COMPILERS if shutil.which(name) is None]
 
 
+def unbuilt(names: Iterable[str]) -> list[str]:
+    """Those of these ops that the first process to need them will compile."""
+    version: Any = importlib.import_module("deepspeed.git_version_info")
+    return [
+        name
+        for name in names
+        if not version.installed_ops.get(name, False) and not any(extensions_folder().glob(f"**/{name}/{name}.so"))
+    ]
+
+
 def blocking_locks(names: Iterable[str], before: float | None = None) -> list[Path]:
     """Lock files of builds of these ops that every process would wait for.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -90,28 +89,6 @@ def num_parameters(trainer: Trainer) -> int:
     """Of the whole model, also if DeepSpeed has shared it out already."""
     parameters: list[Any] = [] if trainer.model is None else list(trainer.model.parameters())
     return sum(int(getattr(one, "ds_numel", one.numel())) for one in parameters)
-
-
-def refuse_small_disk(config: HFParallelConfig, parameters: int, num_bytes: float) -> None:
-    """Refuse files that would fill the disk.
-
-    Args:
-        config: The settings.
-        parameters: Of the model.
-        num_bytes: What the processes of this machine write.
-
-    Raises:
-        ConfigError: Both numbers.
-    """
-    path = config.zero.nvme_path
-    if path is None:
-        return
-    free = shutil.disk_usage(path).free
-    if num_bytes > free:
-        raise ConfigError(
-            f"zero.nvme_path={path!r}: the processes of this machine write {num_bytes / 1e9:.1f} GB for {parameters / 1e9:.2f} "
-            f"billion parameters, and {free / 1e9:.1f} GB are free. Set zero.nvme_path to a larger disk, or use more machines."
-        )
 
 
 def check_engine(trainer: Trainer, config: HFParallelConfig) -> str:

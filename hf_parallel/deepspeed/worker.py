@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 from typing import Final
 
@@ -21,11 +22,14 @@ from hf_parallel.deepspeed.ops import (
     refuse_locks,
     refuse_missing_aio,
     start_of_launch,
+    unbuilt,
     without_shared_memory,
 )
 from hf_parallel.deepspeed.rules import folder_problems
 from hf_parallel.errors import ConfigError
 
+
+logger = logging.getLogger(__name__)
 
 USE_DEEPSPEED: Final = "ACCELERATE_USE_DEEPSPEED"
 SETTINGS: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"  # takes JSON as well as a path
@@ -60,11 +64,21 @@ def prepare_deepspeed(config: HFParallelConfig, *, on_cpu: bool) -> None:
         del os.environ[name]
     settings = deepspeed_settings(config, cpu_adam=has_cpu_adam(config))
     os.environ |= {USE_DEEPSPEED: "true", SETTINGS: json.dumps(settings)}
+    if os.environ.get("LOCAL_RANK") == "0" and not missing_compilers():
+        _announce(unbuilt(needed_ops(config, on_cpu=on_cpu)))
     if on_cpu:
         os.environ |= {DEVICE: "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
         connect_deepspeed_by_gloo()
         if missing_compilers():
             without_shared_memory()
+
+
+def _announce(names: list[str]) -> None:
+    if names:
+        logger.warning(
+            "hf_parallel: %s will be compiled now, once, which takes minutes; `hf-parallel prebuild FILE` does so before a run.",
+            ", ".join(names),
+        )
 
 
 def has_cpu_adam(config: HFParallelConfig) -> bool:

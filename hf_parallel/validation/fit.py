@@ -10,6 +10,7 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.rules import batch_problems
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.memory.estimate import estimate
 from hf_parallel.memory.layout import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.memory.report import shortages, tight
@@ -55,13 +56,15 @@ def judge(
     """
     layout = layout_of_file(checked, dtype)
     on_cpu = checked.accelerate.get("use_cpu") is True
+    zero, machines = (checked.config or HFParallelConfig()).zero, int(checked.accelerate.get("num_machines", 1))
+    full = disk_shortages(shape.parameters, zero, machines)
     memory = estimate(shape, layout, work, on_gpu=not on_cpu)
     if not on_cpu:
         found = shortages(memory, gpu_bytes, host_bytes), tight(memory, gpu_bytes, host_bytes)
-        return Verdict(memory, tuple(found[0]), tuple(found[1]))
+        return Verdict(memory, (*full, *found[0]), tuple(found[1]))
     share = host_bytes / min(layout.ranks_per_node, layout.num_processes)
     errors = [text.replace("GPU memory", "RAM of each process", 1) for text in shortages(memory, share, host_bytes)]
-    return Verdict(memory, tuple(errors), tuple(text for text in tight(memory, None, host_bytes)))
+    return Verdict(memory, (*full, *errors), tuple(text for text in tight(memory, None, host_bytes)))
 
 
 def accumulation_of(checked: Checked, given: int | None = None) -> int:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from trainer_cases import ENV, Case, make_trainer
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 
 pytestmark = [
@@ -103,3 +105,72 @@ def test_losses_norms_and_weights_are_those_of_data_parallelism(
         torch.testing.assert_close(
             mine[name], tensor, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_without_a_compiler_torchs_optimizer_trains_the_same(
+    reference: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    case = shaped(Case("bare", parallel=zero(2, offload_optimizer="cpu")))
+    env = ENV | {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+    result = run_ranks(train, 2, case, str(tmp_path / "run"), tmp_path=tmp_path, timeout=300, env=env)[0]
+    assert result["optimizer"] == "AdamW"
+    assert_equal(result, reference[0])
+    assert not (tmp_path / "ops").exists()
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, {"offload_optimizer": "cpu"}), (3, BOTH)])
+def test_a_run_resumes_where_it_stopped(stage: int, offload: dict[str, str], tmp_path: Path) -> None:
+    case = shaped(Case("whole", parallel=zero(stage, **offload), save=True))
+    whole = launched(case, tmp_path / "run")
+    for path in sorted((tmp_path / "run").glob("checkpoint-*"))[1:]:
+        path.rename(tmp_path / path.name)  # only the first is left to resume from
+    resumed = launched(case, tmp_path / "run", resume=True)
+    assert_equal(resumed, whole)
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "run" / "final"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    files = load_file(folder / "model.safetensors")
+    assert {name for name, _ in model.named_parameters()} == files.keys()
+
+
+def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> float:
+    """Bytes per parameter that live after a step, wherever they are."""
+    import gc
+
+    from hf_parallel import HFParallelTrainer, load_recipe
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64))
+    count = sum(p.numel() for p in model.parameters())
+    arguments = TrainingArguments(
+        folder, max_steps=2, per_device_train_batch_size=1, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    data = tiny.rows(8)
+    config = load_recipe("cpu_dp2_deepspeed").with_overrides(**settings)
+    trainer = HFParallelTrainer(model, arguments, train_dataset=data, data_collator=tiny.collate, config=config)
+    trainer.train()
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values()) / count
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (zero(1, offload_optimizer="none"), 2 + 12 / 2),
+        (zero(2, offload_optimizer="none"), 2 + 12 / 2),
+        ({}, 2 + 2 / 2 + 16 / 2),  # the recipe: stage 2, its gradients stay beside the copies on the host
+        (zero(3, offload_optimizer="none"), 16 / 2),
+        (zero(3, **BOTH), 20 / 2),
+    ],
+    ids=["1", "2", "2_cpu", "3", "3_both"],
+)
+def test_a_rank_holds_the_bytes_of_the_formula(settings: dict[str, Any], expected: float, tmp_path: Path) -> None:
+    found = run_ranks(hold, 2, settings, str(tmp_path / "run"), tmp_path=tmp_path, timeout=300, env=ENV)
+    for held in found:
+        assert held == pytest.approx(expected, rel=0.05)

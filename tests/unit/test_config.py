@@ -162,14 +162,6 @@ def test_checkpointing_settings_without_effect_are_refused() -> None:
         ConfigError, match=r"offload=true without activation_checkpointing\.every .* or remove the offload"
     ):
         parse(activation_checkpointing={"offload": True})
-    with pytest.raises(
-        ConfigError, match=r"offload=true with tensor_parallel\.sequence_parallel=true is not available"
-    ):
-        parse(
-            tp_size=2,
-            tensor_parallel={"sequence_parallel": True},
-            activation_checkpointing={"every": 1, "offload": True},
-        )
     with pytest.raises(ConfigError, match=r"compile_blocks=inductor with activation_checkpointing\.every=2"):
         parse(pp_size=2, activation_checkpointing={"every": 2}, pipeline={"compile_blocks": "inductor"})
     with pytest.raises(ConfigError, match=r"compile_blocks='inductor' with pp_size=1 has no effect"):

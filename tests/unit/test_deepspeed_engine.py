@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from hf_parallel.deepspeed import ops, worker
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.rules import folder_problems
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.memory.disk import disk_bytes
+from hf_parallel.memory.disk import disk_bytes, disk_shortages
 from hf_parallel.recipes import check_accelerate
 
 
@@ -176,6 +177,21 @@ def test_without_a_compiler_the_optimizer_is_torchs(machine: pytest.MonkeyPatch)
     assert not worker.has_cpu_adam(config)
 
 
+def test_a_build_that_makes_everyone_wait_is_announced_once(
+    machine: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in ("0", "1"):
+        machine.setenv("LOCAL_RANK", rank)
+        worker.prepare_deepspeed(settings({"stage": 2, "offload_optimizer": "cpu"}), on_cpu=True)
+    assert [record.getMessage().split(" will")[0] for record in caplog.records] == [
+        "hf_parallel: deepspeed_shm_comm, cpu_adam"
+    ]
+    for name in ("deepspeed_shm_comm", "cpu_adam"):
+        (tmp_path / "ops" / name).mkdir(parents=True)
+        (tmp_path / "ops" / name / f"{name}.so").touch()
+    assert ops.unbuilt(["deepspeed_shm_comm", "cpu_adam"]) == []
+
+
 def test_a_missing_deepspeed_is_named(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(worker.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
@@ -240,14 +256,12 @@ def test_files_need_a_folder_and_libaio(machine: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_a_disk_that_is_too_small_is_refused_with_both_numbers() -> None:
-    from hf_parallel.deepspeed.trainer import refuse_small_disk
-
     config = settings({**NVME, "offload_param": "nvme"})
     assert disk_bytes(1e9, config.zero) == 20e9
     assert disk_bytes(1e9, settings({"stage": 3, "offload_optimizer": "cpu"}).zero) == 0
-    refuse_small_disk(config, 1000, 20e3)
-    with pytest.raises(ConfigError, match=r"zero\.nvme_path=.* write 20000000000\.0 GB for .* GB are free"):
-        refuse_small_disk(config, 10**18, 20e18)
+    assert disk_shortages(1000, config.zero, 1) == []
+    (line,) = disk_shortages(10**18, config.zero, 2)
+    assert re.search(r"^zero\.nvme_path=.* write 10000000000\.0 GB for .* GB are free\. Set zero\.nvme_path", line)
 
 
 def test_a_loop_of_ones_own_is_sent_to_accelerates_plugin() -> None:

@@ -21,7 +21,7 @@ FLOORS = [
     {"deepspeed", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches", "memory", "launch"},
     {"replicas", "checkpointing"},
-    {"preflight", "gradients", "checkpoint"},
+    {"preflight", "gradients", "checkpoint", "adapters"},
     {"engine", "loading"},
     {"pipeline_engine", "planning", "twin"},
     {"plugin"},
