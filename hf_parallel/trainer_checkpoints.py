@@ -171,12 +171,7 @@ class CheckpointMixin(SavingMixin):
         with self._together(folder, "check the checkpoint", writes=False):
             verify(folder, mesh.rank, mesh.shape.world_size)
             check_config(folder, self.model.config)
-        if hasattr(self.model, "peft_config"):  # adapters are small, and whole on every rank
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if holdings.replicas is not None:
-                holdings.replicas.reloaded()
-        else:
-            self._load_held(folder, holdings)
+        self._load_held(folder, holdings)
 
     def _load_best_model(self) -> None:
         self._finish_saving()
