@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import torch
 
 from hf_parallel.checkpointing.agree import together
 from hf_parallel.checkpointing.folders import STAGING
+from hf_parallel.loading.write import move_in, plan_export, streams, write_weights
 from hf_parallel.mesh import Mesh, MeshShape
 
 
@@ -52,12 +53,13 @@ class SavingMixin(Base):
     @contextmanager
     def _together(self, folder: Path, what: str, *, writes: bool = True) -> Iterator[None]:
         """Around a step of saving or loading: what fails on one rank is the same CheckpointError on all."""
-        session = self.hf_parallel_session
-        waiting = (
-            nullcontext() if session is None else session.watchdog.waiting(f"waits for the other ranks to {what}")
-        )
+        waiting = self._waiting(f"waits for the other ranks to {what}")
         with waiting, together(self._hf_parallel_mesh, folder, writes=writes):
             yield
+
+    def _waiting(self, text: str) -> AbstractContextManager[None]:
+        session = self.hf_parallel_session
+        return nullcontext() if session is None else session.watchdog.waiting(text)
 
     @property
     def _hf_parallel_mesh(self) -> Mesh:
@@ -78,13 +80,32 @@ class SavingMixin(Base):
             return
         self.accelerator.attach_model(self.model)
         self._synchronise()
-        state = self.accelerator.get_state_dict(self.model)
         folder = Path(output_dir or self.args.output_dir or ".")
-        with self._together(folder, "write the model"):
-            if self.args.should_save:
-                self._write_folder(folder, state)
+        if streams(self.model):
+            self._stream_folder(folder)
+        else:
+            state = self.accelerator.get_state_dict(self.model)
+            with self._together(folder, "write the model"):
+                if self.args.should_save:
+                    self._write_folder(folder, state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _stream_folder(self, folder: Path) -> None:
+        """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""
+        attachment = self.accelerator.hf_parallel_engine.attachment
+        staging, export = folder / STAGING, plan_export(self.model, attachment.ledger)
+        with self._together(folder, "prepare the folder of the model"):
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                self._save(str(staging), state_dict={})
+        held = {**attachment.parameters, **attachment.buffers}
+        into = staging if self.args.should_save else None
+        write_weights(export, into, self.model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
+        with self._together(folder, "put the model in place"):
+            if self.args.should_save:
+                move_in(staging, folder, export)
 
     def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""
