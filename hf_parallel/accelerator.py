@@ -58,6 +58,12 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
         check_schedule(self.config)
+        if self.config.zero.engine == "deepspeed":
+            raise UnsupportedError(
+                "zero.engine=deepspeed in a loop of your own: DeepSpeed prepares model and optimizer itself. Use a Trainer, or "
+                "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=FILE)) with the FILE that `hf-parallel export --to "
+                "deepspeed` writes."
+            )
         self._sample = sample
         self._session: Session | None = None
         self._of_trainer = False

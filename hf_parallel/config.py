@@ -32,7 +32,7 @@ from hf_parallel.sections import (
     number,
     spelled,
 )
-from hf_parallel.zero_rules import compression_problems, partition_problems
+from hf_parallel.zero_rules import compression_problems, deepspeed_problems, partition_problems
 
 
 # Settings that nothing reads without stages.
@@ -134,11 +134,6 @@ class HFParallelConfig(Section):
                 f"activation_checkpointing.every to 1 or more, or remove the {name}."
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
-        if recompute.offload and self.tensor_parallel.sequence_parallel:
-            problems.append(
-                "activation_checkpointing.offload=true with tensor_parallel.sequence_parallel=true is not available yet: parts "
-                "of a sequence are known by where they lie. Set one of them to false."
-            )
         if recompute.every is not None and self.pipeline.compile_blocks != "none":
             problems.append(
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
@@ -156,11 +151,9 @@ class HFParallelConfig(Section):
             )
         problems += [
             *self._without_effect(),
-            *partition_problems(self.zero, self.pp_size, self.data_parallel),
             *self.gradient_compression.problems("gradient_compression"),
-            *compression_problems(self.zero, self.gradient_compression),
+            *self._between_replicas(),
         ]
-        problems += self._local_steps()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -219,6 +212,17 @@ class HFParallelConfig(Section):
         return [
             *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _between_replicas(self) -> list[str]:
+        """What the replicas do with each other, and whose work it is."""
+        if self.zero.engine == "deepspeed":
+            given = self.model_dump(exclude_defaults=True)
+            return deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)
+        return [
+            *partition_problems(self.zero, self.pp_size, self.data_parallel),
+            *compression_problems(self.zero, self.gradient_compression),
+            *self._local_steps(),
         ]
 
     def _local_steps(self) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.keys import ZeroKeys
 from hf_parallel.deepspeed.rules import inline_problems, json_problems, leaves
 from hf_parallel.errors import ConfigError
@@ -20,6 +21,7 @@ from hf_parallel.validation.accelerate import ENGINE_SECTIONS, file_problems
 Target = Literal["deepspeed", "fsdp", "accelerate"]
 
 ZERO: Final = ("zero.stage", "zero.engine", "zero.offload_optimizer", "zero.offload_param")
+OFFLOAD: Final = ("zero.nvme_path", "zero.pin_memory")
 TRAINERS: Final = ("gradient_accumulation_steps", "activation_checkpointing.every", "activation_checkpointing.mode")
 MESSAGES: Final = ("data_parallel.bucket_cap_mb", "data_parallel.overlap")
 WAYS: Final[Mapping[str, str]] = {
@@ -42,35 +44,8 @@ def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.
     """
-    _refuse(config, (*ZERO, "zero.nvme_path", "zero.pin_memory", *MESSAGES, *TRAINERS), "DeepSpeed")
-    zero, messages = config.zero, config.data_parallel
-    bucket = HFParallelConfig().data_parallel.bucket_cap_mb
-    settings: dict[str, Any] = {
-        "stage": zero.stage,
-        "overlap_comm": messages.overlap,
-        "reduce_bucket_size": "auto" if messages.bucket_cap_mb == bucket else int(messages.bucket_cap_mb * 2**19),
-    }
-    for part in ("optimizer", "param"):
-        device = getattr(zero, f"offload_{part}")
-        if device != "none":
-            settings[f"offload_{part}"] = {"device": device, "pin_memory": zero.pin_memory is not False}
-        if device == "nvme":
-            settings[f"offload_{part}"]["nvme_path"] = zero.nvme_path
-    if zero.stage == 3:
-        settings |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    found: dict[str, Any] = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": settings,
-    }
+    _refuse(config, (*ZERO, *OFFLOAD, *MESSAGES, *TRAINERS), "DeepSpeed")
+    found = deepspeed_settings(config)
     _check(json_problems(found, keys, None))
     return found
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_parallel.cli.doctor import doctor
 from hf_parallel.cli.export import export
+from hf_parallel.cli.prebuild import prebuild
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
 from hf_parallel.config import HFParallelConfig
@@ -28,6 +29,7 @@ app.command()(schedule)
 app.command()(export)
 app.command()(doctor)
 app.command()(validate)
+app.command()(prebuild)
 
 T = TypeVar("T", int, str, bool)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -52,8 +52,9 @@ def test_every_cpu_recipe_is_named_after_its_layout(name: str) -> None:
     schedule = config.pipeline.schedule.split("_")[0]
     variant = [schedule] if config.pp_size > 1 and schedule != "1f1b" else []
     variant += ["sp"] if config.tensor_parallel.sequence_parallel else []
-    variant += [f"zero{config.zero.stage}"] if config.zero.stage else []
-    variant += ["offload"] if config.zero.offload_optimizer != "none" else []
+    zero = "deepspeed" if config.zero.engine == "deepspeed" else f"zero{config.zero.stage}"
+    variant += [zero] if config.zero.stage else []
+    variant += ["offload"] if config.zero.offload_optimizer != "none" and zero != "deepspeed" else []
     variant += [config.gradient_compression.method] if config.gradient_compression.method != "none" else []
     variant += [f"local{config.local_sgd.sync_every}"] if config.local_sgd.sync_every > 1 else []
     assert name == "_".join(["cpu", *[f"{axis}{size}" for axis, size in sizes.items() if size > 1], *variant])
