@@ -121,6 +121,11 @@ class CheckpointMixin(SavingMixin):
         self._finish_saving()
         return output
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
+        self._finish_saving()
+        super().save_model(output_dir, _internal_call)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock; raises what went wrong with a checkpoint that is written meanwhile."""
         pending = self._hf_parallel_pending
