@@ -26,13 +26,22 @@ demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/d
 		examples/finetune_llama7b.py --demo --output_dir build/demo
 
 test: setup  ## the tests that need no GPU and no patience
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
 
 test-all: setup  ## every test this machine can run
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
+test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles its ops for minutes
+	$(BIN)/python -m pytest -q -m deepspeed $(PYTEST_ARGS)
+
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py
+
+resume-matrix: setup  ## save under every layout, resume under every other
+	$(BIN)/python benchmarks/resume_matrix.py
+
+kill-test: setup  ## kill a training job fifty times and start it again
+	$(BIN)/python benchmarks/kill_test.py
 
 zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_pp.py
@@ -63,6 +72,9 @@ bench-compression: setup  ## what compression does to the loss; writes docs/comp
 
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py
+
+recipes-page: setup  ## write docs/recipes.md and the memory at the head of each GPU recipe
+	$(BIN)/python benchmarks/recipes_page.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .

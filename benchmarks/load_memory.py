@@ -132,9 +132,7 @@ def run(layers: int, layouts: list[str], whole: bool) -> list[dict[str, Any]]:
             for parts in (True, False) if whole else (True,):
                 arguments = (str(folder), str(Path(place) / "out"), layout, parts)
                 env = {"ACCELERATE_USE_CPU": "true"}
-                for found in run_ranks(
-                    measure_rank, world, *arguments, tmp_path=Path(place), timeout=500, env=env
-                ):
+                for found in run_ranks(measure_rank, world, *arguments, tmp_path=Path(place), timeout=500, env=env):
                     verdict = judge(found) if parts else []
                     rows.append({"layout": name, "loaded": "parts" if parts else "whole", "model": size, **found})
                     rows[-1]["above"] = verdict

@@ -20,6 +20,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 
+from hf_parallel.accumulation import agreed
 from hf_parallel.checkpoint import gather_tensors
 from hf_parallel.compat import calling_trainer, loss_scale
 from hf_parallel.config import HFParallelConfig
@@ -57,6 +58,12 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
         check_schedule(self.config)
+        if self.config.zero.engine == "deepspeed":
+            raise UnsupportedError(
+                "zero.engine=deepspeed in a loop of your own: DeepSpeed prepares model and optimizer itself. Use a Trainer, or "
+                "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=FILE)) with the FILE that `hf-parallel export --to "
+                "deepspeed` writes."
+            )
         self._sample = sample
         self._session: Session | None = None
         self._of_trainer = False
@@ -103,6 +110,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
             self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
             self._session.sample = self._sample
             self._session.total_steps = self._total_steps
+            self._session.raw_loop = True
             self._present(self._session.mesh.shape.dp_size)
         attach_accelerator(accelerator, self._session)
 
@@ -119,6 +127,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     """Swapped in as the class of a live Accelerator; has no constructor of its own."""
 
     hf_parallel: Session
+    _accumulates: bool = False
 
     @property
     def hf_parallel_engine(self) -> Engine:
@@ -156,6 +165,9 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         engine.scaler = self.scaler
         if engine.gradients.replicas.wire is not None and self.scaler is not None:
             engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
+        if known is None and self.hf_parallel.raw_loop:
+            state, wanted = self.gradient_state, self.hf_parallel.config.gradient_accumulation_steps
+            state.plugin_kwargs["num_steps"] = agreed(wanted, state.num_steps, "Accelerator")
         if known is None and self.hf_parallel.total_steps is not None:
             engine.gradients.replicas.plan_steps(self.hf_parallel.total_steps, 0)
         return engine
@@ -237,9 +249,26 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         prepared.steps_per_update = self.hf_parallel.mesh.shape.dp_size
         return prepared
 
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Any:
+        """As stock."""
+        self._accumulates = True
+        with super().accumulate(*models):
+            yield
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As stock; refuses when somebody replaced the parallelized forward."""
+        """As stock; refuses when somebody replaced the parallelized forward.
+
+        Raises:
+            ConfigError: The settings accumulate gradients and the loop does not.
+        """
         self.hf_parallel_engine.check_installed()
+        wanted = self.hf_parallel.config.gradient_accumulation_steps
+        if self.hf_parallel.raw_loop and wanted not in ("auto", 1) and not self._accumulates:
+            raise ConfigError(
+                f"gradient_accumulation_steps={wanted}, but the loop steps after every batch. Put its body into `with "
+                "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
+            )
         with self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 

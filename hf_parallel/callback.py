@@ -7,7 +7,9 @@ It only arms in `on_init_end`. The model is cut when it is prepared (at the star
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,21 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_parallel.accelerator import HFParallelPlugin, attach_accelerator
+from hf_parallel.accumulation import agreed
 from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.deepspeed.trainer import (
+    check_engine,
+    num_parameters,
+    refuse_other_runs,
+    take_over,
+)
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.launch import check_world, resolve_config
+from hf_parallel.launch import check_world, prepare_engine, resolve_config
 from hf_parallel.loading.unread import unread_of
-from hf_parallel.preflight import check_schedule, refuse_model
+from hf_parallel.memory.disk import disk_shortages
+from hf_parallel.mesh import ranks_per_node
+from hf_parallel.preflight import check_schedule, compare_over_ranks, refuse_model
 from hf_parallel.recipes import replica_settings
 from hf_parallel.session import Session
 from hf_parallel.trainer_mixin import HFParallelTrainerMixin
@@ -58,9 +69,11 @@ class HFParallelCallback(TrainerCallback):
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
         check_schedule(self.config)
+        prepare_engine(self.config)
         self.sample = sample
         self.session: Session | None = None
         self._armed = False
+        self._driven: Trainer | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -73,10 +86,15 @@ class HFParallelCallback(TrainerCallback):
             )
         self._armed = True
         check_world(self.config, trainer.accelerator.num_processes)
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            logger.warning("hf_parallel: %s", self.explanation)
+        if self.config.zero.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
+            self._hand_over(trainer)
             return
         if refuse_engine(trainer, self.config):
+            return
+        set_accumulation(trainer, self.config)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            logger.warning("hf_parallel: %s", self.explanation)
+            _save_for_any_layout(trainer, self.config)
             return
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
@@ -89,6 +107,22 @@ class HFParallelCallback(TrainerCallback):
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
 
+    def _hand_over(self, trainer: Trainer) -> None:
+        """DeepSpeed drives this run; the Trainer stays as it is."""
+        refuse_other_runs(trainer, self.config)
+        set_accumulation(trainer, self.config)
+        take_over(trainer)
+        settings = json.dumps(self.config.to_yaml_section(), sort_keys=True)
+        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
+        parameters = num_parameters(trainer)
+        nodes = max(1, trainer.args.world_size // ranks_per_node())
+        short = disk_shortages(parameters, self.config.zero, nodes)
+        if short:
+            raise ConfigError("\n".join(short))
+        self._driven = trainer
+        if trainer.args.process_index == 0:
+            logger.warning("hf_parallel: %s", self.explanation)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -98,6 +132,10 @@ class HFParallelCallback(TrainerCallback):
                 "HFParallelCallback was added with add_callback() after the Trainer was made, so it has no effect. "
                 "Pass it in Trainer(callbacks=[HFParallelCallback()])."
             )
+        if self._driven is not None:
+            line = check_engine(self._driven, self.config)
+            if args.process_index == 0:
+                logger.warning("hf_parallel: %s", line)
         if self.session is not None and self.session.engine is not None:
             self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
 
@@ -116,17 +154,44 @@ class HFParallelCallback(TrainerCallback):
             self.session.engine.attachment.batch_check.reset()
 
 
+def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
+    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write."""
+    driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
+    if driven or not isinstance(trainer.model, nn.Module) or hasattr(trainer.model, "peft_config"):
+        return
+    _mix_in(trainer)
+    if isinstance(trainer, HFParallelTrainerMixin):
+        trainer.save_for_any_layout(config.checkpoint.async_save)
+
+
+def _mix_in(trainer: Trainer) -> None:
+    kind = type(trainer)
+    if not issubclass(kind, HFParallelTrainerMixin):
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+
+
 def attach_trainer(trainer: Trainer, session: Session) -> None:
     """Make a live Trainer, and its accelerator, parallel."""
     accelerator = trainer.accelerator
     accelerator.state.parallelism_config = HFParallelPlugin.of(session)
     attach_accelerator(accelerator, session)
-    kind = type(trainer)
-    if not issubclass(kind, HFParallelTrainerMixin):
-        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+    _mix_in(trainer)
     trainer.gather_function = functools.partial(
         accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )
+
+
+def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Give the Trainer the number of batches of an optimizer step that the settings say, if they say one.
+
+    Raises:
+        ConfigError: TrainingArguments say another.
+    """
+    args, wanted = trainer.args, config.gradient_accumulation_steps
+    steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    if steps != args.gradient_accumulation_steps:
+        args.gradient_accumulation_steps = steps
+        logger.warning("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
 
 
 def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
@@ -151,8 +216,8 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
             else "call hf_parallel.gradient_compression.fsdp2.compress_fsdp2 in a loop of your own"
         )
         raise ConfigError(
-            f"{', '.join(unread)} with distributed_type {name}, which reduces "
-            f"gradients itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
+            f"{', '.join(unread)} with distributed_type {name}, which drives "
+            f"the run itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
         )
     logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -29,9 +29,10 @@ from hf_parallel.sections import (
     Section,
     TensorParallelConfig,
     as_tuple,
+    number,
     spelled,
 )
-from hf_parallel.zero_rules import compression_problems, partition_problems
+from hf_parallel.zero_rules import compression_problems, deepspeed_problems, partition_problems
 
 
 # Settings that nothing reads without stages.
@@ -60,6 +61,8 @@ class HFParallelConfig(Section):
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
         rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
+        gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
+            given.
         pipeline: Stages, microbatches and schedule.
         tensor_parallel: Sharding of the layers.
         data_parallel: Messages between the data-parallel replicas.
@@ -81,6 +84,13 @@ class HFParallelConfig(Section):
         BeforeValidator(as_tuple),
         Field(description=f"a permutation of {list(DEFAULT_RANK_ORDER)}, outermost first, or null"),
     ] = None
+    gradient_accumulation_steps: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(
+            description="batches of an optimizer step, an integer of 1 or more, or 'auto' (TrainingArguments' number)"
+        ),
+    ] = "auto"
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
     data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()
@@ -118,11 +128,12 @@ class HFParallelConfig(Section):
                 "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
             )
         recompute = self.activation_checkpointing
-        if recompute.every is None and recompute.mode != "block":
-            problems.append(
-                f"activation_checkpointing.mode={recompute.mode} without activation_checkpointing.every has no effect. Set "
-                "activation_checkpointing.every to 1 or more, or remove the mode."
-            )
+        if recompute.every is None:
+            problems += [
+                f"activation_checkpointing.{name}={spelled(value)} without activation_checkpointing.every has no effect. Set "
+                f"activation_checkpointing.every to 1 or more, or remove the {name}."
+                for name, value in recompute.model_dump(exclude_defaults=True).items()
+            ]
         if recompute.every is not None and self.pipeline.compile_blocks != "none":
             problems.append(
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
@@ -140,11 +151,9 @@ class HFParallelConfig(Section):
             )
         problems += [
             *self._without_effect(),
-            *partition_problems(self.zero, self.pp_size, self.data_parallel, recompute),
             *self.gradient_compression.problems("gradient_compression"),
-            *compression_problems(self.zero, self.gradient_compression),
+            *self._between_replicas(),
         ]
-        problems += self._local_steps()
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
@@ -203,6 +212,17 @@ class HFParallelConfig(Section):
         return [
             *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _between_replicas(self) -> list[str]:
+        """What the replicas do with each other, and whose work it is."""
+        if self.zero.engine == "deepspeed":
+            given = self.model_dump(exclude_defaults=True)
+            return deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)
+        return [
+            *partition_problems(self.zero, self.pp_size, self.data_parallel),
+            *compression_problems(self.zero, self.gradient_compression),
+            *self._local_steps(),
         ]
 
     def _local_steps(self) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.keys import ZeroKeys
 from hf_parallel.deepspeed.rules import inline_problems, json_problems, leaves
 from hf_parallel.errors import ConfigError
@@ -20,11 +21,14 @@ from hf_parallel.validation.accelerate import ENGINE_SECTIONS, file_problems
 Target = Literal["deepspeed", "fsdp", "accelerate"]
 
 ZERO: Final = ("zero.stage", "zero.engine", "zero.offload_optimizer", "zero.offload_param")
+OFFLOAD: Final = ("zero.nvme_path", "zero.pin_memory")
+TRAINERS: Final = ("gradient_accumulation_steps", "activation_checkpointing.every", "activation_checkpointing.mode")
 MESSAGES: Final = ("data_parallel.bucket_cap_mb", "data_parallel.overlap")
 WAYS: Final[Mapping[str, str]] = {
     "pp_size": "Keep hf_parallel for pipelines, or set pp_size to 1.",
     "tp_size": "Keep hf_parallel for tensor parallelism, or set tp_size to 1.",
     "activation_checkpointing": "Give TrainingArguments(gradient_checkpointing=True), and remove it.",
+    "gradient_accumulation_steps": "Give it to TrainingArguments, and remove it.",
 }
 HALF: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -40,36 +44,24 @@ def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.
     """
-    _refuse(config, (*ZERO, "zero.nvme_path", *MESSAGES), "DeepSpeed")
-    zero, messages = config.zero, config.data_parallel
-    bucket = HFParallelConfig().data_parallel.bucket_cap_mb
-    settings: dict[str, Any] = {
-        "stage": zero.stage,
-        "overlap_comm": messages.overlap,
-        "reduce_bucket_size": "auto" if messages.bucket_cap_mb == bucket else int(messages.bucket_cap_mb * 2**19),
-    }
-    for part in ("optimizer", "param"):
-        device = getattr(zero, f"offload_{part}")
-        if device != "none":
-            settings[f"offload_{part}"] = {"device": device, "pin_memory": True}
-        if device == "nvme":
-            settings[f"offload_{part}"]["nvme_path"] = zero.nvme_path
-    if zero.stage == 3:
-        settings |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-    found: dict[str, Any] = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
-        "zero_optimization": settings,
-    }
+    _refuse(config, (*ZERO, *OFFLOAD, *MESSAGES, *TRAINERS), "DeepSpeed")
+    found = deepspeed_settings(config)
     _check(json_problems(found, keys, None))
+    return found
+
+
+def arguments_for(config: HFParallelConfig) -> list[str]:
+    """What TrainingArguments must be given with a DeepSpeed config, because DeepSpeed does not do it itself, one each."""
+    every, found = config.activation_checkpointing.every, []
+    if config.gradient_accumulation_steps != "auto":
+        found.append(
+            f"give TrainingArguments(gradient_accumulation_steps={config.gradient_accumulation_steps}) as well"
+        )
+    if every is not None:
+        found.append(
+            f"activation_checkpointing.every={every} is not in it: give TrainingArguments(gradient_checkpointing=True), which "
+            "recomputes every block"
+        )
     return found
 
 
@@ -79,15 +71,16 @@ def to_fsdp(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict[str
     Raises:
         ConfigError: With every setting that FSDP2 cannot express.
     """
-    _refuse(config, (*ZERO, "zero.dp_shard_size"), "FSDP2")
+    _refuse(config, (*ZERO, "zero.dp_shard_size", "zero.pin_memory"), "FSDP2")
     _check(_not_fsdp(config))
     precision = str(accelerate.get("mixed_precision", "no")).lower()
     half = HALF.get(precision)
+    pins = accelerate.get("use_cpu") is not True and config.zero.pin_memory is not False
     return {
         "fully_shard": {
             "reshard_after_forward": config.zero.stage == 3,
             "mp_policy": {"param_dtype": half, "reduce_dtype": half and "float32"},
-            "offload_policy": {"pin_memory": accelerate.get("use_cpu") is not True} if _offloads(config) else None,
+            "offload_policy": {"pin_memory": pins} if _offloads(config) else None,
         },
         "mesh": _mesh(config, accelerate),
         "apply_to": ["each block", "the model"],
@@ -115,7 +108,7 @@ def to_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], keys:
     else:
         _refuse(
             config,
-            ZERO,
+            (*ZERO, *TRAINERS),
             "accelerate's DeepSpeed section",
             "Use --to deepspeed and name its file in deepspeed_config_file.",
         )
@@ -132,7 +125,7 @@ def _deepspeed_section(config: HFParallelConfig) -> dict[str, Any]:
         "zero_stage": zero.stage,
         "offload_optimizer_device": zero.offload_optimizer,
         "offload_param_device": zero.offload_param,
-        "gradient_accumulation_steps": "auto",
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_clipping": "auto",
         "zero3_init_flag": zero.stage == 3,
         "zero3_save_16bit_model": zero.stage == 3,

@@ -141,10 +141,12 @@ class GradientSync:
         """
         norm = self.norm(norm_type)
         if max_norm != float("inf"):
-            gradients = self._gradients()
-            if gradients:
-                factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-                torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for gradient in self._gradients():
+                by_device.setdefault(gradient.device, []).append(gradient)
+            for device, gradients in by_device.items():
+                torch._foreach_mul_(gradients, factor.to(device))
         return norm
 
     def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:

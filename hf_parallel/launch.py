@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
 from hf_parallel.errors import ConfigError
 from hf_parallel.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
 
@@ -121,7 +122,7 @@ def prepare_worker() -> None:
     if "LOCAL_RANK" not in os.environ:
         return
     launch = find_launch()
-    use_cpu = False
+    use_cpu, config = False, None
     if launch.path is not None:
         config, accelerate = load_file(launch.path)
         use_cpu = accelerate.get("use_cpu") is True
@@ -129,6 +130,20 @@ def prepare_worker() -> None:
             _check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
     if use_cpu or not _has_accelerator():
         os.environ.setdefault(USE_CPU_VARIABLE, "true")
+    if config is not None:
+        prepare_engine(config)
+
+
+def prepare_engine(config: HFParallelConfig) -> None:
+    """Hand a launched process to DeepSpeed if the settings say so; must run before the Trainer's accelerator exists.
+
+    Raises:
+        ConfigError: DeepSpeed cannot run here.
+    """
+    if config.zero.engine != "deepspeed" or "LOCAL_RANK" not in os.environ:
+        return
+    told = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
+    prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not _has_accelerator())
 
 
 def check_world(config: HFParallelConfig, accelerate_processes: int | None = None) -> None:
@@ -198,7 +213,7 @@ def _check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, l
     """Check a config against the launch as it is: its file, its engine, its number of processes."""
     try:
         engine = [kind for kind in FOREIGN_ENGINES if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
-        if engine and not accelerate:
+        if engine and not accelerate and config.zero.engine != "deepspeed":
             check_accelerate(config, {"distributed_type": engine[0]}, launch.world_size)
         elif accelerate and (launch.world_size > 1 or launch.launched_by == "accelerate"):
             check_accelerate(config, accelerate, launch.world_size)
@@ -217,6 +232,8 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
     dp_size = config.dp_size(world_size)
     if world_size == 1:
         layout = "nothing is parallel (one process)"
+    elif config.zero.engine == "deepspeed":
+        layout = f"DeepSpeed ZeRO-{config.zero.stage} over {world_size} processes"
     elif config.model_parallel_size == 1:
         layout = f"pure data parallelism over {world_size} processes"
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
 from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
-from hf_parallel.sections import TensorParallelConfig
+from hf_parallel.sections import ActivationCheckpointingConfig, TensorParallelConfig
 from hf_parallel.tensor_parallel.complete import plan_model
 from hf_parallel.tensor_parallel.cost import report
 from hf_parallel.tensor_parallel.overrides import USERS_WISH
@@ -55,7 +55,8 @@ class Plans:
         schedule: The schedule and where each stage runs, None with pp_size 1.
         bounds: Block boundaries of the stages, [0, ..., num_blocks]; [0, 1] with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
-        units: Modules whose parameters are gathered by themselves, where parameters are shared out.
+        recompute: How they are.
+        units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
@@ -68,7 +69,8 @@ class Plans:
     schedule: ScheduleChoice | None
     bounds: list[int]
     recomputed: tuple[str, list[range]]
-    units: tuple[str, ...]
+    recompute: ActivationCheckpointingConfig
+    units: tuple[tuple[str, ...], ...]
     prediction: Prediction | None
     ledger: Ledger
     element_size: int
@@ -113,7 +115,7 @@ def make_plans(
     forward: Callable[..., Any] = model.forward
     tensor_parallel, stages, schedule, costs, bounds = None, None, None, None, [0, 1]
     recomputed: tuple[str, list[range]] = ("", [])
-    units: tuple[str, ...] = ()
+    units: tuple[tuple[str, ...], ...] = ()
     loss_kind: LossKind = "sum_over_items"
     if probes is not None:
         with probes.running():
@@ -136,7 +138,7 @@ def make_plans(
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
             if config.zero.shards_parameters:
-                units = _gathered_units(model, found, probes)
+                units = _gathered_units(model, found, probes, recomputed[1])
     spans = spans_of(bounds)
 
     def holds(pp_rank: int, name: str) -> bool:
@@ -158,6 +160,7 @@ def make_plans(
         schedule=schedule,
         bounds=bounds,
         recomputed=recomputed,
+        recompute=recompute,
         units=units,
         prediction=prediction,
         ledger=ledger,
@@ -219,8 +222,10 @@ def _shards(
         return plan_on_one_rank(make)
 
 
-def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes) -> tuple[str, ...]:
-    """The blocks of the stack, which run one after the other; none if the model has no such stack."""
+def _gathered_units(
+    model: nn.Module, found: PipelinePlan | None, probes: Probes, groups: Sequence[range]
+) -> tuple[tuple[str, ...], ...]:
+    """The blocks of the stack, which run one after the other, those of a checkpoint together; none without a stack."""
     try:
         found = found or discover_stages(model, probes.discovery)
     except PlanError as error:
@@ -229,7 +234,9 @@ def _gathered_units(model: nn.Module, found: PipelinePlan | None, probes: Probes
             error,
         )
         return ()
-    return tuple(f"{found.stack}.{index}" for index in found.ran)
+    together = {index: group for group in groups for index in group}
+    units = dict.fromkeys(together.get(index, range(index, index + 1)) for index in sorted(found.ran))
+    return tuple(tuple(f"{found.stack}.{index}" for index in unit) for unit in units)
 
 
 def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
@@ -294,7 +301,9 @@ def summary(plans: Plans) -> list[str]:
         lines += describe(plans.prediction, plans.stages.stack)
     if plans.recomputed[1]:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
-        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}")
+        kept = f", attention and one product in {plans.recompute.every} kept" if plans.recompute.products else ""
+        where = ", inputs in host memory" if plans.recompute.offload else ""
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
     if plans.tensor_parallel is not None:
         lines += report(plans.tensor_parallel, plans.element_size)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]

@@ -77,9 +77,6 @@ def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mappi
     given: Any = values
     for part in path.split("."):
         given = given[part] if isinstance(given, Mapping) else getattr(given, part)
-    if detail["type"] == "not_available":
-        neutral = detail["ctx"]["neutral"]
-        return f"{path}={spelled(given)} is not available yet: {detail['msg']}. Set {path} to {spelled(neutral)}."
     home = _home(root, section)
     field = home.model_fields[leaf]
     if leaf in sections_of(home):

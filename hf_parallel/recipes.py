@@ -21,6 +21,13 @@ SECTION = "parallelism_config"
 KEY = "hf_parallel"
 ONE_PROCESS_TYPES = ("NO", "MULTI_CPU")
 FOREIGN_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+# Keys of a `deepspeed_config` section that start processes on several machines and say nothing about training.
+LAUNCHER_ONLY = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+)
 
 
 def recipes_folder() -> Path:
@@ -127,11 +134,14 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
             f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
         )
-    replicas = replica_settings(config) if kind in FOREIGN_ENGINES else []
+    ours = config.zero.engine == "deepspeed"
+    problems += _deepspeed_file(accelerate, kind) if ours else []
+    replicas = replica_settings(config) if kind in FOREIGN_ENGINES and not (ours and kind == "DEEPSPEED") else []
     if replicas:
         problems.append(
-            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} reduces gradients itself, so that would have no "
-            f"effect. Set distributed_type to MULTI_GPU, or use what {kind} has of its own."
+            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} drives the run itself, so that would have no "
+            f"effect. Set distributed_type to MULTI_GPU, {'or zero.engine to deepspeed, ' * (kind == 'DEEPSPEED')}or use what "
+            f"{kind} has of its own."
         )
     problems += _stock_sizes(accelerate.get(SECTION) or {})
     num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
@@ -142,6 +152,29 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
+    """What stands beside `zero.engine: deepspeed` and would be a second set of settings, or none at all."""
+    problems = []
+    if kind == "NO":
+        problems.append(
+            "distributed_type='NO' with zero.engine=deepspeed: accelerate starts a plain process. Set distributed_type to "
+            "MULTI_GPU, also for one process."
+        )
+    section = accelerate.get("deepspeed_config") or {}
+    problems += [
+        f"deepspeed_config.{key}={value!r} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
+        f"Remove deepspeed_config.{key}."
+        for key, value in section.items()
+        if key not in LAUNCHER_ONLY
+    ]
+    if str(accelerate.get("mixed_precision")).lower() == "fp16" and accelerate.get("use_cpu") is True:
+        problems.append(
+            "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true: DeepSpeed has no fp16 on CPUs. Set "
+            "mixed_precision to bf16 or 'no'."
+        )
+    return problems
 
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
@@ -187,11 +220,15 @@ def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
 
 
 def replica_settings(config: HFParallelConfig) -> list[str]:
-    """Settings of what the replicas do with each other that are not the defaults."""
+    """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
     given = {
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,
         f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
         != "none",
         f"local_sgd.sync_every={config.local_sgd.sync_every}": config.local_sgd.sync_every > 1,
+        f"activation_checkpointing.every={config.activation_checkpointing.every}": config.activation_checkpointing.every
+        is not None,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps}": config.gradient_accumulation_steps
+        != "auto",
     }
     return [text for text, chosen in given.items() if chosen]

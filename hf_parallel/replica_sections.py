@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_parallel.sections import Count, NonNegative, Offload, Section, as_tuple, available, number, spelled
+from hf_parallel.sections import Count, NonNegative, Offload, Section, as_tuple, number, spelled
 
 
 class DataParallelConfig(Section):
@@ -35,7 +35,6 @@ class ZeroConfig(Section):
     ] = 0
     engine: Annotated[
         Literal["auto", "native", "fsdp2", "deepspeed"],
-        available("auto", "native", "fsdp2", reason="the engines are native and fsdp2"),
         Field(description="'auto', 'native', 'fsdp2' or 'deepspeed'"),
     ] = "auto"
     dp_shard_size: Annotated[
@@ -51,14 +50,16 @@ class ZeroConfig(Section):
     ] = False
     offload_optimizer: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
     offload_param: Annotated[Offload, Field(description="'none', 'cpu' or 'nvme'")] = "none"
-    nvme_path: Annotated[
-        str | None, available(None, reason="nothing is offloaded to files"), Field(description="a folder, or null")
-    ] = None
+    pin_memory: Annotated[
+        Literal["auto"] | bool,
+        Field(description="true, false or 'auto' (where there is a GPU): pin the host memory of what is offloaded"),
+    ] = "auto"
+    nvme_path: Annotated[str | None, Field(description="the absolute path of a folder on a fast disk, or null")] = None
 
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are shared out too, by `fully_shard`."""
-        return self.stage == 3 or (self.stage > 0 and self.engine == "fsdp2")
+        return self.engine != "deepspeed" and (self.stage == 3 or (self.stage > 0 and self.engine == "fsdp2"))
 
 
 Method = Literal["none", "fp16", "bf16", "int8", "int4", "powersgd", "topk", "onebit"]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.host import host_memory
 from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
@@ -153,6 +154,7 @@ class Replicas:
             late=lambda kind: isinstance(kind, tuple) and bool(kind[0]),
             overlaps=self._settings.overlaps and data_parallel.overlap,
             wire=wire,
+            waiting=self._settings.waiting,
         )
 
     def _make_wire(self, settings: GradientCompressionConfig) -> CompressedWire | None:
@@ -224,7 +226,10 @@ class Replicas:
         if settings.zero.stage:
             size = self._mesh.dp_shard_group.size() if self._mesh.dp_shard_group is not None else 1
             what = "optimizer state" if settings.zero.stage == 1 else "optimizer state and gradients"
-            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts" + self._describe_sharded())
+            where = (
+                ", updated in host memory" if self.sharded is None and settings.zero.offload_optimizer == "cpu" else ""
+            )
+            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts{where}" + self._describe_sharded())
         if self._walks_alone:
             lines.append(f"local steps: replicas meet every {settings.local_sgd.sync_every} optimizer steps")
         if self.wire is not None:
@@ -313,7 +318,7 @@ class Replicas:
             stage=self._settings.zero.stage,
             traffic=self._traffic(),
             counted=self._counted,
-            waiting=self._settings.waiting,
+            host=host_memory(self._settings.zero, next(iter(self._parameters.values())).device),
         )
         self.lay_out()
 

@@ -1,7 +1,6 @@
 """The sections of the config: one class each, with the type and the rule of every setting.
 
-Pure (pydantic only, no torch). Settings of features that do not exist yet are part of the schema, so that a file may
-spell out their neutral values; any other value is refused by name instead of having no effect.
+Pure (pydantic only, no torch).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
@@ -36,17 +35,6 @@ def as_tuple(value: object) -> object:
 def on_off(value: object) -> object:
     """YAML 1.1 reads the words `on` and `off` as booleans; give them back."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-def available(*neutral: object, reason: str) -> AfterValidator:
-    """Refuse every value that is legal in the schema but whose feature does not exist."""
-
-    def check(value: object) -> object:
-        if any(value is legal or (value == legal and type(value) is type(legal)) for legal in neutral):
-            return value
-        raise PydanticCustomError("not_available", "{reason}", {"reason": reason, "neutral": neutral[0]})
-
-    return AfterValidator(check)
 
 
 Treatment = Literal["pair", "gather", "replicate"]  # what a user wants of a module in tensor parallelism
@@ -74,7 +62,7 @@ def known_treatments(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
 NonNegative = Annotated[int, Field(ge=0), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
-Offload = Annotated[Literal["none", "cpu", "nvme"], available("none", "cpu", reason="nothing is offloaded to files")]
+Offload = Literal["none", "cpu", "nvme"]
 
 SelfCheck = Annotated[
     Literal["auto", "on", "off"],
@@ -194,16 +182,35 @@ class ActivationCheckpointingConfig(Section):
     every: Annotated[
         Count | None,
         BeforeValidator(number),
-        Field(description="an integer of 1 or more (blocks per checkpoint), or null"),
+        Field(description="an integer of 1 or more (see mode), or null"),
     ] = None
     mode: Annotated[
-        Literal["block", "alternate"],
-        Field(description="'block' (one checkpoint per `every` blocks) or 'alternate' (one block in `every`)"),
+        Literal["block", "alternate", "selective"],
+        Field(
+            description="'block' (one checkpoint per `every` blocks), 'alternate' (one block in `every`) or 'selective' (every "
+            "block, but for attention and one matrix product in `every`)"
+        ),
     ] = "block"
+    offload: Annotated[
+        bool,
+        Field(description="true or false: the inputs of checkpointed blocks wait in host memory for the backward"),
+    ] = False
+
+    @property
+    def products(self) -> int | None:
+        """Of so many matrix products one is kept; None if all are computed again."""
+        return self.every if self.mode == "selective" else None
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written; there is nothing to choose yet."""
+    """How checkpoints are written."""
+
+    async_save: Annotated[
+        bool,
+        Field(
+            description="true or false: whether the training state is written while training goes on, from a copy in RAM"
+        ),
+    ] = False
 
 
 class MonitorConfig(Section):

@@ -42,6 +42,7 @@ class Session:
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
         compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
+        raw_loop: Whether a loop without a Trainer runs.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -52,6 +53,7 @@ class Session:
         self.sample: Mapping[str, Any] | None = None
         self.total_steps: int | None = None
         self.compute_dtype: torch.dtype | None = None
+        self.raw_loop = False
 
     @classmethod
     def start(

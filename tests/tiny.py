@@ -159,8 +159,24 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
+def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
+    """Adapters on a frozen model, all of them other than zero."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        llama().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 MODELS = {
     "llama": llama,
+    "llama_lora": llama_lora,
+    "llama_lora_half": lambda: llama_lora(torch.bfloat16),
     "llama_tied": lambda: llama(tied=True),
     "llama_1": lambda: llama(layers=1),
     "llama_half": lambda: llama().to(torch.bfloat16),

@@ -108,7 +108,10 @@ class Snapshots(TrainerCallback):
             from hf_parallel.checkpoint import gather_tensors
 
             ledger = session.engine.attachment.ledger
-            held = gather_tensors(ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param")
+            frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
+            held = gather_tensors(
+                ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param" and entry.name not in frozen
+            )
         if held and self.trainer.args.should_save:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")

@@ -10,7 +10,7 @@ import yaml
 
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.errors import ParallelError
-from hf_parallel.export import Target, to_accelerate, to_deepspeed, to_fsdp
+from hf_parallel.export import Target, arguments_for, to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.recipes import find_recipe, load_recipe, read_section
 
 
@@ -32,6 +32,9 @@ def export(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     precision = str(accelerate.get("mixed_precision", "no")).lower()
+    notes = arguments_for(config) if to == "deepspeed" or "deepspeed_config" in found else []
     if to == "deepspeed" and precision in ("bf16", "fp16"):
-        typer.echo(f"note: the precision is 'auto', so give TrainingArguments({precision}=True)", err=True)
+        notes.append(f"the precision is 'auto', so give TrainingArguments({precision}=True)")
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
     typer.echo(yaml.safe_dump(found, sort_keys=False).rstrip() if to == "accelerate" else json.dumps(found, indent=2))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_parallel.cli.doctor import doctor
 from hf_parallel.cli.export import export
+from hf_parallel.cli.prebuild import prebuild
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
 from hf_parallel.config import HFParallelConfig
@@ -28,14 +29,25 @@ app.command()(schedule)
 app.command()(export)
 app.command()(doctor)
 app.command()(validate)
+app.command()(prebuild)
 
 T = TypeVar("T", int, str, bool)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
-def recipes(as_json: Json = False) -> None:
-    """List the recipes that come with the package."""
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print the path of this recipe's file only.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes that come with the package, or say where one is."""
+    if name is not None:
+        try:
+            typer.echo(str(find_recipe(name)))
+        except ConfigError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+        return
     rows = [_facts(name) for name in list_recipes()]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))

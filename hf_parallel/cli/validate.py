@@ -16,7 +16,7 @@ from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
 from hf_parallel.recipes import find_recipe
 from hf_parallel.validation.check import Checked, Finding, check_file
-from hf_parallel.validation.fit import Verdict, batch_errors, judge, layout_of_file
+from hf_parallel.validation.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
 
 
 DTYPES = ("fp32", "half", "autocast")
@@ -28,7 +28,9 @@ class _Question:
 
     model: str | None
     work: Work
+    accumulation: int | None
     global_batch: int | None
+    adapters: int
     gpu_gb: float | None
     host_gb: float | None
     dtype: Precision | None
@@ -41,10 +43,15 @@ def validate(  # noqa: PLR0913 - each is an option
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of a batch on each replica.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 2048,
-    accumulation: Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")] = 1,
+    accumulation: Annotated[
+        int | None, typer.Option(min=1, help="Batches of an optimizer step.  [default: the file's, else 1]")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step on all replicas, to be checked.")
     ] = None,
+    adapters: Annotated[
+        int, typer.Option(min=0, help="Parameters that are trained on top of the model instead of it (LoRA).")
+    ] = 0,
     gpu_gb: Annotated[float | None, typer.Option(min=0, help="GB (1e9) of a GPU.  [default: this machine's]")] = None,
     host_gb: Annotated[
         float | None, typer.Option(min=0, help="GB (1e9) of RAM of a node.  [default: this machine's]")
@@ -58,8 +65,7 @@ def validate(  # noqa: PLR0913 - each is an option
     if dtype not in (None, *DTYPES):
         raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
     precision: Any = dtype
-    work = Work(rows, length, accumulation=accumulation)
-    question = _Question(model, work, global_batch, gpu_gb, host_gb, precision)
+    question = _Question(model, Work(rows, length), accumulation, global_batch, adapters, gpu_gb, host_gb, precision)
     try:
         checked, verdict = _answer(find_recipe(file), question)
     except ParallelError as error:
@@ -75,12 +81,14 @@ def _answer(path: Path, question: _Question) -> tuple[Checked, Verdict | None]:
     checked = check_file(path, machine)
     if checked.errors:
         return checked, None
-    errors, warnings, verdict = batch_errors(checked, question.global_batch, question.work), [], None
+    work = dataclasses.replace(question.work, accumulation=accumulation_of(checked, question.accumulation))
+    errors, warnings, verdict = batch_errors(checked, question.global_batch, work), [], None
     if question.model is not None:
         gpu_bytes = machine.gpu_bytes if question.gpu_gb is None else question.gpu_gb * GB
         host_bytes = machine.ram_bytes if question.host_gb is None else question.host_gb * GB
         shape = shape_of(question.model, layout_of_file(checked, question.dtype).precision)
-        verdict = judge(checked, shape, question.work, gpu_bytes, host_bytes, question.dtype)
+        shape = dataclasses.replace(shape, adapters=question.adapters)
+        verdict = judge(checked, shape, work, gpu_bytes, host_bytes, question.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
     return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict

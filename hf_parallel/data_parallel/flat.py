@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.buckets import Bucket
+from hf_parallel.data_parallel.host import HostMemory
 from hf_parallel.errors import UnsupportedError
 
 
@@ -36,8 +37,10 @@ class FlatShard:
         group: Index of the optimizer's parameter group.
         flat: Storage of the parameters, in their dtype.
         shard: This rank's part of `flat`, a view.
-        master: What the optimizer updates: `shard` itself, or its fp32 copy where the parameters are in half precision.
+        master: What the optimizer updates: `shard` itself, or a copy: in fp32 where the parameters are in half precision, in
+            host memory where the optimizer is.
         start: First element of the part.
+        landing: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
         saved: During a step, what they were: tensor, elements, values.
@@ -49,6 +52,7 @@ class FlatShard:
     shard: Tensor
     master: nn.Parameter
     start: int
+    landing: Tensor | None = None
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
@@ -56,6 +60,11 @@ class FlatShard:
     @property
     def is_copy(self) -> bool:
         """Whether `master` has memory of its own."""
+        return self.is_finer or self.landing is not None
+
+    @property
+    def is_finer(self) -> bool:
+        """Whether `master` is more precise than the parameters."""
         return self.master.dtype != self.shard.dtype
 
     def inside(self, position: int) -> slice | None:
@@ -93,8 +102,14 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 @torch.no_grad()
-def flatten(bucket: Bucket, group: dist.ProcessGroup) -> FlatShard:
-    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity."""
+def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = None) -> FlatShard:
+    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity.
+
+    Args:
+        bucket: Its layout.
+        group: Ranks that share its parts.
+        host: Where the optimizer's copy of this rank's part is to be; None leaves it next to the parameters.
+    """
     kind = bucket.kind
     if not isinstance(kind, FlatKind):
         raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
@@ -106,8 +121,10 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup) -> FlatShard:
     length = bucket.numel // group.size()
     start = group.rank() * length
     shard = flat[start : start + length]
-    master = nn.Parameter(shard if shard.dtype == bucket.dtype else shard.to(bucket.dtype))
-    return FlatShard(bucket, kind.group, flat, shard, master, start)
+    if host is not None:
+        master, landing = (host.empty(length, bucket.dtype) for _ in range(2))
+        return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, landing)
+    return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start)
 
 
 def counted_pieces(
@@ -120,7 +137,7 @@ def counted_pieces(
         piece, wanted = shard.inside(position), counted(name, param)
         if isinstance(wanted, Tensor):
             part = shard.part_of(position, wanted)
-            found += [(part[0], part[1].to(param.device))] if part is not None else []
+            found += [(part[0], part[1].to(shard.master.device))] if part is not None else []
         elif wanted and piece is not None:
             if mergeable:
                 found[-1] = (slice(found[-1][0].start, piece.stop), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,16 +35,17 @@ class ShardedModel:
 
     Args:
         model: Whole, or already sharded over tensor-parallel ranks; the same on every rank of the groups.
-        units: Names of the modules that are gathered by themselves; the rest is gathered with the model.
+        units: Names of the modules of each unit: they run one after the other and are gathered at once, when the first
+            begins or a gradient reaches the last. The rest is gathered with the model.
         shard_group: Ranks that share one copy of the parameters; at least two.
         replicate_group: Ranks with the same part in other copies; None if there is one copy.
         stage: 3 gives a unit's parameters up after its forward pass, 2 keeps them until its backward pass.
         device: Where the model computes.
-        offload: Whether parts live in host memory.
+        offload: "pinned" or "pageable" host memory for the parts; "none" leaves them on the device.
         compute_dtype: What the forward pass is autocast to; None without autocast.
 
     Attributes:
-        parts: The modules that are gathered by themselves, the model last.
+        parts: A module of each unit that is gathered by itself, the model last.
         has_copies: Whether parts are fp32 copies of half-precision parameters.
 
     Raises:
@@ -54,35 +55,35 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[str],
+        units: Sequence[Sequence[str]],
         shard_group: dist.ProcessGroup,
         replicate_group: dist.ProcessGroup | None = None,
         *,
         stage: int,
         device: torch.device,
-        offload: bool = False,
+        offload: Literal["none", "pageable", "pinned"] = "none",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.device, self.offload = model, device, offload
+        self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)
         self.has_copies = own in HALF
         mesh = _device_mesh(shard_group, replicate_group, device)
-        policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        policy = CPUOffloadPolicy(pin_memory=offload == "pinned") if self.offload else OffloadPolicy()
         self.parts: list[FSDPModule] = []
-        for module in [*self_contained(model, units).values(), model]:
-            is_root = module is model
-            _prepare(module)
-            self.parts.append(
-                fully_shard(
-                    module,
-                    mesh=mesh,
-                    reshard_after_forward=None if is_root and stage == 3 else stage == 3,
-                    mp_policy=precision(own, compute_dtype, is_root),
-                    offload_policy=policy,
-                )
-            )
-            _keep_name(module)
+        for modules in [*self_contained(model, units).values(), [model]]:
+            is_root = modules == [model]
+            for module in modules:
+                _prepare(module)
+            self.parts += fully_shard(
+                modules,
+                mesh=mesh,
+                reshard_after_forward=None if is_root and stage == 3 else stage == 3,
+                mp_policy=precision(own, compute_dtype, is_root),
+                offload_policy=policy,
+            )[:1]
+            for module in modules:
+                _keep_name(module)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
@@ -131,17 +132,21 @@ def precision(own: torch.dtype, compute: torch.dtype | None, is_root: bool) -> M
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
-def self_contained(model: nn.Module, units: Sequence[str]) -> dict[str, nn.Module]:
-    """Those of `units` that have parameters, none of which is part of another unit or of the rest as well."""
+def self_contained(model: nn.Module, units: Sequence[Sequence[str]]) -> dict[tuple[str, ...], list[nn.Module]]:
+    """Those of `units` that have parameters, none of which is part of another unit or of the rest as well.
+
+    A unit stays together: the gradient that reaches its last module must find the parameters of all, because they may be
+    run again from there.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     found = {}
     for unit in units:
-        module = model.get_submodule(unit)
-        held = [name for parameter in module.parameters() for name in names[id(parameter)]]
-        if held and all(name.startswith(f"{unit}.") for name in held):
-            found[unit] = module
+        modules = [model.get_submodule(name) for name in unit]
+        held = [name for module in modules for parameter in module.parameters() for name in names[id(parameter)]]
+        if held and all(name.startswith(tuple(f"{one}." for one in unit)) for name in held):
+            found[tuple(unit)] = modules
     return found
 
 
@@ -172,9 +177,16 @@ def rows_of(like: Tensor, whole: Tensor) -> Tensor:
     """Of `whole`, which has the shape of the tensor that `like` is a part of, the rows that `like` has."""
     if not isinstance(like, DTensor):
         return whole
-    ranks, rank = like.device_mesh.size(-1), like.device_mesh.get_local_rank(-1)
-    rows = -(-whole.shape[0] // ranks)
-    return whole[min(rank * rows, whole.shape[0]) : (rank + 1) * rows]
+    first = first_row_of(like)
+    return whole[first : first + local_of(like).shape[0]]
+
+
+def first_row_of(tensor: Tensor) -> int:
+    """Which row of the tensor that is shared out this rank's part begins with; 0 for any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    ranks, rank = tensor.device_mesh.size(-1), tensor.device_mesh.get_local_rank(-1)
+    return min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
 
 
 def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +197,11 @@ def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def part_like(like: Tensor, local: Tensor) -> Tensor:
+    """This rank's rows as a tensor that is shared out as `like` is, or as they are if it is not."""
+    return _as_part(like, local.to(local_of(like).device)) if isinstance(like, DTensor) else local
 
 
 def _as_part(like: DTensor, local: Tensor) -> DTensor:

@@ -7,6 +7,7 @@ multiplied with is the caller's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -87,6 +88,7 @@ class Traffic:
         late: Whether the buckets of a kind must not be started before the reduction is asked for.
         overlaps: Start buckets during backward passes that are announced.
         wire: What carries the buckets; None for exact sums.
+        waiting: Context for waits on other ranks outside of a reduction.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -94,6 +96,7 @@ class Traffic:
     late: Callable[[Hashable], bool] = lambda kind: False
     overlaps: bool = False
     wire: Wire | None = None
+    waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
 
 
 PLAIN = Traffic()

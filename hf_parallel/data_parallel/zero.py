@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from hf_parallel.data_parallel.flat import (
     pack_state,
     refuse_overlaps,
 )
+from hf_parallel.data_parallel.host import FusedOnHost, HostMemory
 from hf_parallel.data_parallel.late_gather import LateGather
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import PLAIN, PlainWire, Traffic, Wait, Wire, require_announced
@@ -51,7 +51,7 @@ class ZeroPartition:
         traffic: How gradients travel over `shard_group`.
         counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
             parameter's shape.
-        waiting: Context for waits on other ranks outside of `reduce`.
+        host: Where this rank's part, its gradient and its optimizer state live; None: on the parameters' device.
 
     Attributes:
         shards: The flat buffers.
@@ -72,13 +72,13 @@ class ZeroPartition:
         stage: int = 1,
         traffic: Traffic = PLAIN,
         counted: Callable[[str, nn.Parameter], bool | Tensor] = lambda name, param: True,
-        waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext(),
+        host: HostMemory | None = None,
     ) -> None:
-        self.stage, self.optimizer = stage, optimizer
+        self.stage, self.optimizer, self.host = stage, optimizer, host
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.wire: Wire = traffic.wire or PlainWire(shard_group)
         self._replicas = PlainWire(replicate_group) if replicate_group is not None else None
-        self._waiting = waiting
+        self._waiting = traffic.waiting
         index_of = _group_of_parameters(optimizer)
         names = {id(param): name for name, param in params}
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
@@ -89,11 +89,12 @@ class ZeroPartition:
 
         refuse_overlaps(taken)
         buckets = lay_out(taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * shard_group.size())
-        self.shards = [flatten(bucket, shard_group) for bucket in buckets]
+        self.shards = [flatten(bucket, shard_group, host) for bucket in buckets]
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
         _take_over(optimizer, self.shards)
+        self._kernel = FusedOnHost(optimizer) if host is not None else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
@@ -101,7 +102,7 @@ class ZeroPartition:
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
-        self._overlap = Overlap(buckets, self._start, late) if traffic.overlaps else None
+        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
         self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
 
@@ -112,7 +113,7 @@ class ZeroPartition:
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
-        if self._overlap is not None and not (self.wire.lossy and factor is None):
+        if not (self.wire.lossy and factor is None):
             self._factor = 1.0 if factor is None else factor
             self._overlap.arm()
 
@@ -124,31 +125,42 @@ class ZeroPartition:
         """
         require_announced(self.wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
-        if not self._under_way:
-            for bucket in self._buckets:
-                bucket.refuse_sparse()
-        if self._overlap is not None:
-            self._overlap.finish()
-        else:
-            for index in range(len(self._buckets)):
-                self._start(index)
+        self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         counts = torch.tensor([float(here) for _, flags, _ in under_way for here in flags])
         counts = counts.to(self._buckets[0].device) if self._buckets else counts
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
-        for mine, _, wait in under_way:
+        landed = []
+        for shard, (mine, _, wait) in zip(self.shards, under_way, strict=True):
             wait()
             if factor != 1.0 and not self.wire.lossy:
                 mine.mul_(factor)
+            if self._replicas is None:
+                landed.append(self._bring_down(shard, mine))
         counted()
-        self._over_copies([*(mine for mine, _, _ in under_way), counts])
+        if self._replicas is not None:
+            self._over_copies(self._replicas, [*(mine for mine, _, _ in under_way), counts])
+            landed = [
+                self._bring_down(shard, mine) for shard, (mine, _, _) in zip(self.shards, under_way, strict=True)
+            ]
         self._note_absent(counts, all(all(flags) for _, flags, _ in under_way))
-        for shard, (mine, _, _) in zip(self.shards, under_way, strict=True):
+        if self.host is not None:
+            self.host.wait()
+        for shard, part in zip(self.shards, landed, strict=True):
             if shard.master.grad is None:
-                shard.master.grad = mine
+                shard.master.grad = part
             else:
-                shard.master.grad.add_(mine)
+                shard.master.grad.add_(part)
+
+    def _bring_down(self, shard: FlatShard, mine: Tensor) -> Tensor:
+        """The sum of a bucket where the optimizer wants it; on its way there while the next bucket is summed."""
+        if self.host is None or shard.landing is None:
+            return mine
+        free = shard.master.grad is None  # else gradients of an earlier pass are in the landing
+        target = shard.landing if free else self.host.empty(mine.numel(), mine.dtype)
+        self.host.bring_down(mine, target)
+        return target
 
     def _start(self, index: int) -> None:
         with torch.no_grad():
@@ -159,11 +171,10 @@ class ZeroPartition:
             mine, wait = self.wire.reduce_scatter(flat, bucket)
         self._under_way.append((mine, present, wait))
 
-    def _over_copies(self, parts: Sequence[Tensor]) -> None:
+    def _over_copies(self, replicas: Wire, parts: Sequence[Tensor]) -> None:
         """Sum the parts of this rank over the copies of the optimizer state."""
-        if self._replicas is not None:
-            for wait in [self._replicas.all_reduce(part, None) for part in parts]:
-                wait()
+        for wait in [replicas.all_reduce(part, None) for part in parts]:
+            wait()
 
     def _note_absent(self, counts: Tensor, all_here: bool) -> None:
         """Remember which elements have no gradient on any rank: the optimizer must leave them as they are."""
@@ -202,6 +213,9 @@ class ZeroPartition:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self.late is not None:
             self.late.wait_for_all()
+        if self.host is not None and self._kernel is not None:
+            self.host.wait()
+            self._kernel.before(optimizer.param_groups)
         for shard in self.shards:
             kept = [shard.master.data, *_per_element(optimizer, shard)]
             shard.saved = [(tensor, piece, tensor[piece].clone()) for piece in shard.absent for tensor in kept]
@@ -212,6 +226,8 @@ class ZeroPartition:
             for tensor, piece, before in shard.saved:
                 tensor[piece] = before
             shard.saved = []
+        if self._kernel is not None:
+            self._kernel.after()
         self.gather()
 
     @torch.no_grad()
@@ -220,7 +236,7 @@ class ZeroPartition:
         works = []
         for shard in self.shards:
             if shard.is_copy:
-                shard.shard.copy_(shard.master)
+                shard.shard.copy_(shard.master, non_blocking=True)
             works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
         if self.late is not None:
             self.late.put(works)

@@ -182,13 +182,13 @@ def _zero_problems(zero: Mapping[str, Any], keys: ZeroKeys) -> Iterator[str]:
         device = offload.get("device", "none")
         yield from _device_problems(f"{name}.device", part, device, stage, f"{path}.stage")
         if device == "nvme":
-            yield from _folder_problems(f"{name}.nvme_path", offload.get("nvme_path"))
+            yield from folder_problems(f"{name}.nvme_path", offload.get("nvme_path"))
         ratio = offload.get("ratio", 1.0)
         if part == "optimizer" and ratio != 1.0 and stage != 3:
             yield f"{name}.ratio={ratio} with {path}.stage={stage}: parts are offloaded at stage 3 only. Remove it."
 
 
-def _folder_problems(path: str, folder: object) -> Iterator[str]:
+def folder_problems(path: str, folder: object) -> Iterator[str]:
     if not isinstance(folder, str) or not Path(folder).is_absolute():
         yield f"{path}={folder!r}: expected the absolute path of a folder on the NVMe disk. Set {path} to one."
     elif not (Path(folder).is_dir() and os.access(folder, os.W_OK)):

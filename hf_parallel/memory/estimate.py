@@ -7,7 +7,8 @@ leave out, and `OVERHEAD` is from experience.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from hf_parallel.memory.layout import Engine, Layout, Memory, ModelShape, Precision, Work
@@ -20,6 +21,7 @@ from hf_parallel.pipeline_parallel.simulate import peak_held
 CONTEXT_BYTES: Final = 1.5e9  # CUDA context and NCCL: from experience, not measured
 FRAGMENTATION: Final = 0.08  # of everything else: from experience, not measured
 OVERHEAD: Final = "overhead (not measured)"
+ON_HOST: Final = "inputs of checkpointed blocks"
 GATHERED_BLOCKS: Final = 3  # whole at once under stage 3: one computes, one arrives, one leaves
 # Bytes per parameter of weights, gradients and Adam's state, whole. Source: ZeRO (arXiv:1910.02054) section 3.1 for
 # half precision with fp32 master weights.
@@ -43,7 +45,8 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
-    the gradient's partition goes there as well (stage 3).
+    the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
+    holds a part of them while it brings them down.
     """
     weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
     if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
@@ -68,7 +71,7 @@ def host_states(parameters: float, layout: Layout) -> dict[str, float]:
     """Bytes of a node for what its ranks offload: 16 per parameter for the optimizer, 4 more for the parameters.
 
     Source: measured with DeepSpeed 0.19.8, every live storage counted (5.05 bytes a rank at 20 / 4); FSDP2 offloads
-    fp32 parameters, gradients and states together, which is 16.
+    fp32 parameters, gradients and states together, which is 16; so does the native engine with copies of the parameters.
     """
     share = parameters / layout.num_shards * min(layout.ranks_per_node, layout.num_processes)
     found = {}
@@ -92,15 +95,22 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
     element = 4 if layout.precision == "fp32" else 2
     block = shape.block / layout.tp_size
     if layout.engine == "fsdp2":
+        block *= _blocks_at_once(shape, layout)
         whole = min(parameters, GATHERED_BLOCKS * block) if layout.stage == 3 else parameters
         found = {"gathered parameters": element * whole, "gradients on their way": 4 * min(parameters, block)}
         if layout.stage == 3:  # what is outside of the blocks stays gathered, in fp32 unless it is half itself
-            rest = max(0.0, parameters - shape.layers * block)
+            rest = max(0.0, parameters - shape.layers * shape.block / layout.tp_size)
             found["gathered embedding and head"] = (2 if layout.precision == "half" else 4) * rest
         if layout.stage == 1:
             found["whole gradients between backward passes"] = 4 * parameters
         return found
     return _deepspeed_buffers(parameters, shape, layout, element)
+
+
+def _blocks_at_once(shape: ModelShape, layout: Layout) -> int:
+    """Blocks that `fully_shard` gathers together: those of a checkpoint."""
+    recompute = layout.recompute
+    return min(recompute.every or 1, shape.layers) if recompute.mode == "block" else 1
 
 
 def _native_messages(parameters: float, layout: Layout) -> dict[str, float]:
@@ -150,7 +160,9 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     """Bytes that each rank of a pipeline keeps for the backward when it holds most, by term.
 
     With checkpointing every k blocks in mode block: the input of every k-th block, and k whole blocks while one group is
-    computed again; in mode alternate every k-th block keeps its input only. Without: every block whole.
+    computed again; in mode alternate every k-th block keeps its input only, in mode selective each block its input and
+    some results. Without: every block whole. Inputs that wait in host memory are there for the block that runs again and
+    the one after it.
     """
     rows, schedule = _schedule(layout, work)
     tokens, every = rows * work.length, layout.recompute.every
@@ -158,19 +170,55 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
     counts = blocks_of_stages(shape.layers, layout)
-    if every is None:
-        kept, again = [count * whole for count in counts], 0.0
-    elif layout.recompute.mode == "block":
-        kept, again = [math.ceil(count / every) * entry for count in counts], min(every, shape.layers) * whole
+    together = _blocks_at_once(shape, layout) if every is not None else 0
+    alone = [_without_checkpoint(count, layout) for count in counts]
+    results = tokens * kept_results(shape, layout)
+    kept = [single * whole + (count - single) * results for single, count in zip(alone, counts, strict=True)]
+    inputs = [entry * entries for entries in _entries(counts, layout)]
+    moved, again = layout.recompute.offload, together * whole
+    if moved:
+        again += 2 * entry
     else:
-        kept = [count // every * entry + (count - count // every) * whole for count in counts]
-        again = whole
-    logits = 12.0 * tokens * shape.vocab / layout.tp_size
+        kept = [one + other for one, other in zip(kept, inputs, strict=True)]
+    waiting = peak_held(schedule, inputs) if moved else [0.0] * layout.pp_size
     logits, last = 12.0 * tokens * shape.vocab / layout.tp_size, placement_of(schedule)[-1]
     return [
-        {"activations": held, "recomputed blocks": again, "logits and loss": logits * (rank == last)}
-        for rank, held in enumerate(peak_held(schedule, kept))
+        {"activations": held, "recomputed blocks": again, "logits and loss": logits * (rank == last), ON_HOST: apart}
+        for rank, (held, apart) in enumerate(zip(peak_held(schedule, kept), waiting, strict=True))
     ]
+
+
+def _entries(counts: Sequence[int], layout: Layout) -> list[int]:
+    """Inputs that each stage keeps, one for each of its checkpoints."""
+    every, mode = layout.recompute.every, layout.recompute.mode
+    if every is None:
+        return [0] * len(counts)
+    if mode == "selective":
+        return list(counts)
+    return [math.ceil(count / every) if mode == "block" else count // every for count in counts]
+
+
+def _without_checkpoint(count: int, layout: Layout) -> int:
+    """Of so many blocks of a stage, those that autograd keeps whole."""
+    every = layout.recompute.every
+    if every is None:
+        return count
+    return count - count // every if layout.recompute.mode == "alternate" else 0
+
+
+def kept_results(shape: ModelShape, layout: Layout) -> float:
+    """Bytes for each token that a selectively recomputed block keeps beside its input.
+
+    Counted for Llama's block: the results of q, k, v, o, gate, up and down in this order, one in `every`, and that of
+    attention with 4 bytes a head. What o and down give on a tensor-parallel rank is a summand of the whole width.
+    """
+    every = layout.recompute.products
+    if every is None:
+        return 0.0
+    size, tp = (4 if layout.precision == "fp32" else 2), layout.tp_size
+    wide, narrow = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
+    products = [wide, narrow, narrow, shape.hidden, *[shape.intermediate / tp] * (1 + shape.gated), shape.hidden]
+    return size * (sum(products[::every]) + wide) + 4 * shape.heads / tp
 
 
 def _schedule(layout: Layout, work: Work) -> tuple[int, Schedule]:
@@ -206,11 +254,24 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     return [count / layout.tp_size for count in found]
 
 
+def _lasting(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
+    """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them."""
+    if not shape.adapters:
+        terms = states(parameters, layout) | buffers(parameters, shape, layout)
+        return terms | {name: size * parameters for name, size in layout.extra.items()}
+    own, whole = replace(layout, precision="fp32"), states(parameters, layout)
+    trained = shape.adapters * parameters / shape.parameters
+    terms = states(trained, own)
+    terms["weights"] += whole["weights"]
+    moved = trained if layout.engine == "native" else parameters
+    return terms | buffers(moved, shape, own) | {name: size * trained for name, size in layout.extra.items()}
+
+
 def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = True) -> Memory:
     """Everything that a run needs, of the rank that needs most.
 
     Args:
-        shape: Of the model; all parameters are trained.
+        shape: Of the model; all parameters are trained, or its adapters.
         layout: Who holds what.
         work: Rows and tokens.
         on_gpu: Whether ranks have a CUDA context; else the same terms are in RAM.
@@ -219,16 +280,19 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
         ScheduleError: The schedule does not fit the ranks.
     """
     held = parameters_of_ranks(shape, layout)
-    ranks = []
+    ranks, waiting = [], []
     for parameters, kept in zip(held, activations(shape, layout, work), strict=True):
-        terms = states(parameters, layout) | buffers(parameters, shape, layout)
-        terms |= {name: size * parameters for name, size in layout.extra.items()} | kept
+        waiting.append(kept.pop(ON_HOST))
+        terms = _lasting(parameters, shape, layout) | kept
         context = CONTEXT_BYTES if on_gpu else 0.0
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
     worst = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
     host = host_states(max(held), layout)
     element = 2.0 if layout.precision == "half" else 4.0
     loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
-    return Memory(
-        worst, {name: size for name, size in ranks[worst].items() if size}, host, sum(host.values()), loading
-    )
+    # Parameters and gradients are pinned; torch's optimizers make their states of them with zeros_like, which does not.
+    pinned = layout.pinned * sum(host.values()) * (1.0 if layout.engine == "deepspeed" else 0.5)
+    if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most
+        host[ON_HOST] = max(waiting) * min(layout.ranks_per_node, layout.num_processes)
+        pinned += host[ON_HOST]
+    return Memory(worst, {name: size for name, size in ranks[worst].items() if size}, host, pinned, loading)

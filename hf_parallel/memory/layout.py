@@ -49,6 +49,8 @@ class ModelShape:
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
+        adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
+            keeps is counted as if all of it were trained.
     """
 
     parameters: int
@@ -65,6 +67,7 @@ class ModelShape:
     gated: bool = True
     largest: int = 0
     saved: SavedBytes | None = None
+    adapters: int = 0
 
     @property
     def block(self) -> float:
@@ -108,6 +111,7 @@ class Layout:
         precision: fp32; half (parameters in 16 bit); autocast (fp32 parameters, products in 16 bit).
         offload_optimizer: Where Adam's state lies instead of on the GPU.
         offload_param: Where the parameters lie (stage 3).
+        pinned: Whether the host memory of what is offloaded is pinned.
         recompute: Activation checkpointing.
         pipeline: Schedule, microbatches and cut.
         bucket_cap_mb: MiB in one of the native engine's messages.
@@ -126,6 +130,7 @@ class Layout:
     precision: Precision = "half"
     offload_optimizer: Device = "none"
     offload_param: Device = "none"
+    pinned: bool = True
     recompute: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     bucket_cap_mb: float = 25.0
@@ -214,6 +219,7 @@ def layout_of(
         precision,
         zero.offload_optimizer,
         zero.offload_param,
+        zero.pin_memory is not False,
         config.activation_checkpointing,
         config.pipeline,
         config.data_parallel.bucket_cap_mb,

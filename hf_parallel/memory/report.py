@@ -65,8 +65,8 @@ def tight(memory: Memory, gpu_bytes: float | None, host_bytes: float | None) -> 
     if host_bytes is not None and memory.host_bytes <= host_bytes < most:
         found.append(
             f"RAM: {memory.host_bytes / GB:.1f} GB for what is offloaded can become {most / GB:.1f} GB, because pinned blocks "
-            f"are rounded up to a power of two, and {host_bytes / GB:.1f} GB are there. Set DS_PIN_MEMORY_BACKEND=native, or "
-            "pin_memory to false."
+            f"are rounded up to a power of two, and {host_bytes / GB:.1f} GB are there. Add RAM, or with DeepSpeed set "
+            "DS_PIN_MEMORY_BACKEND=native, or pin_memory to false."
         )
     if host_bytes is not None and memory.loading > host_bytes:
         found.append(

@@ -7,17 +7,19 @@ they do without checkpointing.
 
 Arguments made by an earlier block of the group (its return value, what it stored in a container) are not kept but taken
 from the second run. Containers are copied for it, so blocks that store tensors in them change nothing that others see.
+
+What is kept of a group may go to host memory meanwhile (`host_copies`), and results that are dear to compute may be kept
+too (`selective`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +27,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
+from hf_parallel.pipeline_parallel.host_copies import CopyStreams, Follow
 from hf_parallel.pipeline_parallel.intercept import wrap_forward
+from hf_parallel.pipeline_parallel.kept import Kept, Made, mapped, thaw
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
 from hf_parallel.pipeline_parallel.seeds import generators_of
+from hf_parallel.pipeline_parallel.selective import KeptResults
 from hf_parallel.pipeline_parallel.stack import blocks_of
-from hf_parallel.pipeline_parallel.structure import Path, children, get_at, leaves, make_sequence
+from hf_parallel.pipeline_parallel.structure import leaves
 
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["block", "alternate"]
+Mode = Literal["block", "alternate", "selective"]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -44,16 +49,17 @@ def groups_for(bounds: Sequence[int], every: int, mode: Mode, plan: PipelinePlan
     Args:
         bounds: block ranges of all stages; no group crosses a boundary.
         every: "block": most blocks of a group; "alternate": one block in so many, alone. At least 1.
-        mode: whether all blocks are checkpointed or some are left as they are.
+        mode: "alternate" leaves some blocks as they are; "selective" checkpoints each by itself, whatever `every` is.
         plan: groups end where code between two blocks works on what the first returned, and at skipped blocks.
 
     Raises:
         PlanError: `every` or `mode` is unknown.
     """
-    if every < 1 or mode not in ("block", "alternate"):
-        raise PlanError(f"every={every} must be at least 1 and mode={mode!r} one of 'block' and 'alternate'.")
+    if every < 1 or mode not in get_args(Mode):
+        raise PlanError(f"every={every} must be at least 1 and mode={mode!r} one of {', '.join(get_args(Mode))}.")
     spans = spans_of(bounds)
-    if mode == "alternate":
+    if mode != "block":
+        every = every if mode == "alternate" else 1
         return [range(j, j + 1) for span in spans for j in range(span.lo, span.hi, every) if j in plan.blocks]
     groups: list[range] = []
     parted: list[int] = []
@@ -83,14 +89,33 @@ class Recomputation(Uncopyable):
     Attributes:
         groups: the checkpointed groups.
         num_recomputed: blocks run a second time so far.
+        streams: what copies to and from host memory; None if inputs stay where they are.
+        products: one matrix product in so many is not run again; None if everything is.
     """
 
-    def __init__(self, groups: Sequence[range]) -> None:
+    def __init__(self, groups: Sequence[range], streams: CopyStreams | None, products: int | None) -> None:
         self.groups = list(groups)
         self.num_recomputed = 0
+        self.streams, self.products = streams, products
+        self._left: weakref.ref[_Frame] | None = None
+
+    def leave(self, frame: _Frame) -> None:
+        """A forward left a group; backwards come to the groups in the opposite order."""
+        before = self._left() if self._left is not None else None
+        if before is not None and before.group.indices.stop == frame.group.indices.start:
+            frame.before = weakref.ref(before)
+        self._left = weakref.ref(frame)
 
 
-def recompute_blocks(model: nn.Module, stack: str, groups: Sequence[range]) -> Recomputation:
+def recompute_blocks(
+    model: nn.Module,
+    stack: str,
+    groups: Sequence[range],
+    *,
+    offload: bool = False,
+    products: int | None = None,
+    follow: Follow = lambda tensor: None,
+) -> Recomputation:
     """Checkpoint groups of blocks of a model in place, before or after it is cut into stages.
 
     Any number of forwards may be alive at once. Random draws and autocast are repeated as they were. Forward hooks on
@@ -100,6 +125,9 @@ def recompute_blocks(model: nn.Module, stack: str, groups: Sequence[range]) -> R
         model: the model; its own `gradient_checkpointing` must be off.
         stack: name of the list of blocks.
         groups: disjoint ranges of blocks that run one after the other, e.g. from `groups_for`.
+        offload: whether what is kept of a group's inputs goes to host memory between its forward and its backward.
+        products: keep the results of attention and of one matrix product in so many; None keeps none.
+        follow: whom to tell where a tensor is after it was in host memory (see `CopyStreams`).
 
     Raises:
         UnsupportedError: The model checkpoints its blocks itself.
@@ -111,7 +139,7 @@ def recompute_blocks(model: nn.Module, stack: str, groups: Sequence[range]) -> R
         raise PlanError(f"groups={[list(g) for g in groups]} must be disjoint and within the {len(blocks)} blocks.")
     for name, module in model.named_modules():
         _refuse_second_checkpointing(module, name)
-    done = Recomputation(groups)
+    done = Recomputation(groups, CopyStreams(follow) if offload else None, products)
     for indices in groups:
         group = _Group(done, indices)
         for position, index in enumerate(indices):
@@ -160,38 +188,17 @@ class _Group(Uncopyable):
         return self.open
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A tensor that block `position` of the group made: at `path` of (returned value, (args, kwargs))."""
-
-    position: int
-    path: Path
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor from outside the group, without its graph."""
-
-    tensor: Tensor
-    version: int
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Kept:
-        return _Kept(tensor.detach().requires_grad_(tensor.requires_grad), tensor._version)
-
-    @property
-    def is_changed(self) -> bool:
-        return self.tensor._version != self.version
-
-
 class _Frame:
     """One forward of a group: what is needed to run it again, and afterwards what that gave."""
 
     def __init__(self, group: _Group) -> None:
         self.group = group
         self.calls: list[tuple[Any, list[Tensor]]] = []  # frozen arguments and random states of each block
-        self.kept: list[_Kept] = []
-        self.made: dict[int, tuple[Tensor, _Made]] = {}  # only while the forward is inside the group
+        self.kept: list[Kept] = []
+        self.outside: dict[int, tuple[Tensor, Kept]] = {}  # only while the forward is inside the group
+        self.before: weakref.ref[_Frame] | None = None
+        self.results: list[KeptResults] = []
+        self.made: dict[int, tuple[Tensor, Made]] = {}  # only while the forward is inside the group
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.again: dict[int, Tensor] = {}
         self.contexts = _autocast_of(next(group.forwards[0].block.parameters(), None))
@@ -201,31 +208,55 @@ class _Frame:
         states = [generator.get_state() for generator in generators_of(forward.block)]
         self.calls.append((self._freeze((args, kwargs)), states))
         try:
-            with saved_tensors_hooks(self._number, self._restore):
+            with saved_tensors_hooks(self._number, self._restore), self._keeping(forward.block):
                 out = forward.genuine(*args, **kwargs)
             self._check_kept()
         except BaseException:
             self._leave_group()
             raise
+        if self.results:
+            self.results[-1].leave(tensor for _, tensor in leaves((out, (args, kwargs))))
         if forward.position == len(self.group.indices) - 1:
             self._leave_group()
         else:
             for path, tensor in leaves((out, (args, kwargs))):
-                self.made.setdefault(id(tensor), (tensor, _Made(forward.position, path)))
+                self.made.setdefault(id(tensor), (tensor, Made(forward.position, path)))
         return out
+
+    def _keeping(self, block: nn.Module) -> contextlib.AbstractContextManager[object]:
+        if self.group.done.products is None:
+            return contextlib.nullcontext()
+        self.results.append(KeptResults(self.group.done.products, generators_of(block)))
+        return self.results[-1].keeping()
+
+    def _taking(self, position: int) -> contextlib.AbstractContextManager[object]:
+        return self.results[position].taking() if self.results else contextlib.nullcontext()
 
     def _leave_group(self) -> None:
         self.made.clear()
+        self.outside.clear()
+        for kept in self.kept:
+            kept.settle()
         self.group.open = None
+        self.group.done.leave(self)
+
+    def fetch(self) -> None:
+        """Begin to bring back what is in host memory."""
+        for kept in self.kept:
+            if kept.copy is not None and kept.here is None:
+                kept.copy.fetch()
 
     def _freeze(self, value: Any) -> Any:
         """`value` with tensors replaced by what stands for them, in containers of its own."""
         if isinstance(value, Tensor):
             if id(value) in self.made:
                 return self.made[id(value)][1]
-            self.kept.append(_Kept.of(value))
-            return self.kept[-1]
-        return _mapped(value, self._freeze)
+            known = self.outside.get(id(value))
+            if known is None or known[1].version != value._version:
+                known = self.outside[id(value)] = (value, Kept.of(value, self.group.done.streams))
+                self.kept.append(known[1])
+            return known[1]
+        return mapped(value, self._freeze)
 
     def _check_kept(self) -> None:
         if any(kept.is_changed for kept in self.kept):
@@ -246,6 +277,10 @@ class _Frame:
     def _run_again(self) -> None:
         self._check_kept()
         self.again.clear()
+        self.fetch()
+        before = self.before() if self.before is not None else None
+        if before is not None:
+            before.fetch()
         results: list[tuple[Any, Call]] = []
         first = self.group.forwards[0].block
         with contextlib.ExitStack() as stack:
@@ -260,16 +295,20 @@ class _Frame:
                     results.append(self._call_again(forward, frozen, states, results))
             except _AllTaken as stop:
                 stop.__traceback__ = stop.__context__ = None
+            finally:
+                for kept in self.kept:
+                    kept.forget()
         if len(self.again) != len(self.saved):
             raise PlanError(self._differs(f"{len(self.again)} tensors were saved instead of {len(self.saved)}"))
 
     def _call_again(
         self, forward: _Checkpointed, frozen: Any, states: list[Tensor], results: list[tuple[Any, Call]]
     ) -> tuple[Any, Call]:
-        args, kwargs = _thaw(results, frozen)
+        args, kwargs = thaw(results, frozen)
         for generator, state in zip(generators_of(forward.block), states, strict=True):
             generator.set_state(state)
-        return forward.genuine(*args, **kwargs), (args, kwargs)
+        with self._taking(forward.position):
+            return forward.genuine(*args, **kwargs), (args, kwargs)
 
     def _take(self, tensor: Tensor) -> Tensor:
         number = len(self.again)
@@ -288,41 +327,12 @@ class _Frame:
         )
 
 
-def _thaw(results: list[tuple[Any, Call]], value: Any) -> Any:
-    """What `_freeze` took apart, with the tensors of the second run."""
-    # Not a closure that calls itself: that would keep all tensors until the cycle collector runs.
-    if isinstance(value, _Made):
-        return get_at(results[value.position], value.path)
-    if isinstance(value, _Kept):
-        return value.tensor
-    return _mapped(value, functools.partial(_thaw, results))
-
-
 class _AllTaken(BaseException):
     """Ends the second run when everything that was saved is there. Not an Exception, so that blocks cannot swallow it."""
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of a container or plain object with `function` applied to its children; other values as they are.
-
-    Empty containers are copied too: a block may fill them.
-    """
-    items = [(step, function(child)) for step, child in children(value)]
-    if isinstance(value, (list, tuple)):
-        return make_sequence(type(value), [item for _, item in items])
-    if not items and not isinstance(value, Mapping):
-        return value
-    copied = copy.copy(value)
-    for (kind, name), item in items:
-        if kind == "attr":
-            object.__setattr__(copied, name, item)
-        else:
-            copied[name] = item
-    return copied
 
 
 def _autocast_of(weight: Tensor | None) -> dict[str, dict[str, Any]]:

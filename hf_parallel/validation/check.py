@@ -133,8 +133,9 @@ def check_file(path: Path, machine: Machine) -> Checked:
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
     found += place.findings("error", _lines_of(_fit, config or _sizes_only(section), ours))
     found += place.findings("warning", file_warnings(accelerate))
-    found += place.findings("error", machine_problems(accelerate, machine))
-    found += place.findings("warning", machine_warnings(accelerate, machine))
+    engine = config is not None and config.zero.engine == "deepspeed"
+    found += place.findings("error", machine_problems(accelerate, machine, deepspeed=engine))
+    found += place.findings("warning", machine_warnings(accelerate, machine, deepspeed=engine))
     deepspeed, foreign = _check_deepspeed(place, accelerate, machine)
     found += foreign
     findings = sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
@@ -183,10 +184,25 @@ def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
         return HFParallelConfig()
 
 
-def machine_problems(accelerate: Mapping[str, Any], machine: Machine) -> Iterator[str]:
-    """Settings that this machine cannot do."""
+def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+    """Settings that this machine cannot do.
+
+    Args:
+        accelerate: The whole file.
+        machine: This machine.
+        deepspeed: Whether our section asks for DeepSpeed.
+    """
+    if deepspeed or (accelerate.get("distributed_type") == "DEEPSPEED" and accelerate.get("use_cpu") is not True):
+        key = "zero.engine=deepspeed" if deepspeed else "distributed_type='DEEPSPEED'"
+        for lock in machine.locks:
+            yield (
+                f"{key}: {lock} is the lock of a build that has no library: every process would wait for it, silently. Remove "
+                "it if no build is running."
+            )
     if accelerate.get("use_cpu") is True:
         return
+    if not machine.gpus and str(accelerate.get("mixed_precision")).lower() == "fp16":
+        yield "mixed_precision='fp16' on a machine without a GPU: fp16 needs one. Set mixed_precision to bf16 or 'no'."
     old = [gpu for gpu in machine.gpus if gpu.capability < AMPERE]
     if old and str(accelerate.get("mixed_precision")).lower() == "bf16":
         major, minor = old[0].capability
@@ -194,23 +210,17 @@ def machine_problems(accelerate: Mapping[str, Any], machine: Machine) -> Iterato
             f"mixed_precision='bf16': {old[0].name} has compute capability {major}.{minor}, and bf16 needs 8.0 (Ampere). Set "
             "mixed_precision to fp16."
         )
-    if accelerate.get("distributed_type") == "DEEPSPEED":
-        for lock in machine.locks:
-            yield (
-                f"distributed_type='DEEPSPEED': {lock} is the lock of a build that has no library: every process would wait for "
-                "it, silently. Remove it if no build is running."
-            )
 
 
-def machine_warnings(accelerate: Mapping[str, Any], machine: Machine) -> Iterator[str]:
-    """Settings that this machine does badly."""
+def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+    """Settings that this machine does badly; arguments as for `machine_problems`."""
     if machine.gpus and all(gpu.capability >= AMPERE for gpu in machine.gpus):
         if str(accelerate.get("mixed_precision")).lower() == "fp16":
             yield (
                 f"mixed_precision='fp16': {machine.gpus[0].name} has bf16, which needs no loss scaling. Set mixed_precision to "
                 "bf16."
             )
-    elif not machine.gpus and accelerate.get("distributed_type") == "DEEPSPEED":
+    elif not machine.gpus and accelerate.get("distributed_type") == "DEEPSPEED" and not deepspeed:
         yield (
             "distributed_type='DEEPSPEED' on a machine without a GPU: processes only find each other with "
             "TrainingArguments(ddp_backend='gloo') and without use_cpu. Set both there."

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.config import HFParallelConfig
+from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.rules import batch_problems
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.memory.estimate import estimate
 from hf_parallel.memory.layout import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.memory.report import shortages, tight
@@ -54,13 +56,32 @@ def judge(
     """
     layout = layout_of_file(checked, dtype)
     on_cpu = checked.accelerate.get("use_cpu") is True
+    zero, machines = (checked.config or HFParallelConfig()).zero, int(checked.accelerate.get("num_machines", 1))
+    full = disk_shortages(shape.parameters, zero, machines)
     memory = estimate(shape, layout, work, on_gpu=not on_cpu)
     if not on_cpu:
         found = shortages(memory, gpu_bytes, host_bytes), tight(memory, gpu_bytes, host_bytes)
-        return Verdict(memory, tuple(found[0]), tuple(found[1]))
+        return Verdict(memory, (*full, *found[0]), tuple(found[1]))
     share = host_bytes / min(layout.ranks_per_node, layout.num_processes)
     errors = [text.replace("GPU memory", "RAM of each process", 1) for text in shortages(memory, share, host_bytes)]
-    return Verdict(memory, tuple(errors), tuple(text for text in tight(memory, None, host_bytes)))
+    return Verdict(memory, (*full, *errors), tuple(text for text in tight(memory, None, host_bytes)))
+
+
+def accumulation_of(checked: Checked, given: int | None = None) -> int:
+    """Batches of an optimizer step: the file's number, else `given`, else 1.
+
+    Raises:
+        ConfigError: The file's number is another than `given`.
+    """
+    wanted = (checked.config or HFParallelConfig()).gradient_accumulation_steps
+    if wanted == "auto":
+        return given or 1
+    if given not in (None, wanted):
+        raise ConfigError(
+            f"gradient_accumulation_steps={wanted} in {checked.path.name}, but {given} batches of a step were asked for. Leave "
+            "that out, or change the file."
+        )
+    return wanted
 
 
 def batch_errors(checked: Checked, global_batch: int | None, work: Work) -> list[str]:
@@ -84,7 +105,7 @@ def layout_of_file(checked: Checked, dtype: Precision | None = None) -> Layout:
     on_node = max(1, processes // int(accelerate.get("num_machines", 1)))
     half = str(accelerate.get("mixed_precision", "no")).lower() in ("bf16", "fp16")
     kind = accelerate.get("distributed_type")
-    if kind == "DEEPSPEED":
+    if kind == "DEEPSPEED" or _ours(checked) is not None:
         return _of_deepspeed(checked, processes, on_node, dtype or ("half" if half else "fp32"))
     if kind == "FSDP":
         return _of_fsdp(accelerate.get("fsdp_config") or {}, processes, on_node, dtype or ("half" if half else "fp32"))
@@ -93,16 +114,23 @@ def layout_of_file(checked: Checked, dtype: Precision | None = None) -> Layout:
     )
 
 
+def _ours(checked: Checked) -> dict[str, Any] | None:
+    """The DeepSpeed config that our section stands for, if DeepSpeed is its engine."""
+    config = checked.config
+    return deepspeed_settings(config) if config is not None and config.zero.engine == "deepspeed" else None
+
+
 def _of_deepspeed(checked: Checked, processes: int, on_node: int, precision: Precision) -> Layout:
     block = checked.accelerate.get("deepspeed_config") or {}
-    if checked.deepspeed is None:
+    deepspeed = checked.deepspeed or _ours(checked)
+    if deepspeed is None:
         stage, sizes = number(block.get("zero_stage", 2)), Buffers()
         devices = {part: block.get(f"offload_{part}_device", "none") for part in ("optimizer", "param")}
     else:
-        zero = checked.deepspeed["zero_optimization"]
+        zero = deepspeed["zero_optimization"]
         stage, sizes = number(zero.get("stage", 0)), _buffers(zero)
         devices = {part: (zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")}
-        enabled = {key: (checked.deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
+        enabled = {key: (deepspeed.get(key) or {}).get("enabled") for key in ("bf16", "fp16")}
         precision = "half" if True in enabled.values() else precision
     return Layout(
         processes,

@@ -6,14 +6,20 @@ Proves kernels, streams, pinned copies, autocast and the fp16 scaler; not NCCL, 
 from __future__ import annotations
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from trainer_cases import Case, ranks_main
+
+from hf_parallel.data_parallel.host import HostMemory
+from hf_parallel.pipeline_parallel.host_copies import HostCopy
+from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 
 
 pytestmark = [
@@ -83,3 +89,35 @@ def test_half_precision_follows_one_process(case: Case, runs: dict[str, dict[str
     for here, there in zip(mine["history"], reference["history"], strict=True):
         if "loss" in there:
             assert here["loss"] == pytest.approx(there["loss"], abs=1e-2)
+
+
+def test_inputs_of_checkpoints_go_to_pinned_memory_and_back() -> None:
+    model = tiny.llama().cuda()
+    ids = torch.randint(1, tiny.VOCAB, (2, 16), device="cuda")
+    found = []
+    for offload in (None, False, True):
+        if offload is not None:
+            model = tiny.llama().cuda()
+            products = 2 if offload else None
+            groups = [range(j, j + 1) for j in range(4)]
+            recompute_blocks(model, "model.layers", groups, offload=offload, products=products)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        copies = [item for item in gc.get_objects() if type(item) is HostCopy]
+        assert len(copies) == (4 if offload else 0)
+        assert all(copy.host.is_pinned() for copy in copies)
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for expected, *others in zip(*found, strict=True):
+        for mine in others:
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_land_in_pinned_memory() -> None:
+    host = HostMemory(torch.device("cuda", 0), pinned=True)
+    source = torch.randn(1 << 20, device="cuda")
+    target = host.empty(source.numel(), source.dtype)
+    expected = (source * 3).cpu()
+    host.bring_down(source * 3, target)
+    host.wait()
+    assert target.is_pinned()
+    assert torch.equal(target, expected)

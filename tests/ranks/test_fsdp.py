@@ -51,7 +51,11 @@ TWO_RANKS = [
     sharded(ACCUMULATED, "dp2_stage3_offloaded", 3, OFFLOAD),
     sharded(EVALUATED, "dp2_stage3_evaluated", 3),
     sharded(EVALUATED, "dp2_stage2_evaluated", 2),
-    sharded(ACCUMULATED, "dp2_stage3_recomputed", 3, activation_checkpointing={"every": 1}),
+    sharded(ACCUMULATED, "dp2_stage3_selective", 3, activation_checkpointing={"every": 1, "mode": "selective"}),
+    sharded(
+        ACCUMULATED, "dp2_stage3_recomputed_by_3", 3, OFFLOAD, activation_checkpointing={"every": 3, "offload": True}
+    ),
+    sharded(GPT2, "dp2_stage2_recomputed_by_2", 2, activation_checkpointing={"every": 2, "offload": True}),
     sharded(PLAIN, "dp2_stage3_alternate", 3, activation_checkpointing={"every": 2, "mode": "alternate"}),
     sharded(CHECKPOINTED, "dp2_stage3_gradient_checkpointing", 3),
     sharded(ONE_BLOCK, "dp2_stage3_one_block", 3),

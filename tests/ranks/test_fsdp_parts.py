@@ -7,6 +7,7 @@ leave a hole in what is refused.
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(600)
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
-def make_accelerator(precision: str = "no", **zero: Any) -> Any:
+def make_accelerator(precision: str = "no", every: int | None = None, **zero: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -40,7 +41,7 @@ def make_accelerator(precision: str = "no", **zero: Any) -> Any:
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    plugin = HFParallelPlugin({}, zero={"stage": 3, **zero})
+    plugin = HFParallelPlugin({}, zero={"stage": 3, **zero}, activation_checkpointing={"every": every})
     return Accelerator(cpu=True, mixed_precision=precision, parallelism_config=plugin)
 
 
@@ -98,11 +99,11 @@ class Counting:
         return self.own(*args, **kwargs)
 
 
-def messages_rank(rank: int, world_size: int, stage: int) -> None:
-    accelerator = make_accelerator(stage=stage, engine="fsdp2")
+def messages_rank(rank: int, world_size: int, stage: int, every: int | None) -> None:
+    accelerator = make_accelerator(stage=stage, engine="fsdp2", every=every)
     accelerator.gradient_accumulation_steps = 3
     model = accelerator.prepare(tiny.llama())
-    blocks = 4
+    pieces = math.ceil(4 / (every or 1))
     found: Counter[str] = Counter()
     for part in model.modules():
         if isinstance(part, FSDPModule):
@@ -113,14 +114,17 @@ def messages_rank(rank: int, world_size: int, stage: int) -> None:
             accelerator.backward(model(**batch(step)).loss)
     gathers, sums = found["gather"], found["scatter"]
     # The embedding, last norm and head are one piece more, which stays gathered until the backward pass.
-    assert gathers == 3 * (blocks + 1 + (blocks if stage == 3 else 0)), found
-    assert sums == 3 * (blocks + 1), found
+    assert gathers == 3 * (pieces + 1 + (pieces if stage == 3 else 0)), found
+    assert sums == 3 * (pieces + 1), found
     accelerator.hf_parallel.watchdog.stop()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_backward_pass_sends_as_many_messages_as_the_docs_say(stage: int, tmp_path: Path) -> None:
-    run_ranks(messages_rank, 2, stage, tmp_path=tmp_path, env=ENV)
+@pytest.mark.parametrize(("stage", "every"), [(2, None), (3, None), (3, 1), (3, 3), (2, 2)])
+def test_every_backward_pass_sends_as_many_messages_as_the_docs_say(
+    stage: int, every: int | None, tmp_path: Path
+) -> None:
+    """Blocks of a checkpoint are one message: it gathers them once for being run again and for its gradients."""
+    run_ranks(messages_rank, 2, stage, every, tmp_path=tmp_path, env=ENV)
 
 
 # -- between steps ---------------------------------------------------------------------------------------------------
@@ -259,11 +263,15 @@ def test_the_best_checkpoint_is_loaded_into_the_parts(tmp_path: Path) -> None:
 
 def test_only_blocks_that_share_nothing_are_gathered_by_themselves() -> None:
     model = tiny.llama(tied=True)
-    units = [f"model.layers.{index}" for index in range(4)]
+    units = [(f"model.layers.{index}",) for index in range(4)]
+    pairs = [units[0] + units[1], units[2] + units[3]]
     assert list(self_contained(model, units)) == units
-    assert list(self_contained(model, [*units, "model.embed_tokens", "model.rotary_emb"])) == units
+    assert list(self_contained(model, [*units, ("model.embed_tokens",), ("model.rotary_emb",)])) == units
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    assert list(self_contained(model, units)) == units[2:]
+    assert list(self_contained(model, pairs)) == pairs
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
-    assert list(self_contained(model, units)) == [units[0], units[3]]
+    assert list(self_contained(model, pairs)) == []
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

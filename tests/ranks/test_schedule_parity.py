@@ -104,8 +104,22 @@ EXTRA += [  # the stages of a rank of 6 blocks: groups of two, and one block in 
         ("alternate", "dualpipev", "gemma3n"),
     ]
 ]
+SELECTIVE = {"every": 2, "mode": "selective"}
 EXTRA += [
-    Case("block_tp2", parallel={"tp_size": 2, "activation_checkpointing": {"every": 2}}, steps=3),
+    Case("block_tp2", parallel={"tp_size": 2, "activation_checkpointing": {"every": 2, "offload": True}}, steps=3),
+    Case("selective_tp2", parallel={"tp_size": 2, "activation_checkpointing": SELECTIVE}, steps=3),
+    Case(
+        "selective_zbv_zero_bubble",
+        model="llama_8",
+        parallel={
+            "pp_size": 2,
+            "schedule": "zbv_zero_bubble",
+            "activation_checkpointing": {**SELECTIVE, "offload": True},
+        },
+        variable_length=True,
+        arguments=NO_NOISE,
+        steps=3,
+    ),
 ]
 
 

@@ -252,9 +252,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> dict[str, dict[str, Any]]:
     recompute = {"gradient_checkpointing": True}
     groups = {"activation_checkpointing": {"every": 2}}
+    selective = variant("selective", activation_checkpointing={"every": 1, "mode": "selective"})
     biogpt = dataclasses.replace(variant("biogpt"), model="biogpt_dropout")
     again = dataclasses.replace(variant("biogpt_groups", **groups), model="biogpt_dropout")
     two = [BASE, variant("again"), variant("checkpointing", recompute), variant("groups", **groups), biogpt, again]
+    two.append(selective)
     pipeline = {"pp_size": 2, "num_microbatches": 4}
     four = [
         variant("pp2_tp2", **pipeline),
@@ -273,6 +275,7 @@ def test_a_training_run_repeats_bit_for_bit(runs: dict[str, dict[str, Any]]) -> 
     [
         ("checkpointing", "tp2"),
         ("groups", "tp2"),
+        ("selective", "tp2"),
         ("biogpt_groups", "biogpt"),
         ("pp2_tp2_v", "pp2_tp2"),
         ("pp2_tp2_checkpointing", "pp2_tp2"),

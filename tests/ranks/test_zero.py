@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ from rank_runner import run_ranks
 from torch import nn
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
+from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpointing.optimizer import OptimizerView, Place, state_pieces
+from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpointing.restore import SavedState, restore
+from hf_parallel.data_parallel.host import FusedOnHost, HostMemory, pins
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.ledger import build_ledger
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.replica_sections import ZeroConfig
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,9 +44,15 @@ SMALL = {"bucket_cap_mb": 0.02}  # several buckets
 
 
 def zero(
-    base: Case, name: str, stage: int, shard: int | str = "auto", late: bool = False, **parallel: Any
+    base: Case,
+    name: str,
+    stage: int,
+    shard: int | str = "auto",
+    late: bool = False,
+    offload: str = "none",
+    **parallel: Any,
 ) -> tuple[Case, Case]:
-    partition = {"stage": stage, "dp_shard_size": shard, "overlap_gather": late}
+    partition = {"stage": stage, "dp_shard_size": shard, "overlap_gather": late, "offload_optimizer": offload}
     settings = {"zero": partition, "data_parallel": SMALL, **parallel}
     return dataclasses.replace(base, name=name, parallel=settings), base
 
@@ -50,6 +66,9 @@ TWO_RANKS = [
     zero(USER, "dp2_stage1_user_optimizer", 1),
     zero(ACCUMULATED, "dp2_stage1_late", 1, late=True),
     zero(GPT2, "dp2_stage2_late", 2, late=True),
+    zero(PLAIN, "dp2_stage1_offloaded", 1, offload="cpu"),
+    zero(ACCUMULATED, "dp2_stage2_offloaded", 2, offload="cpu"),
+    zero(USER, "dp2_stage1_offloaded_user_optimizer", 1, offload="cpu", late=True),
 ]
 FOUR_RANKS = [
     zero(ACCUMULATED, "dp4_stage1", 1),
@@ -62,6 +81,9 @@ FOUR_RANKS = [
     zero(ACCUMULATED, "tp2_dp2_stage1", 1, tp_size=2),
     zero(GPT2, "tp2_dp2_stage2", 2, tp_size=2),
     zero(PLAIN, "pp2_dp2_stage1_late", 1, **PP2, late=True),
+    zero(ACCUMULATED, "dp4_hybrid_stage2_offloaded", 2, shard=2, offload="cpu"),
+    zero(PLAIN, "pp2_dp2_stage1_offloaded", 1, **PP2, offload="cpu"),
+    zero(GPT2, "tp2_dp2_stage2_offloaded", 2, tp_size=2, offload="cpu"),
 ]
 
 
@@ -80,13 +102,17 @@ def test_zero_trains_as_one_process_does(case: Case, base: Case, runs: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((2, 1), (2, 0)), ((2, 0), (2, 1))]
+    ("saved", "resumed"), [((4, 1), (2, 2)), ((2, -2), (4, 1)), ((2, 1), (2, 0)), ((2, 0), (2, -1))]
 )
 def test_a_checkpoint_resumes_on_other_replicas_and_stages(
     saved: tuple[int, int], resumed: tuple[int, int], tmp_path: Path, runs: dict[str, dict[str, Any]]
 ) -> None:
+    """A negative stage has its optimizer in host memory."""
+
     def case(stage: int, **changes: Any) -> Case:
-        parallel = {"zero": {"stage": stage}, "data_parallel": SMALL}
+        parallel = {"zero": {"stage": abs(stage)}, "data_parallel": SMALL}
+        if stage < 0:
+            parallel["zero"]["offload_optimizer"] = "cpu"
         return dataclasses.replace(PLAIN, name="run", parallel=parallel, **changes)
 
     run_cases([case(saved[1], save=True, steps=4)], saved[0], tmp_path)
@@ -190,3 +216,106 @@ def late_rank(rank: int, world_size: int) -> None:
 
 def test_a_parameter_that_others_read_is_there_before_they_do(tmp_path: Path) -> None:
     run_ranks(late_rank, 2, tmp_path=tmp_path)
+
+
+def exchange_states(parts: list[ZeroPartition], models: list[nn.Module], world_size: int) -> None:
+    """Save both optimizers, compare what was saved, and read each from the folder of the other."""
+    mesh = Mesh.build(MeshShape(world_size, 1, 1), timeout=timedelta(seconds=30))
+    saved, views = [], []
+    for index, (part, model) in enumerate(zip(parts, models, strict=True)):
+        ledger = build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs={})
+        place, folder = Place(ledger, mesh), Path(f"state-{index}")
+        views.append(OptimizerView(part.optimizer, dict(model.named_parameters()), part))
+        pieces, numbers = state_pieces(views[-1], place)
+        save_pieces(folder, pieces)
+        saved.append(SavedState(TensorIndex(folder), numbers, place))
+    one, other = (whole_tensors(state.index) for state in saved)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[label]) for label, tensor in one.items())
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in parts[0].optimizer.param_groups
+    ]
+    for view, state in zip(views, reversed(saved), strict=True):
+        restore(
+            view, state, [{**each, "params": names} for each, names in zip(settings, view.group_names, strict=True)]
+        )
+
+
+def whole_tensors(index: TensorIndex) -> dict[str, torch.Tensor]:
+    whole = {label: torch.zeros(shape, dtype=dtype) for label, (shape, dtype) in index.tensors.items()}
+    index.read([Piece(label, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for label, tensor in whole.items()])
+    return whole
+
+
+def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> None:
+    """With the optimizer in host memory: bit for bit what it is without, the same state, in memory of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).to(dtype)
+    optimizers, parts = [], []
+    for host in (None, HostMemory(torch.device("cpu"), pinned=False)):
+        twin = copy.deepcopy(model)
+        # The other one chooses the same kernel by itself.
+        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1, fused=None if host else True)
+        named = list(twin.named_parameters())
+        parts.append(
+            ZeroPartition(
+                optimizer, named, dist.group.WORLD, stage=stage, traffic=Traffic(bucket_bytes=40000), host=host
+            )
+        )
+        optimizers.append((optimizer, twin))
+    for step in range(4):
+        if step == 2:  # resume each from the state of the other
+            exchange_states(parts, [twin for _, twin in optimizers], world_size)
+        for half in range(stage):
+            for part, (_, twin) in zip(parts, optimizers, strict=True):
+                generator = torch.Generator().manual_seed(100 * step + 10 * half + rank)
+                for param in twin.parameters():
+                    param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+                part.reduce(1.0 / world_size)
+        for part, (optimizer, _) in zip(parts, optimizers, strict=True):
+            optimizer.step()
+            part.zero_grad()
+        for one, other in zip(optimizers[0][1].parameters(), optimizers[1][1].parameters(), strict=True):
+            assert torch.equal(one, other)
+    [_, there], [_, (optimizer, twin)] = parts, optimizers
+    assert optimizers[0][0].param_groups[0]["fused"] is True
+    assert optimizer.param_groups[0]["fused"] is True  # as saved by the other
+    states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+    held = [t for shard in there.shards for t in (shard.master, shard.landing)] + states
+    assert {t.device.type for t in held} == {"cpu"}
+    addresses = {t.untyped_storage().data_ptr() for t in held}
+    assert not addresses & {t.untyped_storage().data_ptr() for t in twin.parameters()}
+    count = sum(p.numel() for p in model.parameters())
+    assert sum(t.untyped_storage().nbytes() for t in held) == pytest.approx(16 * count / world_size, rel=0.05)
+    assert len(addresses) == len(held)
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_an_optimizer_in_host_memory_is_the_same_bit_for_bit(dtype: torch.dtype, stage: int, tmp_path: Path) -> None:
+    run_ranks(host_rank, 2, dtype, stage, tmp_path=tmp_path)
+
+
+def test_adam_takes_the_fused_kernel_for_the_step_only() -> None:
+    """And only if its user chose none."""
+    parameter = nn.Parameter(torch.ones(3))
+    for kind, chosen, expected in (
+        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {"foreach": True}, None),
+        (torch.optim.AdamW, {"fused": False}, False),
+        (torch.optim.SGD, {}, None),
+    ):
+        optimizer = kind([parameter], lr=0.1, **chosen)
+        kernel = FusedOnHost(optimizer)
+        kernel.before(optimizer.param_groups)
+        assert optimizer.param_groups[0]["fused"] is expected
+        kernel.after()
+        assert optimizer.param_groups[0]["fused"] is chosen.get("fused")
+
+
+def test_memory_is_pinned_next_to_a_gpu_only() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    zero = ZeroConfig(stage=1, offload_optimizer="cpu")
+    assert (pins(zero, cpu), pins(zero, gpu)) == (False, True)
+    assert not pins(zero.model_copy(update={"pin_memory": False}), gpu)
+    with pytest.raises(UnsupportedError, match=r"zero\.pin_memory=true with the model on cpu: .*to auto"):
+        pins(zero.model_copy(update={"pin_memory": True}), cpu)

@@ -57,14 +57,16 @@ def test_validate_reports_the_layout_or_every_problem(tmp_path: Path) -> None:
     facts = json.loads(invoke("validate", "cpu_pp2", "--json").output)
     assert (facts["valid"], facts["dp_size"], facts["config"]["pp_size"]) == (True, 1, 2)
     bad = tmp_path / "bad.yaml"
-    bad.write_text("parallelism_config: {hf_parallel: {pp_size: 0, zero: {engine: deepspeed}}}\n")
+    bad.write_text("parallelism_config: {hf_parallel: {pp_size: 0, zero: {engine: deepsped}}}\n")
     result = invoke("validate", str(bad))
     assert result.exit_code == 1
     assert "pp_size=0" in result.output
-    assert "zero.engine='deepspeed' is not available yet" in result.output
+    assert "zero.engine='deepsped': expected 'auto', 'native', 'fsdp2' or 'deepspeed'" in result.output
     assert json.loads(invoke("validate", str(bad), "--json").output)["valid"] is False
 
 
 def test_recipes_lists_them_all() -> None:
     assert [row["name"] for row in json.loads(invoke("recipes", "--json").output)] == list_recipes()
     assert "cpu_pp2_dp2" in invoke("recipes").output
+    assert Path(invoke("recipes", "cpu_pp2").output.strip()).name == "cpu_pp2.yaml"
+    assert "Did you mean cpu_pp2?" in invoke("recipes", "cpu_pp3").output

@@ -44,25 +44,10 @@ def test_a_null_section_is_the_default(section: str) -> None:
     assert parse(**{section: None}) == HFParallelConfig()
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "fix"),
-    [
-        ("zero", "engine", "deepspeed", "'auto'"),
-        ("zero", "offload_optimizer", "nvme", "'none'"),
-        ("zero", "offload_param", "nvme", "'none'"),
-        ("zero", "nvme_path", "scratch", "null"),
-    ],
-)
-def test_an_absent_feature_is_refused_by_name(section: str, key: str, value: object, fix: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"{section}\.{key}=.* is not available yet: .*Set {section}\.{key} to {fix}\."
-    ):
-        parse(**{section: {key: value}})
-
-
-def test_checkpoint_has_no_options_yet() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.interval is not available yet: .*Remove it\."):
-        parse(checkpoint={"interval": 3})
+def test_checkpoint_options_are_known_by_name() -> None:
+    assert parse(checkpoint={"async_save": True}).checkpoint.async_save
+    with pytest.raises(ConfigError, match=r"checkpoint\.async: unknown key\. Did you mean async_save\?"):
+        parse(checkpoint={"async": True})
 
 
 def test_all_problems_are_reported_in_one_error() -> None:
@@ -171,8 +156,12 @@ def test_a_schedule_file_is_proven_before_anything_starts(
 
 
 def test_checkpointing_settings_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mode=alternate without activation_checkpointing\.every has no effect"):
+    with pytest.raises(ConfigError, match=r"mode='alternate' without activation_checkpointing\.every has no effect"):
         parse(activation_checkpointing={"mode": "alternate"})
+    with pytest.raises(
+        ConfigError, match=r"offload=true without activation_checkpointing\.every .* or remove the offload"
+    ):
+        parse(activation_checkpointing={"offload": True})
     with pytest.raises(ConfigError, match=r"compile_blocks=inductor with activation_checkpointing\.every=2"):
         parse(pp_size=2, activation_checkpointing={"every": 2}, pipeline={"compile_blocks": "inductor"})
     with pytest.raises(ConfigError, match=r"compile_blocks='inductor' with pp_size=1 has no effect"):
@@ -300,7 +289,7 @@ def test_overrides_find_the_section_of_a_name() -> None:
     [
         ({"num_microbatch": 2}, r"Did you mean pipeline\.num_microbatches"),
         ({"zero.stages": 0}, r"zero\.stages: unknown key\. Did you mean stage\?"),
-        ({"engine": "deepspeed"}, r"(?s)overrides engine:.*zero\.engine='deepspeed' is not available yet"),
+        ({"engine": "deepspeed"}, r"(?s)overrides engine:.*zero\.engine='deepspeed' with zero\.stage=0 has no effect"),
     ],
 )
 def test_bad_overrides_are_refused(overrides: dict[str, Any], message: str) -> None:

@@ -19,7 +19,7 @@ from hf_parallel.deepspeed.rules import json_warnings
 from hf_parallel.errors import ConfigError
 from hf_parallel.export import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.machine.facts import Machine
-from hf_parallel.recipes import KEY, SECTION
+from hf_parallel.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.validation.check import check_file
 
@@ -64,6 +64,49 @@ def test_deepspeed_itself_takes_the_config(stage: int) -> None:
 
     zero = to_deepspeed(settings({"stage": stage}), FILE, zero_keys())["zero_optimization"]
     assert DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"}).stage == stage
+
+
+def filled_in(config: dict[str, Any]) -> dict[str, Any]:
+    """As the Trainer hands it over: with numbers of its own for 'auto'."""
+    steps = config["gradient_accumulation_steps"]
+    own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1 if steps == "auto" else steps}
+    zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}
+    chosen = {key: value for key, value in config.items() if value != "auto"}
+    rows = (
+        own["train_micro_batch_size_per_gpu"] * own["gradient_accumulation_steps"]
+    )  # on the one process of this test
+    precision = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    return chosen | own | precision | {"train_batch_size": rows, "zero_optimization": zero}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_is_what_deepspeed_takes_or_is_refused_with_the_reason(name: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config, accelerate = load_recipe(name), read_section(find_recipe(name))[1]
+    foreign = {
+        "pp_size": config.pp_size > 1,
+        "tp_size": config.tp_size > 1,
+        "gradient_compression": config.gradient_compression.method != "none",
+        "local_sgd": config.local_sgd.sync_every > 1,
+    }
+    reasons = [key for key, asked in foreign.items() if asked]
+    if reasons:
+        with pytest.raises(ConfigError) as refused:
+            to_deepspeed(config, accelerate, zero_keys())
+        assert all(f"{key}" in str(refused.value) for key in reasons)
+        assert "DeepSpeed cannot express it" in str(refused.value)
+        return
+    exported = to_deepspeed(config, accelerate, zero_keys())
+    taken = DeepSpeedConfig(filled_in(exported))
+    assert taken.zero_config.stage == config.zero.stage
+    assert taken.bfloat16_config.enabled
+    if config.gradient_accumulation_steps != "auto":
+        assert taken.gradient_accumulation_steps == config.gradient_accumulation_steps
+    for part in ("optimizer", "param"):
+        offload = getattr(taken.zero_config, f"offload_{part}")
+        assert ("none" if offload is None else str(offload.device)) == getattr(config.zero, f"offload_{part}")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -115,7 +158,6 @@ def test_accelerate_reads_what_is_written_for_it(zero: dict[str, Any], kind: str
     [
         ({"pp_size": 2}, {}, r"^pp_size=2: DeepSpeed cannot express it\. Keep hf_parallel for pipelines"),
         ({"tp_size": 2}, {}, r"^tp_size=2: DeepSpeed cannot express it\. Keep hf_parallel for tensor"),
-        ({"activation_checkpointing": {"every": 2}}, {}, r"^activation_checkpointing\.every=2: .*gradient_checkpointing=True"),
         ({"gradient_compression": {"method": "int8"}}, {}, r"^gradient_compression\.method='int8': DeepSpeed cannot express"),
         ({"local_sgd": {"sync_every": 8}}, {}, r"^local_sgd\.sync_every=8: DeepSpeed cannot"),
         ({}, {"stage": 1, "dp_shard_size": 2}, r"^zero\.dp_shard_size=2: DeepSpeed cannot"),
@@ -149,9 +191,12 @@ def test_what_fsdp_cannot_express_is_refused(values: dict[str, Any], zero: dict[
     [
         ({"data_parallel": {"overlap": False}}, {"stage": 1}, {}, r"overlap=false: accelerate's DeepSpeed section cannot.*Use --to deepspeed"),
         ({}, {"stage": 3, "offload_param": "nvme"}, {}, r"offload_param_device=nvme: accelerate does not pass a path on"),
+        ({"gradient_accumulation_steps": 8}, {"stage": 3}, {}, r"gradient_accumulation_steps=8: .*Give it to TrainingArguments"),
         ({"gradient_compression": {"method": "int8"}}, {}, {}, r"method='int8': plain data parallelism cannot express it"),
         ({}, {"stage": 3}, {"use_cpu": True}, r"'FSDP' with use_cpu=true: accelerate silently trains with plain DDP"),
         ({"activation_checkpointing": {"every": 2}}, {"stage": 3}, {}, r"every=2: accelerate's FSDP section recomputes"),
+        ({"activation_checkpointing": {"every": 1, "offload": True}}, {"stage": 3}, {}, r"offload=true: accelerate's FSDP"),
+        ({}, {"stage": 1, "offload_optimizer": "cpu", "pin_memory": False}, {}, r"zero\.pin_memory=false: accelerate's"),
         ({}, {"stage": 3}, {"num_processes": -1}, r"^num_processes: a mesh has a number of ranks"),
     ],
 )  # fmt: skip
@@ -173,6 +218,18 @@ def test_the_command_prints_what_can_be_read_back(tmp_path: Path) -> None:
     half = tmp_path / "half.yaml"
     half.write_text(yaml.safe_dump(FILE | {SECTION: {KEY: {"zero": {"stage": 1}}}}))
     assert "give TrainingArguments(bf16=True)" in run(app, ["export", str(half), "--to", "deepspeed"]).stderr
+    busy = tmp_path / "busy.yaml"
+    trainers = {"gradient_accumulation_steps": 8, "activation_checkpointing": {"every": 2}}
+    busy.write_text(yaml.safe_dump(FILE | {SECTION: {KEY: {"zero": {"stage": 2}, **trainers}}}))
+    for target in ("deepspeed", "accelerate"):
+        result = run(app, ["export", str(busy), "--to", target])
+        found = yaml.safe_load(result.stdout)
+        assert found.get("deepspeed_config", found)["gradient_accumulation_steps"] == 8
+        assert "note: give TrainingArguments(gradient_accumulation_steps=8) as well" in result.stderr
+        assert (
+            "activation_checkpointing.every=2 is not in it: give TrainingArguments(gradient_checkpointing"
+            in result.stderr
+        )
     refused = run(app, ["export", "cpu_pp2", "--to", "deepspeed"])
     assert refused.exit_code == 1
     assert "pp_size=2: DeepSpeed cannot express it" in refused.stderr

@@ -19,7 +19,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
-from hf_parallel.memory.estimate import OVERHEAD, activations, buffers, estimate, host_states, saved_by_block, states
+from hf_parallel.memory.estimate import (
+    ON_HOST,
+    OVERHEAD,
+    activations,
+    buffers,
+    estimate,
+    host_states,
+    saved_by_block,
+    states,
+)
 from hf_parallel.memory.layout import Layout, ModelShape, Work, layout_of
 from hf_parallel.memory.report import GB, describe, shortages, tight, zero_table
 from hf_parallel.memory.shape import shape_of, shape_of_config
@@ -273,6 +282,22 @@ def test_stage_3_is_fsdp_2_and_offloads_all_or_nothing() -> None:
     assert sum(states(8.0, kept).values()) == 16
     found = buffers(SEVEN.parameters, SEVEN, kept)
     assert found["gathered embedding and head"] == pytest.approx(4 * 2 * 131_072_000, rel=1e-3)
+    by_two = buffers(SEVEN.parameters, SEVEN, dataclasses.replace(kept, recompute=recompute(2)))
+    for name, times in {
+        "gathered parameters": 2,
+        "gradients on their way": 2,
+        "gathered embedding and head": 1,
+    }.items():
+        assert by_two[name] == pytest.approx(times * found[name])
+
+
+def test_adapters_alone_have_gradients_and_optimizer() -> None:
+    adapted = dataclasses.replace(SEVEN, adapters=40_000_000)
+    layout = layout_of(HFParallelConfig(activation_checkpointing={"every": 1}), 2, 2, "half")
+    found, whole = estimate(adapted, layout, Work(1, 64)).gpu, estimate(SEVEN, layout, Work(1, 64)).gpu
+    assert found["weights"] == 2 * SEVEN.parameters + 4 * adapted.adapters
+    assert (found["gradients"], found["optimizer state"]) == (4 * adapted.adapters, 8 * adapted.adapters)
+    assert (found["activations"], found["recomputed blocks"]) == (whole["activations"], whole["recomputed blocks"])
 
 
 def test_residuals_and_local_steps_are_terms() -> None:
@@ -280,6 +305,29 @@ def test_residuals_and_local_steps_are_terms() -> None:
     assert estimate(SEVEN, compressed, Work(1, 1)).gpu["residual of compression"] == 4 * SEVEN.parameters
     local = layout_of(HFParallelConfig(local_sgd={"sync_every": 8, "outer_momentum": 0.9}), 2, 2, "fp32")
     assert estimate(SEVEN, local, Work(1, 1)).gpu["parameters of the last synchronisation"] == 8 * SEVEN.parameters
+
+
+@pytest.mark.parametrize(("stage", "gradients"), [(1, 2.0), (2, 0.5)])
+def test_the_native_optimizer_in_host_memory_leaves_weights_and_gradients(stage: int, gradients: float) -> None:
+    config = HFParallelConfig(zero={"stage": stage, "offload_optimizer": "cpu"})
+    layout = layout_of(config, 8, 4)
+    layout = dataclasses.replace(layout, shards=4)
+    assert states(1.0, layout) == {"weights": 2.0, "gradients": gradients, "optimizer state": 0.0}
+    assert host_states(8e9, layout) == {"optimizer state and fp32 gradients": 16 * 8e9}
+    for pinned in (True, False):
+        memory = estimate(SEVEN, dataclasses.replace(layout, pinned=pinned), Work(1, 1))
+        assert memory.host_pinned == pinned * memory.host_bytes / 2
+
+
+def test_inputs_in_host_memory_are_two_at_a_time_on_the_gpu() -> None:
+    here = estimate(SEVEN, Layout(2, 2, recompute=recompute(1)), Work(1, 2048))
+    config = HFParallelConfig(activation_checkpointing={"every": 1, "offload": True})
+    moved = estimate(SEVEN, Layout(2, 2, recompute=config.activation_checkpointing), Work(1, 2048))
+    entry = 2 * 2048 * SEVEN.hidden
+    assert here.gpu["activations"] == SEVEN.layers * entry
+    assert "activations" not in moved.gpu
+    assert moved.gpu["recomputed blocks"] - here.gpu["recomputed blocks"] == 2 * entry
+    assert moved.host == {ON_HOST: 2 * SEVEN.layers * entry}
 
 
 def test_every_term_is_printed_and_overhead_is_said_not_to_be_measured() -> None:

@@ -51,12 +51,12 @@ def test_an_installed_wheel_finds_its_recipes(wheel: Path, tmp_path: Path) -> No
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import hf_parallel as h; "
         "from hf_parallel.recipes import recipes_folder; "
-        "print(recipes_folder(), h.load_recipe('cpu_pp2').pp_size, *h.list_recipes())"
+        "print(recipes_folder(), h.load_recipe('budget_3090').zero.stage, *h.list_recipes())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path
     )
-    expected = [str(tmp_path / "site" / "hf_parallel" / "recipes_data"), "2", *list_recipes()]
+    expected = [str(tmp_path / "site" / "hf_parallel" / "recipes_data"), "3", *list_recipes()]
     assert result.stdout.split() == expected
 
 

@@ -1,17 +1,28 @@
-"""Recipes are found, read from one place only, and refused when accelerate would not do what they say."""
+"""Recipes are found, read from one place only, say what they need, and are refused when accelerate would not do what they say."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.recipes import find_recipe, list_recipes, load_recipe, read_section, recipes_folder
 
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import recipes_page  # noqa: E402
+
+
+ON_CPU = [name for name in list_recipes() if name.startswith("cpu_")]
+ON_GPU = [name for name in list_recipes() if not name.startswith("cpu_")]
 HEADER = ("# Assumes: ", "# Launch: ", "# Change: ", "# See also: ")
 BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4}
 
@@ -30,17 +41,20 @@ def test_every_recipe_loads_and_fits_its_processes(name: str) -> None:
     config = load_recipe(name)
     _, accelerate = read_section(find_recipe(name))
     assert config.dp_size(accelerate["num_processes"]) >= 1
-    assert accelerate["main_process_port"] == 0
+    # Machines must know the port before they start; on one machine any free one will do.
+    assert accelerate["main_process_port"] == (0 if accelerate["num_machines"] == 1 else 29500)
 
 
-@pytest.mark.parametrize("name", list_recipes())
-def test_every_recipe_is_named_after_its_layout(name: str) -> None:
+@pytest.mark.parametrize("name", ON_CPU)
+def test_every_cpu_recipe_is_named_after_its_layout(name: str) -> None:
     config, (_, accelerate) = load_recipe(name), read_section(find_recipe(name))
     sizes = {"pp": config.pp_size, "dp": config.dp_size(accelerate["num_processes"]), "tp": config.tp_size}
     schedule = config.pipeline.schedule.split("_")[0]
     variant = [schedule] if config.pp_size > 1 and schedule != "1f1b" else []
     variant += ["sp"] if config.tensor_parallel.sequence_parallel else []
-    variant += [f"zero{config.zero.stage}"] if config.zero.stage else []
+    zero = "deepspeed" if config.zero.engine == "deepspeed" else f"zero{config.zero.stage}"
+    variant += [zero] if config.zero.stage else []
+    variant += ["offload"] if config.zero.offload_optimizer != "none" and zero != "deepspeed" else []
     variant += [config.gradient_compression.method] if config.gradient_compression.method != "none" else []
     variant += [f"local{config.local_sgd.sync_every}"] if config.local_sgd.sync_every > 1 else []
     assert name == "_".join(["cpu", *[f"{axis}{size}" for axis, size in sizes.items() if size > 1], *variant])
@@ -52,9 +66,58 @@ def test_every_recipe_starts_with_the_four_header_lines(name: str) -> None:
     for prefix, line in zip(HEADER, lines[:4], strict=True):
         assert line.startswith(prefix)
         assert line.removeprefix(prefix).strip()
-    assert f"--config_file recipes/{name}.yaml" in lines[1]
+    machines = read_section(find_recipe(name))[1]["num_machines"]
+    where = " --machine_rank RANK --main_process_ip IP" if machines > 1 else ""
+    assert lines[1] == f"# Launch:  accelerate launch --config_file recipes/{name}.yaml{where} SCRIPT.py"
     siblings = [other for other in list_recipes() if other != name and other in lines[3]]
     assert siblings
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_every_gpu_recipe_fits_what_it_assumes_and_says_what_it_needs(name: str) -> None:
+    """The numbers at its head are those of the arithmetic: `make recipes-page` writes them."""
+    verdict = recipes_page.verdict(name)
+    assert (verdict.errors, verdict.warnings) == ((), ())
+    text = find_recipe(name).read_text()
+    assert recipes_page.header(name)
+    assert recipes_page.with_header(name, text) == text
+    assert "use_cpu" not in text
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_validate_passes_on_every_gpu_recipe_with_its_model(name: str, tmp_path: Path) -> None:
+    run = recipes_page.run_of(name)
+    recipes_page.config_of(run).save_pretrained(tmp_path)
+    sizes = {"--rows": run.work.rows, "--length": run.work.length, "--adapters": run.adapters}
+    limits = {"--dtype": run.precision, "--gpu-gb": run.gpu_gb, "--host-gb": run.host_gb}
+    options = [str(item) for pair in (sizes | limits).items() for item in pair]
+    result = CliRunner().invoke(app, ["validate", name, "--model", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    assert "warning" not in result.output
+    layout = load_recipe(name)
+    assert f"valid, tp {layout.tp_size} x pp {layout.pp_size} x dp" in result.output
+
+
+def test_the_page_of_recipes_is_what_the_code_counts() -> None:
+    text = recipes_page.PAGE.read_text()
+    assert recipes_page.page(text) == text
+    for name in list_recipes():
+        assert f"| `{name}` |" in text
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_every_gpu_recipe_is_launched_by_accelerate_with_its_line(name: str, tmp_path: Path) -> None:
+    """Its own parser and checks take the line; nothing is started."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    line = find_recipe(name).read_text().splitlines()[1].split("accelerate launch ")[1]
+    arguments = line.replace("recipes/", f"{recipes_folder()}/").replace("RANK", "0").replace("IP", "10.0.0.1").split()
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    _, accelerate = read_section(find_recipe(name))
+    assert args.multi_gpu
+    assert (args.num_processes, args.num_machines) == (accelerate["num_processes"], accelerate["num_machines"])
+    assert (args.mixed_precision, args.machine_rank) == ("bf16", 0)
+    assert args.main_process_ip == ("10.0.0.1" if args.num_machines > 1 else None)
 
 
 @pytest.mark.parametrize("name", list_recipes())

@@ -79,18 +79,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"data_parallel\.overlap=false with zero\.stage=3 has no effect",
     ),
     (
-        {"zero": {"stage": 3}, "activation_checkpointing": {"every": 2}},
-        r"activation_checkpointing\.every=2 with zero\.stage=3 is not available yet.*mode to alternate",
-    ),
-    (
         {"zero": {"stage": 3, "offload_param": "cpu"}},
         r"offload_param=cpu without the other: .*both to cpu, or both to",
     ),
     ({"zero": {"stage": 3, "offload_optimizer": "cpu"}}, r"zero\.offload_optimizer=cpu without the other"),
     (
-        {"zero": {"stage": 2, "offload_optimizer": "cpu"}},
-        r"offload_optimizer=cpu with zero\.stage=2 of the native engine: .*stage to 3, or zero\.engine to fsdp2",
+        {"zero": {"stage": 2, "offload_param": "cpu"}},
+        r"offload_param=cpu with zero\.stage=2 of the native engine: .*stage to 3, or zero\.engine to fsdp2",
     ),
+    ({"zero": {"stage": 1, "pin_memory": False}}, r"zero\.pin_memory=false has no effect: .*offload_optimizer to cpu"),
     ({"zero": {"offload_param": "cpu"}}, r"zero\.offload_param='cpu' with zero\.stage=0 has no effect"),
     (
         {"zero": {"stage": 3}, "gradient_compression": {"method": "int4", "error_feedback": False}},

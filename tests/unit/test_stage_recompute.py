@@ -42,7 +42,12 @@ DROPOUT = {"embd_pdrop": 0.3, "attn_pdrop": 0.3, "resid_pdrop": 0.3}
 
 
 def install(
-    stages: Sequence[Stage], plan: PipelinePlan, bounds: Sequence[int], every: int, mode: Mode = "block"
+    stages: Sequence[Stage],
+    plan: PipelinePlan,
+    bounds: Sequence[int],
+    every: int,
+    mode: Mode = "block",
+    offload: bool = False,
 ) -> list[Recomputation]:
     """On each model the groups of the blocks that are there."""
     groups = groups_for(bounds, every, mode, plan)
@@ -50,7 +55,8 @@ def install(
     for model in models_of(stages):
         spans = [stage.part.span for stage in stages if stage.model is model]
         mine = [g for g in groups if any(span.lo <= g.start < span.hi for span in spans)]
-        done.append(recompute_blocks(model, plan.stack, mine))
+        products = every if mode == "selective" else None
+        done.append(recompute_blocks(model, plan.stack, mine, offload=offload, products=products))
     return done
 
 
@@ -79,9 +85,17 @@ def in_flight(stages: Sequence[Stage], inputs: Sequence[dict[str, Any]], seeds: 
 MICROBATCHES = [batch(2, 8), batch(3, 11, seed=1, left=True), batch(1, 7, seed=2), batch(2, 9, seed=3)]
 
 
-@pytest.mark.parametrize(("every", "mode"), [(1, "block"), (2, "block"), (8, "block"), (2, "alternate")])
+@pytest.mark.parametrize(
+    ("every", "mode", "offload"),
+    [
+        (1, "block", False), (2, "block", True), (8, "block", False), (2, "alternate", True), (1, "selective", False),
+        (2, "selective", True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
-def test_four_microbatches_in_flight_give_the_unsplit_gradients(name: str, every: int, mode: Mode) -> None:
+def test_four_microbatches_in_flight_give_the_unsplit_gradients(
+    name: str, every: int, mode: Mode, offload: bool
+) -> None:
     model = build(name)
     plan = discover_stages(model, batch())
     bounds = [0, 3, plan.num_blocks]
@@ -95,13 +109,15 @@ def test_four_microbatches_in_flight_give_the_unsplit_gradients(name: str, every
         }
     model.zero_grad(set_to_none=True)
     stages = cut(model, bounds, plan)
-    done = install(stages, plan, bounds, every, mode)
+    done = install(stages, plan, bounds, every, mode, offload)
     losses = in_flight(stages, MICROBATCHES, [None] * 4)
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     assert_same_gradients(total, summed(stages, list(total)))
     checkpointed = sum(len(group) for one in done for group in one.groups)
     assert checkpointed == (
-        plan.num_blocks if mode == "block" else sum((hi - lo + 1) // 2 for lo, hi in [(0, 3), (3, plan.num_blocks)])
+        plan.num_blocks
+        if mode != "alternate"
+        else sum((hi - lo + 1) // 2 for lo, hi in [(0, 3), (3, plan.num_blocks)])
     )
     assert sum(one.num_recomputed for one in done) == 4 * checkpointed
 
@@ -130,8 +146,10 @@ def test_virtual_stages_and_a_tail_only_stage_recompute_their_own_blocks(name: s
 
 
 @pytest.mark.parametrize("seed", [None, 5])
-@pytest.mark.parametrize("every", [1, 2, 5])
-def test_dropout_masks_are_replayed_and_the_random_state_moves_as_without(every: int, seed: int | None) -> None:
+@pytest.mark.parametrize(("every", "mode"), [(1, "block"), (2, "block"), (5, "block"), (2, "selective")])
+def test_dropout_masks_are_replayed_and_the_random_state_moves_as_without(
+    every: int, mode: Mode, seed: int | None
+) -> None:
     model = build("gpt2_tied", **DROPOUT)
     plan = discover_stages(model, batch())
     bounds = [0, 3, BLOCKS]
@@ -139,7 +157,7 @@ def test_dropout_masks_are_replayed_and_the_random_state_moves_as_without(every:
     for on in (False, True):
         stages = cut(model, bounds, plan)
         if on:
-            install(stages, plan, bounds, every)
+            install(stages, plan, bounds, every, mode)
         torch.manual_seed(9)
         losses = in_flight(stages, MICROBATCHES, [None if seed is None else seed + m for m in range(4)])
         names = [name for name, _ in model.named_parameters()]
@@ -150,7 +168,8 @@ def test_dropout_masks_are_replayed_and_the_random_state_moves_as_without(every:
     torch.testing.assert_close(got_after, after, rtol=0, atol=0)
 
 
-def test_autocast_is_repeated() -> None:
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_autocast_is_repeated(mode: Mode) -> None:
     model = build("llama_tied")
     plan = discover_stages(model, batch())
     bounds = [0, 3, BLOCKS]
@@ -158,7 +177,7 @@ def test_autocast_is_repeated() -> None:
     for on in (False, True):
         stages = cut(model, bounds, plan)
         if on:
-            install(stages, plan, bounds, 2)
+            install(stages, plan, bounds, 2, mode)
         with torch.autocast("cpu", torch.bfloat16):
             first = stages[0]((), **batch())
             received = first[0].detach().requires_grad_()
@@ -169,15 +188,17 @@ def test_autocast_is_repeated() -> None:
     assert_same_gradients(*results)
 
 
+@pytest.mark.parametrize("products", [None, 2])
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2_tied"])
-def test_weight_gradients_may_be_put_off(name: str) -> None:
+def test_weight_gradients_may_be_put_off(name: str, products: int | None) -> None:
     model = build(name)
     plan = discover_stages(model, batch())
     loss, expected = unsplit(model, batch())
     model.zero_grad(set_to_none=True)
     (stage,) = cut(model, [0, BLOCKS], plan)
     delayed = WeightGradients(stage.model)
-    done = recompute_blocks(stage.model, plan.stack, groups_for([0, BLOCKS], 2, "block", plan))
+    groups = groups_for([0, BLOCKS], 2, "selective" if products else "block", plan)
+    done = recompute_blocks(stage.model, plan.stack, groups, products=products)
     with delayed.deferring() as pending:
         torch.testing.assert_close(run_stages([stage], batch()), loss, rtol=1e-6, atol=1e-6)
     assert len(pending) == delayed.layers
@@ -213,11 +234,12 @@ def test_saved_bytes_fall_with_the_share_of_checkpointed_blocks() -> None:
     assert sizes["all"] < 0.05 * sizes["none"]
 
 
-def test_a_group_keeps_its_first_input_only_and_nothing_after_the_backward() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_group_keeps_its_first_input_only_and_nothing_after_the_backward(offload: bool) -> None:
     model = build("llama")
     plan = discover_stages(model, batch())
     (stage,) = cut(model, [0, BLOCKS], plan)
-    done = recompute_blocks(stage.model, plan.stack, groups_for([0, BLOCKS], 5, "block", plan))
+    done = recompute_blocks(stage.model, plan.stack, groups_for([0, BLOCKS], 5, "block", plan), offload=offload)
     seen: list[Any] = []
     for block in stage.model.model.layers:
         block.register_forward_hook(lambda m, args, out: seen.append(weakref.ref(out)))
@@ -229,17 +251,18 @@ def test_a_group_keeps_its_first_input_only_and_nothing_after_the_backward() -> 
         loss.backward()
         assert done.num_recomputed == BLOCKS
         del loss
-        inside = [o for o in gc.get_objects() if type(o).__name__ in ("_Frame", "_Kept")]
+        inside = [o for o in gc.get_objects() if type(o).__name__ in ("_Frame", "Kept", "HostCopy", "KeptResults")]
         assert not inside
     finally:
         gc.enable()
 
 
-def test_two_backwards_through_one_forward_recompute_twice() -> None:
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_two_backwards_through_one_forward_recompute_twice(mode: Mode) -> None:
     model = build("llama")
     plan = discover_stages(model, batch())
     (stage,) = cut(model, [0, BLOCKS], plan)
-    done = recompute_blocks(stage.model, plan.stack, groups_for([0, BLOCKS], 2, "block", plan))
+    [done] = install([stage], plan, [0, BLOCKS], 2, mode, offload=True)
     loss = stage((), **batch()).loss
     loss.backward(retain_graph=True)
     once = {name: p.grad.clone() for name, p in stage.model.named_parameters()}

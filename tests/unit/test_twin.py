@@ -70,7 +70,8 @@ def configs() -> dict[str, PretrainedConfig]:
 def kept(config: PretrainedConfig) -> int:
     """Number of blocks that the twin has."""
     with quiet():
-        cut = twin._shortened(config, twin._skeleton(config), {})
+        blueprint = twin.Blueprint(config, zoo.models.AutoModelForCausalLM.from_config)
+        cut = twin._shortened(blueprint, twin._skeleton(blueprint), {})
     return config.num_hidden_layers if cut is None else cut.depth
 
 

@@ -1,0 +1,93 @@
+"""What a checkpointed group keeps of the arguments of its blocks: containers of its own, and stand-ins for tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hf_parallel.errors import PlanError
+from hf_parallel.pipeline_parallel.host_copies import CopyStreams, HostCopy
+from hf_parallel.pipeline_parallel.structure import Path, children, get_at, make_sequence
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that block `position` of the group made: at `path` of (returned value, (args, kwargs))."""
+
+    position: int
+    path: Path
+
+
+@dataclass(eq=False)
+class Kept:
+    """A tensor from outside the group, without its graph; once the group is left, perhaps in host memory only."""
+
+    here: Tensor | None
+    version: int
+    copy: HostCopy | None
+    learns: bool
+
+    @staticmethod
+    def of(tensor: Tensor, streams: CopyStreams | None) -> Kept:
+        here = tensor.detach()
+        moves = streams is not None and tensor.requires_grad and tensor.is_floating_point()
+        return Kept(
+            here.requires_grad_(tensor.requires_grad),
+            tensor._version,
+            HostCopy(here, streams) if moves and streams is not None else None,
+            tensor.requires_grad,
+        )
+
+    @property
+    def is_changed(self) -> bool:
+        return self.here is not None and self.here._version != self.version
+
+    def settle(self) -> None:
+        if self.copy is not None:
+            self.copy.settle()
+            self.here = None
+
+    def forget(self) -> None:
+        if self.copy is not None:
+            self.copy.forget()
+
+    def get(self) -> Tensor:
+        if self.here is not None:
+            return self.here
+        if self.copy is None:
+            raise PlanError("a tensor that was kept for the backward is neither on its device nor in host memory.")
+        return self.copy.get().requires_grad_(self.learns)
+
+
+def thaw(results: Sequence[tuple[Any, Any]], value: Any) -> Any:
+    """What was frozen, with the tensors of the second run."""
+    # Not a closure that calls itself: that would keep all tensors until the cycle collector runs.
+    if isinstance(value, Made):
+        return get_at(results[value.position], value.path)
+    if isinstance(value, Kept):
+        return value.get()
+    return mapped(value, functools.partial(thaw, results))
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A copy of a container or plain object with `function` applied to its children; other values as they are.
+
+    Empty containers are copied too: a block may fill them.
+    """
+    items = [(step, function(child)) for step, child in children(value)]
+    if isinstance(value, (list, tuple)):
+        return make_sequence(type(value), [item for _, item in items])
+    if not items and not isinstance(value, Mapping):
+        return value
+    copied = copy.copy(value)
+    for (kind, name), item in items:
+        if kind == "attr":
+            object.__setattr__(copied, name, item)
+        else:
+            copied[name] = item
+    return copied

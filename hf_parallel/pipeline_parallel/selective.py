@@ -1,0 +1,125 @@
+"""Selective recomputation: results that are dear to compute are kept, the rest is computed again.
+
+Kept are the results of attention kernels and of one matrix product in so many. Torch's own selective checkpointing does
+the same but misses what a collective changes in place, which raises no version: the second run would sum a sum. Here a
+result that anything writes to is not kept.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 5; which products: torchtitan's "selective op".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_parallel.errors import PlanError
+
+
+PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"})
+ATTENTION = ("scaled_dot_product", "flash_att")  # parts of the names of kernels that never store the attention matrix
+
+
+class KeptResults:
+    """What the second run of one forward takes over from the first.
+
+    Args:
+        every: Of so many matrix products, in the order in which they run, the first is kept; 1 keeps all.
+        generators: Random generators that an attention kernel may draw from.
+    """
+
+    def __init__(self, every: int, generators: Sequence[torch.Generator]) -> None:
+        self._every, self._generators = every, generators
+        self._results: dict[int, tuple[str, Any, list[Tensor] | None]] = {}
+        self._places: dict[int, int] = {}  # storage of a result -> its number; only during the first run
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        kept = (value for _, value, _ in self._results.values())
+        return [leaf for value in kept for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+    def keeping(self) -> TorchDispatchMode:
+        """Around the first run."""
+        return _Numbering(self._keep)
+
+    def taking(self) -> TorchDispatchMode:
+        """Around the second run."""
+        return _Numbering(self._take)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """The first run is over and hands out these tensors, which others may write to."""
+        self._forget(tensors)
+        self._places.clear()
+
+    def _keep(self, number: int, product: int | None, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        name = func._schema.name
+        if func._schema.is_mutable or name.startswith("c10d::"):
+            self._forget(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            return func(*args, **kwargs)
+        if number < 0 or (product is not None and product % self._every):
+            return func(*args, **kwargs)
+        states = self._states() if product is None else None
+        result = func(*args, **kwargs)
+        drawn = None if states is None or _same(states, self._states()) else self._states()
+        self._results[number] = (name, _apart(result), drawn)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                self._places[_storage(leaf)] = number
+        return result
+
+    def _take(self, number: int, product: int | None, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if number not in self._results:
+            return func(*args, **kwargs)
+        name, result, drawn = self._results[number]
+        if name != func._schema.name:
+            raise PlanError(
+                f"operation {number} of a block was {name} and is {func._schema.name} when it is run again for the backward: "
+                "it took another path. Set activation_checkpointing.mode to block, or leave the block out."
+            )
+        for generator, state in zip(self._generators, drawn or [], strict=False):
+            generator.set_state(state)
+        return _apart(result)
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            number = self._places.pop(_storage(tensor), None) if tensor.layout == torch.strided else None
+            if number is not None:
+                del self._results[number]
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+class _Numbering(TorchDispatchMode):
+    """Numbers what is dear, attention and products in one row, products in another as well; -1 is everything else."""
+
+    def __init__(self, handle: Callable[[int, int | None, Any, Any, Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._handle = handle
+        self._numbers = self._products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, number, product = func._schema.name, -1, None
+        if name in PRODUCTS and not func._schema.is_mutable:
+            product, self._products = self._products, self._products + 1
+        if product is not None or (any(part in name for part in ATTENTION) and "backward" not in name):
+            number, self._numbers = self._numbers, self._numbers + 1
+        return self._handle(number, product, func, args, kwargs or {})
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _apart(result: Any) -> Any:
+    """The same memory in tensors of their own, which get no graph."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+
+def _same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

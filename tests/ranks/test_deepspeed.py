@@ -1,0 +1,176 @@
+"""DeepSpeed drives a stock Trainer with our settings: losses are those of plain data parallelism, folders load, runs resume.
+
+Needs DeepSpeed and a compiler: `make test-deepspeed`. Its ops are built once, before any rank starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from safetensors.torch import load_file
+from trainer_cases import ENV, Case, make_trainer
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+STEPS = 4
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero": {"engine": "deepspeed", "stage": stage, **more}}
+
+
+BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+CASES = [
+    Case("stage1", parallel=zero(1)),
+    Case("stage2", parallel=zero(2)),
+    Case("stage3", parallel=zero(3)),
+    Case("stage1_cpu", parallel=zero(1, offload_optimizer="cpu")),
+    Case("stage2_cpu", parallel=zero(2, offload_optimizer="cpu")),
+    Case("stage3_cpu", parallel=zero(3, offload_optimizer="cpu")),
+    Case("stage3_both", parallel=zero(3, **BOTH)),
+    Case("stage2_small_messages", parallel=zero(2) | {"data_parallel": {"bucket_cap_mb": 0.01, "overlap": False}}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> None:
+    """Build what the ranks would build otherwise, each waiting for the other."""
+    from hf_parallel.deepspeed.ops import CPU_ADAM, SHARED_MEMORY, build
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    build([SHARED_MEMORY, CPU_ADAM])
+
+
+def train(rank: int, world_size: int, case: Case, folder: str, resume: bool = False) -> dict[str, Any]:
+    trainer = make_trainer(case, Path(folder), world_size)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(Path(folder) / "final"))
+    engine = trainer.model_wrapped
+    keys = ("loss", "grad_norm", "learning_rate")
+    return {
+        "engine": type(engine).__name__,
+        "optimizer": type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ if case.parallel else "",
+        "history": [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history],
+    }
+
+
+def launched(case: Case, folder: Path, resume: bool = False) -> dict[str, Any]:
+    results = run_ranks(train, 2, case, str(folder), resume, tmp_path=folder.parent, timeout=300, env=ENV)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("ddp") / "run"
+    return launched(shaped(Case("ddp", parallel=None)), folder), folder
+
+
+def shaped(case: Case) -> Case:
+    return dataclasses.replace(case, steps=STEPS, accumulation=2, clip=0.5)
+
+
+def assert_equal(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert len(mine["history"]) == len(reference["history"])
+    for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):
+        assert here.keys() == there.keys()
+        for key, value in there.items():
+            assert here[key] == pytest.approx(value, abs=1e-5), f"{key} of log {step}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_norms_and_weights_are_those_of_data_parallelism(
+    case: Case, reference: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    expected, folder = reference
+    result = launched(shaped(case), tmp_path / "run")
+    assert result["engine"] == "DeepSpeedEngine"
+    assert result["optimizer"] == ("DeepSpeedCPUAdam" if "cpu" in case.name or "both" in case.name else "AdamW")
+    assert_equal(result, expected)
+    mine, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", folder))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(
+            mine[name], tensor, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_without_a_compiler_torchs_optimizer_trains_the_same(
+    reference: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    case = shaped(Case("bare", parallel=zero(2, offload_optimizer="cpu")))
+    env = ENV | {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")}
+    result = run_ranks(train, 2, case, str(tmp_path / "run"), tmp_path=tmp_path, timeout=300, env=env)[0]
+    assert result["optimizer"] == "AdamW"
+    assert_equal(result, reference[0])
+    assert not (tmp_path / "ops").exists()
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, {"offload_optimizer": "cpu"}), (3, BOTH)])
+def test_a_run_resumes_where_it_stopped(stage: int, offload: dict[str, str], tmp_path: Path) -> None:
+    case = shaped(Case("whole", parallel=zero(stage, **offload), save=True))
+    whole = launched(case, tmp_path / "run")
+    for path in sorted((tmp_path / "run").glob("checkpoint-*"))[1:]:
+        path.rename(tmp_path / path.name)  # only the first is left to resume from
+    resumed = launched(case, tmp_path / "run", resume=True)
+    assert_equal(resumed, whole)
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "run" / "final"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    files = load_file(folder / "model.safetensors")
+    assert {name for name, _ in model.named_parameters()} == files.keys()
+
+
+def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> float:
+    """Bytes per parameter that live after a step, wherever they are."""
+    import gc
+
+    from hf_parallel import HFParallelTrainer, load_recipe
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "vocab_size": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64))
+    count = sum(p.numel() for p in model.parameters())
+    arguments = TrainingArguments(
+        folder, max_steps=2, per_device_train_batch_size=1, bf16=True, use_cpu=True, report_to=[], disable_tqdm=True,
+        save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    data = tiny.rows(8)
+    config = load_recipe("cpu_dp2_deepspeed").with_overrides(**settings)
+    trainer = HFParallelTrainer(model, arguments, train_dataset=data, data_collator=tiny.collate, config=config)
+    trainer.train()
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu"]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values()) / count
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (zero(1, offload_optimizer="none"), 2 + 12 / 2),
+        (zero(2, offload_optimizer="none"), 2 + 12 / 2),
+        ({}, 2 + 2 / 2 + 16 / 2),  # the recipe: stage 2, its gradients stay beside the copies on the host
+        (zero(3, offload_optimizer="none"), 16 / 2),
+        (zero(3, **BOTH), 20 / 2),
+    ],
+    ids=["1", "2", "2_cpu", "3", "3_both"],
+)
+def test_a_rank_holds_the_bytes_of_the_formula(settings: dict[str, Any], expected: float, tmp_path: Path) -> None:
+    found = run_ranks(hold, 2, settings, str(tmp_path / "run"), tmp_path=tmp_path, timeout=300, env=ENV)
+    for held in found:
+        assert held == pytest.approx(expected, rel=0.05)
