@@ -197,3 +197,14 @@ def test_all_ranks_say_what_one_of_them_could_not_read(tmp_path: Path) -> None:
     assert first == second
     assert "gone-model.safetensors: model." in first
     assert "cannot be read: No such file" in first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
+    """A model of 1.1 GB under three layouts; the bounds are those of benchmarks/load_memory.py."""
+    from benchmarks import load_memory
+
+    rows = load_memory.run(36, list(load_memory.LAYOUTS), whole=False)
+    assert len(rows) == 8
+    assert [row for row in rows if row["above"]] == []
