@@ -73,6 +73,9 @@ bench-compression: setup  ## what compression does to the loss; writes docs/comp
 bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against two plain replicas and the formulas
 	$(BIN)/python benchmarks/bench_zero.py
 
+load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
+	$(BIN)/python benchmarks/load_memory.py
+
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py
 
