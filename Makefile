@@ -37,6 +37,12 @@ test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles i
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py
 
+resume-matrix: setup  ## save under every layout, resume under every other
+	$(BIN)/python benchmarks/resume_matrix.py
+
+kill-test: setup  ## kill a training job fifty times and start it again
+	$(BIN)/python benchmarks/kill_test.py
+
 zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_pp.py
 
@@ -63,6 +69,12 @@ bench-reducer: setup  ## time the gradient reduction against torch's DDP
 
 bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
 	$(BIN)/python benchmarks/bench_compression.py
+
+bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against two plain replicas and the formulas
+	$(BIN)/python benchmarks/bench_zero.py
+
+load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
+	$(BIN)/python benchmarks/load_memory.py
 
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py

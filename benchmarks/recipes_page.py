@@ -85,10 +85,13 @@ def run_of(name: str) -> Run:
     return RUNS.get(name, ON_A_CPU)
 
 
+def config_of(run: Run) -> Any:
+    return GPT2Config(**GPT3) if run.model == "GPT-3 175B" else LlamaConfig(**LLAMA[run.model])
+
+
 @cache
 def shape_of_run(run: Run) -> ModelShape:
-    config = GPT2Config(**GPT3) if run.model == "GPT-3 175B" else LlamaConfig(**LLAMA[run.model])
-    return dataclasses.replace(shape_of_config(config, run.precision), adapters=run.adapters)
+    return dataclasses.replace(shape_of_config(config_of(run), run.precision), adapters=run.adapters)
 
 
 @cache
@@ -129,6 +132,9 @@ def ram_line(name: str, memory: Memory) -> str:
     count = f"{parameters / 1e9:.4g}e9"
     each = loading * GB / parameters / on_node
     load = f"{each:g} bytes * {count} * {on_node} ranks = {loading:.4g} GB while every rank loads the whole model"
+    parts = layout.tp_size * layout.pp_size
+    if parts > 1:
+        load += f", {loading / parts:.4g} GB where it reads its own part (hf_parallel.sharded_loading)"
     if not memory.host:
         return f"RAM of a machine: nothing is offloaded; {load}."
     bytes_each = memory.host_bytes / parameters / on_node * layout.num_shards * layout.tp_size * layout.pp_size

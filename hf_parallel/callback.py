@@ -94,6 +94,7 @@ class HFParallelCallback(TrainerCallback):
         set_accumulation(trainer, self.config)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.warning("hf_parallel: %s", self.explanation)
+            _save_for_any_layout(trainer, self.config)
             return
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
@@ -153,14 +154,28 @@ class HFParallelCallback(TrainerCallback):
             self.session.engine.attachment.batch_check.reset()
 
 
+def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
+    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write."""
+    driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
+    if driven or not isinstance(trainer.model, nn.Module) or hasattr(trainer.model, "peft_config"):
+        return
+    _mix_in(trainer)
+    if isinstance(trainer, HFParallelTrainerMixin):
+        trainer.save_for_any_layout(config.checkpoint.async_save)
+
+
+def _mix_in(trainer: Trainer) -> None:
+    kind = type(trainer)
+    if not issubclass(kind, HFParallelTrainerMixin):
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+
+
 def attach_trainer(trainer: Trainer, session: Session) -> None:
     """Make a live Trainer, and its accelerator, parallel."""
     accelerator = trainer.accelerator
     accelerator.state.parallelism_config = HFParallelPlugin.of(session)
     attach_accelerator(accelerator, session)
-    kind = type(trainer)
-    if not issubclass(kind, HFParallelTrainerMixin):
-        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+    _mix_in(trainer)
     trainer.gather_function = functools.partial(
         accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )

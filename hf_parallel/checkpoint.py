@@ -1,28 +1,21 @@
-"""Tensors of a parallelized model to and from files, by the ledger.
+"""Weights of a parallelized model to and from files, by the ledger.
 
-Weights are written as one normal Hugging Face checkpoint: the writer receives every tensor whole, in ledger order.
-Each rank reads back only what it holds. Optimizer state is a safetensors file per (stage, tp rank), keyed by parameter
-name, whether it was partitioned over the replicas or not. A directory appears under its final name only when everything in it is on disk.
+They are written as one normal Hugging Face checkpoint: the writer receives every tensor whole, in ledger order. Each rank
+reads back only what it holds.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import nn
 
-from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of, split_state, whole_of
-from hf_parallel.data_parallel.zero import ZeroPartition
-from hf_parallel.data_parallel.zero_state import MASTER_WEIGHT, collect_state, restore_state
+from hf_parallel.data_parallel.fsdp import local_of, rows_of, whole_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
@@ -30,7 +23,7 @@ from hf_parallel.mesh import Mesh
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-STATE_SEPARATOR = "::"
+CONFIG = "config.json"
 
 
 def gather_tensors(
@@ -89,8 +82,22 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_weights(folder: str | Path, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+def load_weights(
+    folder: str | Path,
+    ledger: Ledger,
+    held: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    *,
+    converted: Callable[[str], torch.Tensor | None] | None = None,
+) -> None:
     """Copy this rank's tensors out of a Hugging Face checkpoint, reading only its own slices.
+
+    Args:
+        folder: The checkpoint.
+        ledger: The model's ledger.
+        held: Ledger name -> this rank's tensor or shard, to be overwritten.
+        mesh: This rank's mesh.
+        converted: Makes a whole tensor of what the checkpoint has under other names (the experts of many types), by name.
 
     Raises:
         CheckpointError: No weights in the folder, an unreadable file, or a tensor that is missing or of another shape.
@@ -99,12 +106,57 @@ def load_weights(folder: str | Path, ledger: Ledger, held: Mapping[str, torch.Te
     for name, tensor in held.items():
         entry = ledger.entries[name]
         alias = next((alias for alias in entry.aliases if alias in files), None)
-        if alias is None:
+        if alias is not None:
+            part = _read(files[alias], alias, entry, mesh)
+        else:
+            found = (converted(alias) for alias in entry.aliases) if converted is not None else iter(())
+            part = _part_of(next((whole for whole in found if whole is not None), None), folder, entry, mesh)
+        local_of(tensor).copy_(rows_of(tensor, part))
+
+
+def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh: Mesh) -> torch.Tensor:
+    """What this rank holds of a tensor that was converted."""
+    if whole is None:
+        count = len(weight_files(Path(folder)))
+        raise CheckpointError(
+            f"{folder}: no tensor named {' or '.join(entry.aliases)} among {count}. The checkpoint is of another model."
+        )
+    if tuple(whole.shape) != entry.shape:
+        raise CheckpointError(f"{folder}: {entry.name} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")
+    return whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
+
+
+def check_config(folder: Path, config: Any) -> None:
+    """Refuse the checkpoint of a model of another type or size, before any tensor is looked at.
+
+    Raises:
+        CheckpointError: Names the file, the setting, and both values.
+    """
+    if not (folder / CONFIG).is_file():
+        return
+    saved, here = _config_of(folder), config.to_dict()
+    sizes = {key for key, value in here.items() if type(value) is int and not key.startswith(("max_", "pad_"))}
+    compared = ["model_type", *sorted(key for key in sizes if not key.endswith("_token_id"))]
+    for key in compared:
+        if key in saved and saved[key] != here.get(key):
             raise CheckpointError(
-                f"{folder}: no tensor named {' or '.join(entry.aliases)} among {len(files)}. The checkpoint is of "
-                "another model, or its names are converted when transformers loads it: load it with from_pretrained()."
+                f"{folder / CONFIG}: {key}={saved[key]}, but this run's model has {here.get(key)}. The checkpoint is of "
+                "another model: build the model with the checkpoint's config, or resume from another checkpoint."
             )
-        local_of(tensor).copy_(rows_of(tensor, _read(files[alias], alias, entry, mesh)))
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}. It is truncated or damaged.") from error
+    return found
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Names of the weights in a folder; none if they are not in the files of a whole model."""
+    has_weights = (folder / WEIGHTS).is_file() or (folder / WEIGHTS_INDEX).is_file()
+    return list(weight_files(folder)) if has_weights else []
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -148,189 +200,3 @@ def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
             return torch.cat([view[(*before, slice(s, s + n))] for s, n in held], dim=spec.dim)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}. The file is truncated or damaged.") from error
-
-
-def optimizer_file(folder: str | Path, mesh: Mesh, *, replica: int | None = None) -> Path:
-    """Where the optimizer state of this rank's (stage, tp rank) lives; `replica` if each replica has its own."""
-    of_replica = "" if replica is None else f"-dp{replica}"
-    return Path(folder) / f"optimizer-stage{mesh.pp_rank}-tp{mesh.tp_rank}{of_replica}.safetensors"
-
-
-def save_optimizer(
-    folder: str | Path,
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    mesh: Mesh,
-    zero: ZeroPartition | None = None,
-    replica: int | None = None,
-    *,
-    has_copies: bool = False,
-) -> None:
-    """Write the optimizer state of this rank's (stage, tp rank), by parameter name.
-
-    Collective over the replicas that share the state, if it is partitioned: each call needs all of them.
-
-    Args:
-        folder: The checkpoint.
-        optimizer: The optimizer.
-        parameters: Ledger name -> this rank's parameter.
-        mesh: This rank's mesh.
-        zero: Its partition; then rank 0 of dp writes.
-        replica: This rank's replica, if each has a state of its own; None: the rank of dp 0 writes that of all.
-        has_copies: Whether parameters that are shared out are fp32 copies, which are then part of the state.
-    """
-    if zero is not None and mesh.dp_rank >= zero.shard_group.size():
-        return
-    states = collect_state(zero) if zero is not None else _states_by_name(optimizer, parameters)
-    if zero is None and any(is_part(parameter) for parameter in parameters.values()):
-        copies = {name: {MASTER_WEIGHT: p} for name, p in parameters.items() if has_copies and p.requires_grad}
-        states = _whole_states({name: {**states[name], **copies.get(name, {})} for name in states}, mesh)
-    if mesh.dp_rank != 0 and replica is None:
-        return
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for name, state in states.items():
-        for key, value in state.items():
-            label = f"{name}{STATE_SEPARATOR}{key}"
-            if isinstance(value, torch.Tensor):
-                tensors[label] = value.detach().cpu().contiguous().clone()
-            else:
-                scalars[label] = value
-    members = _group_names(optimizer, parameters, zero)
-    groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, members, strict=True)]
-    layout = {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
-    description = {"layout": layout, "groups": groups, "scalars": scalars, "optimizer": type(optimizer).__name__}
-    save_file(
-        tensors, optimizer_file(folder, mesh, replica=replica), metadata={"hf_parallel": json.dumps(description)}
-    )
-
-
-def _states_by_name(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Mapping[str, Any]]:
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
-
-
-def _whole_states(states: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> dict[str, dict[str, Any]]:
-    """State of parameters that are shared out, whole and on the CPU, on dp rank 0; {} elsewhere. Collective over dp."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in sorted(states):
-        for key, value in sorted(states[name].items()):
-            whole = whole_of(value).cpu() if isinstance(value, torch.Tensor) else value
-            if mesh.dp_rank == 0:
-                found.setdefault(name, {})[key] = whole
-    return found
-
-
-def _group_names(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], zero: ZeroPartition | None
-) -> list[list[str | None]]:
-    """Names of the parameters in each group; None for one that this rank does not know."""
-    if zero is not None:
-        return [list(group) for group in zero.groups]
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def load_optimizer(
-    folder: str | Path,
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    mesh: Mesh,
-    zero: ZeroPartition | None = None,
-    replica: int | None = None,
-) -> None:
-    """Read back what `save_optimizer` wrote for this rank's (stage, tp rank), partitioned now as then or not.
-
-    Raises:
-        CheckpointError: No such file, another layout, another optimizer, or other parameter groups.
-    """
-    path = optimizer_file(folder, mesh, replica=replica)
-    if not path.is_file():
-        of_replica = "" if replica is None else ", with fewer replicas or without local_sgd"
-        raise CheckpointError(
-            f"{path} does not exist: the checkpoint was saved with another pp_size or tp_size{of_replica}, or without "
-            "optimizer state. Resume with the layout it was saved with, or start a new run from its weights."
-        )
-    description, tensors = _read_optimizer(path)
-    _check_optimizer(path, description, optimizer, _group_names(optimizer, parameters, zero), mesh)
-    states: dict[str, dict[str, Any]] = {}
-    for label, value in [*tensors.items(), *description["scalars"].items()]:
-        name, key = label.rsplit(STATE_SEPARATOR, 1)
-        states.setdefault(name, {})[key] = value
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in description["groups"]]
-    if zero is not None:
-        restore_state(zero, states, settings)
-        return
-    for name, state in states.items():
-        if MASTER_WEIGHT in state and is_part(parameters[name]):
-            with torch.no_grad():
-                local_of(parameters[name]).copy_(rows_of(parameters[name], state[MASTER_WEIGHT]))
-    order = [name for group in description["groups"] for name in group["params"]]
-    index = {name: position for position, name in enumerate(order)}
-    kept = {
-        index[name]: split_state(parameters[name], {k: v for k, v in state.items() if k != MASTER_WEIGHT})
-        for name, state in states.items()
-    }
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in description["groups"]]
-    optimizer.load_state_dict({"state": kept, "param_groups": groups})
-
-
-def _read_optimizer(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {label: file.get_tensor(label) for label in file.keys()}  # noqa: SIM118  not a dict
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. It is truncated or damaged.") from error
-    if "hf_parallel" not in metadata:
-        raise CheckpointError(f"{path} has no description: it was not written by hf_parallel. Resume without it.")
-    return json.loads(metadata["hf_parallel"]), tensors
-
-
-def _check_optimizer(
-    path: Path,
-    description: Mapping[str, Any],
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Sequence[str | None]],
-    mesh: Mesh,
-) -> None:
-    saved, here = description["layout"], {"pp_size": mesh.shape.pp_size, "tp_size": mesh.shape.tp_size}
-    if saved != here:
-        raise CheckpointError(f"{path} was saved with {saved}, this run has {here}. Resume with the saved layout.")
-    if [group["params"] for group in description["groups"]] != groups:
-        raise CheckpointError(
-            f"{path} has other parameter groups than this run's {type(optimizer).__name__}: the cut, the frozen "
-            "parameters or the weight-decay rule changed. Resume with the settings it was saved with."
-        )
-    if description["optimizer"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"{path} holds the state of {description['optimizer']}, this run uses {type(optimizer).__name__}."
-        )
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Give a finished folder its final name, atomically; what was there before stays until the new one is in place."""
-    for path in [*staged.rglob("*"), staged]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    old = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    try:
-        staged.rename(final)
-    except OSError:
-        if old.exists():
-            old.rename(final)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

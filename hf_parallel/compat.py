@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
+    from transformers.core_model_loading import WeightTransform
 
 
 def private_store() -> Store | None:
@@ -317,3 +318,28 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
     finally:
         setattr(PreTrainedModel, "_load_pretrained_model", stock_load)  # noqa: B010
         setattr(modeling_utils, "_get_resolved_checkpoint_files", stock_find)  # noqa: B010
+
+
+def weight_transforms(model: PreTrainedModel) -> list[WeightTransform] | None:
+    """What transformers did to the tensors of a checkpoint when it loaded `model`, or would do; None: nothing.
+
+    Source: transformers 5.23, `core_model_loading.revert_weight_conversion`.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    transforms: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if transforms is not None:
+        return transforms
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in found if not isinstance(transform, PrefixChange)] or None
+
+
+def weights_left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names that `save_pretrained` never saves, and patterns of names that it leaves out where they are tied."""
+    from transformers import modeling_utils
+
+    tied = getattr(modeling_utils, "_get_tied_weight_keys", None)
+    if tied is None:
+        raise UnsupportedError("transformers does not tell which weights are tied: install transformers>=5.23,<5.24.")
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ()), tied(model)

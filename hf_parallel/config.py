@@ -134,11 +134,6 @@ class HFParallelConfig(Section):
                 f"activation_checkpointing.every to 1 or more, or remove the {name}."
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
-        if recompute.offload and self.tensor_parallel.sequence_parallel:
-            problems.append(
-                "activation_checkpointing.offload=true with tensor_parallel.sequence_parallel=true is not available yet: parts "
-                "of a sequence are known by where they lie. Set one of them to false."
-            )
         if recompute.every is not None and self.pipeline.compile_blocks != "none":
             problems.append(
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="

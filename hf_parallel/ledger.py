@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,10 +51,17 @@ class Entry:
 
 
 class Ledger:
-    """All entries by name, in module order."""
+    """All entries by name, in module order.
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    Args:
+        entries: Name -> entry.
+        names: All names of tensors, in the order of the model's state dict; those of the entries by default.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], names: Sequence[str] | None = None) -> None:
         self.entries = dict(entries)
+        aliases = [alias for entry in self.entries.values() for alias in entry.aliases]
+        self.names = tuple(aliases if names is None else names)
         self._by_alias = {alias: entry for entry in self.entries.values() for alias in entry.aliases}
 
     def __iter__(self) -> Iterator[Entry]:
@@ -130,7 +137,8 @@ def build_ledger(
             spec=layouts[aliases[0]],
             used=bool(holders),
         )
-    return Ledger(entries)
+    known = {alias for entry in entries.values() for alias in entry.aliases}
+    return Ledger(entries, [name for name in model.state_dict(keep_vars=True) if name in known])
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Literal["param", "buffer"]]]:

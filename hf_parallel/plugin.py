@@ -28,6 +28,7 @@ from hf_parallel.ledger import Ledger
 from hf_parallel.loading.unread import unread_of
 from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.pipeline_parallel.host_copies import Follow
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.meta import off_meta
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
@@ -45,7 +46,7 @@ from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.replicas import ReplicaSettings
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.sequence import install_blocks
+from hf_parallel.tensor_parallel.sequence import SequenceMode, install_blocks
 from hf_parallel.twin import Blueprint, blueprint_of, plan_for, small_twin
 from hf_parallel.watchdog import Watchdog
 
@@ -202,17 +203,18 @@ def transform(
         spans = [spans_of(plans.bounds)[stage] for stage in mine]
         if compile_blocks != "none":
             _compile(model, plans.stages, spans, compile_blocks)
-        _share_sequence(model, plans, mesh, spans)
+        sequence = _share_sequence(model, plans, mesh, spans)
         stages = cut_stages(model, plans.stages, plans.bounds, mine, plans.forward)
         # Before sharding: it knows plain layers only, and a sharded layer takes over what it finds.
         pieces = Pieces(stages, WeightGradients(model) if plans.schedule.splits_backward else None)
     else:
-        _share_sequence(model, plans, mesh, None)
+        sequence = _share_sequence(model, plans, mesh, None)
     stack, groups = plans.recomputed
     if groups:
         held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
         how = plans.recompute
-        recompute_blocks(model, stack, held, offload=how.offload, products=how.products)
+        follow: Follow = sequence.follow if sequence is not None else lambda tensor: None
+        recompute_blocks(model, stack, held, offload=how.offload, products=how.products, follow=follow)
     if plans.tensor_parallel is not None and mesh.tp_group is not None:
         apply_tensor_parallel(
             model,
@@ -225,18 +227,18 @@ def transform(
     return pieces
 
 
-def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[Span] | None) -> None:
+def _share_sequence(model: nn.Module, plans: Plans, mesh: Mesh, spans: Sequence[Span] | None) -> SequenceMode | None:
     """Before stages and recomputation are put over the blocks: whole hidden states enter and leave each stage."""
     sequence = plans.tensor_parallel.sequence if plans.tensor_parallel is not None else None
     if sequence is None or mesh.tp_group is None:
-        return
+        return None
     if plans.stages is not None and plans.stages.stack != sequence.stack:
         raise PlanError(
             f"tensor_parallel.sequence_parallel: true: the sharded layers are in {sequence.stack}, the pipeline cuts "
             f"{plans.stages.stack}. Set one of sequence_parallel: false and pp_size: 1."
         )
     sections = None if spans is None else [range(span.lo, span.hi) for span in spans]
-    install_blocks(model, sequence, mesh.tp_group, sections)
+    return install_blocks(model, sequence, mesh.tp_group, sections)
 
 
 def share_out(

@@ -203,7 +203,14 @@ class ActivationCheckpointingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written; there is nothing to choose yet."""
+    """How checkpoints are written."""
+
+    async_save: Annotated[
+        bool,
+        Field(
+            description="true or false: whether the training state is written while training goes on, from a copy in RAM"
+        ),
+    ] = False
 
 
 class MonitorConfig(Section):

@@ -1,7 +1,7 @@
 """What a stock `transformers.Trainer` must do differently on one rank of a mesh: loss, data, clipping, counting.
 
 `HFParallelCallback` puts `HFParallelTrainerMixin` under the class of a live Trainer; `HFParallelTrainer` has it from
-the start. Everything that is not here or in `trainer_saving` is the stock Trainer.
+the start. Everything that is not here or in `trainer_saving` or `trainer_checkpoints` is the stock Trainer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_parallel.accelerator import HFParallelAccelerator
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.trainer_saving import SavingMixin
+from hf_parallel.trainer_checkpoints import CheckpointMixin
 
 
 logger = logging.getLogger(__name__)
 
 
-class HFParallelTrainerMixin(SavingMixin):
+class HFParallelTrainerMixin(CheckpointMixin):
     """Loss, data, clipping and counting over a mesh. Inert until a session is attached to the accelerator."""
 
     accelerator: HFParallelAccelerator

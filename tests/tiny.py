@@ -159,11 +159,13 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
-def llama_lora() -> Any:
+def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
     """Adapters on a frozen model, all of them other than zero."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        llama().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -174,6 +176,7 @@ def llama_lora() -> Any:
 MODELS = {
     "llama": llama,
     "llama_lora": llama_lora,
+    "llama_lora_half": lambda: llama_lora(torch.bfloat16),
     "llama_tied": lambda: llama(tied=True),
     "llama_1": lambda: llama(layers=1),
     "llama_half": lambda: llama().to(torch.bfloat16),

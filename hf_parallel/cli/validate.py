@@ -30,6 +30,7 @@ class _Question:
     work: Work
     accumulation: int | None
     global_batch: int | None
+    adapters: int
     gpu_gb: float | None
     host_gb: float | None
     dtype: Precision | None
@@ -48,6 +49,9 @@ def validate(  # noqa: PLR0913 - each is an option
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Rows of a step on all replicas, to be checked.")
     ] = None,
+    adapters: Annotated[
+        int, typer.Option(min=0, help="Parameters that are trained on top of the model instead of it (LoRA).")
+    ] = 0,
     gpu_gb: Annotated[float | None, typer.Option(min=0, help="GB (1e9) of a GPU.  [default: this machine's]")] = None,
     host_gb: Annotated[
         float | None, typer.Option(min=0, help="GB (1e9) of RAM of a node.  [default: this machine's]")
@@ -61,7 +65,7 @@ def validate(  # noqa: PLR0913 - each is an option
     if dtype not in (None, *DTYPES):
         raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
     precision: Any = dtype
-    question = _Question(model, Work(rows, length), accumulation, global_batch, gpu_gb, host_gb, precision)
+    question = _Question(model, Work(rows, length), accumulation, global_batch, adapters, gpu_gb, host_gb, precision)
     try:
         checked, verdict = _answer(find_recipe(file), question)
     except ParallelError as error:
@@ -83,6 +87,7 @@ def _answer(path: Path, question: _Question) -> tuple[Checked, Verdict | None]:
         gpu_bytes = machine.gpu_bytes if question.gpu_gb is None else question.gpu_gb * GB
         host_bytes = machine.ram_bytes if question.host_gb is None else question.host_gb * GB
         shape = shape_of(question.model, layout_of_file(checked, question.dtype).precision)
+        shape = dataclasses.replace(shape, adapters=question.adapters)
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, question.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]

@@ -177,9 +177,16 @@ def rows_of(like: Tensor, whole: Tensor) -> Tensor:
     """Of `whole`, which has the shape of the tensor that `like` is a part of, the rows that `like` has."""
     if not isinstance(like, DTensor):
         return whole
-    ranks, rank = like.device_mesh.size(-1), like.device_mesh.get_local_rank(-1)
-    rows = -(-whole.shape[0] // ranks)
-    return whole[min(rank * rows, whole.shape[0]) : (rank + 1) * rows]
+    first = first_row_of(like)
+    return whole[first : first + local_of(like).shape[0]]
+
+
+def first_row_of(tensor: Tensor) -> int:
+    """Which row of the tensor that is shared out this rank's part begins with; 0 for any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    ranks, rank = tensor.device_mesh.size(-1), tensor.device_mesh.get_local_rank(-1)
+    return min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
 
 
 def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,6 +197,11 @@ def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+def part_like(like: Tensor, local: Tensor) -> Tensor:
+    """This rank's rows as a tensor that is shared out as `like` is, or as they are if it is not."""
+    return _as_part(like, local.to(local_of(like).device)) if isinstance(like, DTensor) else local
 
 
 def _as_part(like: DTensor, local: Tensor) -> DTensor:

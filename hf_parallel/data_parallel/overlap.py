@@ -21,10 +21,16 @@ class Overlap:
         buckets: The buckets, in the order in which all ranks start them.
         start: Starts one.
         skipped: Indices of buckets that are always started at the end.
+        watches: Whether anything is started before `finish`.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], start: Callable[[int], None], skipped: frozenset[int] = frozenset()
+        self,
+        buckets: Sequence[Bucket],
+        start: Callable[[int], None],
+        skipped: frozenset[int] = frozenset(),
+        *,
+        watches: bool = True,
     ) -> None:
         self._buckets = buckets
         self._start = start
@@ -37,7 +43,7 @@ class Overlap:
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, position))
             for index, bucket in enumerate(buckets)
-            if index not in skipped
+            if watches and index not in skipped
             for position, param in enumerate(bucket.params)
         ]
 
@@ -54,7 +60,14 @@ class Overlap:
             self._missing = [len(bucket.params) for bucket in self._buckets]
 
     def finish(self) -> None:
-        """Start what is left; the backward pass is over."""
+        """Start what is left; the backward pass is over.
+
+        Raises:
+            UnsupportedError: A gradient is sparse and nothing has left yet.
+        """
+        if self._next == 0:
+            for bucket in self._buckets:
+                bucket.refuse_sparse()
         while self._next < len(self._buckets):
             self._start_next()
         if self._armed and self._whole is None:

@@ -61,10 +61,8 @@ class GradientReducer:
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []
         self._factor = 1.0
-        self._overlap = None
-        if traffic.overlaps and self._wire is not None:
-            late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
-            self._overlap = Overlap(self._buckets, self._start, late)
+        late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
+        self._overlap = Overlap(self._buckets, self._start, late, watches=traffic.overlaps and not alone)
 
     @property
     def num_buckets(self) -> int:
@@ -78,8 +76,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Let go of the parameters."""
-        if self._overlap is not None:
-            self._overlap.remove()
+        self._overlap.remove()
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`: buckets may leave as they fill up.
@@ -87,7 +84,7 @@ class GradientReducer:
         Args:
             factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
         """
-        if self._overlap is None or self._wire is None or (self._wire.lossy and factor is None):
+        if self._wire is None or (self._wire.lossy and factor is None):
             return
         self._factor = 1.0 if factor is None else factor
         self._overlap.arm()
@@ -101,20 +98,15 @@ class GradientReducer:
         Raises:
             UnsupportedError: If a gradient is sparse; nothing is sent then. Or buckets left with another factor.
         """
-        if not self._under_way:
-            for bucket in self._buckets:
-                bucket.refuse_sparse()
         wire = self._wire
         if wire is None:
+            for bucket in self._buckets:
+                bucket.refuse_sparse()
             self._scale(factor)
             return
         require_announced(wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
-        if self._overlap is not None:
-            self._overlap.finish()
-        else:
-            for index in range(len(self._buckets)):
-                self._start(index)
+        self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         flags = self._exchange_flags(wire, under_way) if wire.lossy else None
         wire.flush()

@@ -102,7 +102,7 @@ class ZeroPartition:
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
-        self._overlap = Overlap(buckets, self._start, late) if traffic.overlaps else None
+        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
         self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
 
@@ -113,7 +113,7 @@ class ZeroPartition:
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
-        if self._overlap is not None and not (self.wire.lossy and factor is None):
+        if not (self.wire.lossy and factor is None):
             self._factor = 1.0 if factor is None else factor
             self._overlap.arm()
 
@@ -125,14 +125,7 @@ class ZeroPartition:
         """
         require_announced(self.wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
-        if not self._under_way:
-            for bucket in self._buckets:
-                bucket.refuse_sparse()
-        if self._overlap is not None:
-            self._overlap.finish()
-        else:
-            for index in range(len(self._buckets)):
-                self._start(index)
+        self._overlap.finish()
         under_way, self._under_way = self._under_way, []
         counts = torch.tensor([float(here) for _, flags, _ in under_way for here in flags])
         counts = counts.to(self._buckets[0].device) if self._buckets else counts

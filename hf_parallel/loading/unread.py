@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.config import HFParallelConfig
@@ -21,6 +20,7 @@ from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.loading.conversions import Group
 from hf_parallel.loading.files import Reader, Stored
+from hf_parallel.loading.together import raise_anywhere
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.cut import settle_placeholders
 
@@ -123,7 +123,7 @@ class Unread:
             self._fill(model, ledger, mesh, device)
         except CheckpointError as error:
             problem = str(error)
-        _raise_anywhere(problem)
+        raise_anywhere(problem)
         settle_placeholders(model, device)
         for name in (RECORD, "_apply"):
             vars(model).pop(name, None)
@@ -267,16 +267,3 @@ def _refuse_to_run(model: nn.Module, args: tuple[Any, ...]) -> None:
         "rank reads its own part when training or evaluation begins. Give it to "
         "Trainer(callbacks=[HFParallelCallback()]) or to an Accelerator with an HFParallelPlugin first."
     )
-
-
-def _raise_anywhere(problem: str | None) -> None:
-    """Raise on every rank what went wrong on any; collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if problem is not None:
-            raise CheckpointError(problem)
-        return
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next((text for text in problems if text is not None), None)
-    if first is not None:
-        raise CheckpointError(first)

@@ -5,14 +5,26 @@ On a GPU host memory is pinned and both ways have a stream of their own, so copi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 
-class CopyStreams:
-    """Two side streams of a GPU, made when they are first needed; none elsewhere."""
+Follow: TypeAlias = Callable[[Tensor], Callable[[Tensor], None] | None]
 
-    def __init__(self) -> None:
+
+class CopyStreams:
+    """Two side streams of a GPU, made when they are first needed; none elsewhere.
+
+    Args:
+        follow: Asked of every tensor that leaves its device; what it returns, if anything, is told of the tensor that stands
+            for it later. For code that knows tensors by their memory.
+    """
+
+    def __init__(self, follow: Follow = lambda tensor: None) -> None:
+        self.follow = follow
         self._made: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
     def of(self, device: torch.device, way: str) -> torch.cuda.Stream | None:
@@ -38,6 +50,7 @@ class HostCopy:
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=self._down is not None)
         self._back: Tensor | None = None
         self._source: Tensor | None = tensor
+        self._moved: Callable[[Tensor], None] | None = None
         if self._down is None:
             self._host.copy_(tensor)
         else:
@@ -52,7 +65,10 @@ class HostCopy:
 
     def settle(self) -> None:
         """Let go of the tensor: what comes next on its stream may write to its memory."""
-        if self._down is not None and self._source is not None:
+        if self._source is None:
+            return
+        self._moved = self._streams.follow(self._source)
+        if self._down is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._down)
         self._source = None
 
@@ -81,6 +97,8 @@ class HostCopy:
             torch.cuda.current_stream(self._device).wait_stream(up)
         if self._back is None:
             raise RuntimeError("fetch() left nothing")
+        if self._moved is not None:
+            self._moved(self._back)
         return self._back
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, parameters and buffers that are on `meta` are zeros on `device`, a parameter's in the memory of one element.
+    """Inside, parameters and buffers that are on `meta` are zeros on `device`, those of parameters in next to no memory.
 
     For code that looks at values of its inputs (masks do) and at no weights. Afterwards as `on_meta`.
     """
@@ -31,9 +32,14 @@ def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
     def zeros(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.detach()
-        if isinstance(tensor, nn.Parameter):
-            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)  # may be written to
+        if not isinstance(tensor, nn.Parameter):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)  # may be written to
+        if device.type == "cpu":
+            # numpy takes zeroed pages from the system, which cost nothing until they are written to; torch writes zeros.
+            return torch.from_numpy(np.zeros(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
+        # Products of experts insist on the strides of whole matrices.
+        stored = tensor.shape[-2:] if tensor.ndim > 2 else torch.Size()
+        return torch.zeros(stored, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
     with _replaced(model, zeros):
         yield

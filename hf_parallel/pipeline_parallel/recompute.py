@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.host_copies import CopyStreams
+from hf_parallel.pipeline_parallel.host_copies import CopyStreams, Follow
 from hf_parallel.pipeline_parallel.intercept import wrap_forward
 from hf_parallel.pipeline_parallel.kept import Kept, Made, mapped, thaw
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
@@ -108,7 +108,13 @@ class Recomputation(Uncopyable):
 
 
 def recompute_blocks(
-    model: nn.Module, stack: str, groups: Sequence[range], *, offload: bool = False, products: int | None = None
+    model: nn.Module,
+    stack: str,
+    groups: Sequence[range],
+    *,
+    offload: bool = False,
+    products: int | None = None,
+    follow: Follow = lambda tensor: None,
 ) -> Recomputation:
     """Checkpoint groups of blocks of a model in place, before or after it is cut into stages.
 
@@ -121,6 +127,7 @@ def recompute_blocks(
         groups: disjoint ranges of blocks that run one after the other, e.g. from `groups_for`.
         offload: whether what is kept of a group's inputs goes to host memory between its forward and its backward.
         products: keep the results of attention and of one matrix product in so many; None keeps none.
+        follow: whom to tell where a tensor is after it was in host memory (see `CopyStreams`).
 
     Raises:
         UnsupportedError: The model checkpoints its blocks itself.
@@ -132,7 +139,7 @@ def recompute_blocks(
         raise PlanError(f"groups={[list(g) for g in groups]} must be disjoint and within the {len(blocks)} blocks.")
     for name, module in model.named_modules():
         _refuse_second_checkpointing(module, name)
-    done = Recomputation(groups, CopyStreams() if offload else None, products)
+    done = Recomputation(groups, CopyStreams(follow) if offload else None, products)
     for indices in groups:
         group = _Group(done, indices)
         for position, index in enumerate(indices):

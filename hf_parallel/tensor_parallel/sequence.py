@@ -98,6 +98,17 @@ class SequenceMode:
             del self._remembered[next(iter(self._remembered))]
         return length
 
+    def follow(self, hidden: Tensor) -> Callable[[Tensor], None] | None:
+        """What tells this mode about a copy of `hidden` that a recomputed block will get; None if it knows nothing of it."""
+        length = self._remembered.get(hidden.data_ptr())
+        if length is None:
+            return None
+
+        def moved(copied: Tensor) -> None:
+            self.remember(copied, length)
+
+        return moved
+
     def along(self, length: int = 0) -> tuple[TPGroup, int, list[int]]:
         """Group, dim and sizes for the functions that cut and gather."""
         return self.group, self.dim, sequence_sizes(length or self.length, self.group)
@@ -132,7 +143,7 @@ class _RowState:
 
 def install_blocks(
     model: nn.Module, plan: SequencePlan, group: TPGroup, sections: Sequence[range] | None = None
-) -> None:
+) -> SequenceMode:
     """Let the blocks of each section hand on parts of the sequence; `install_regions` has to follow. In place.
 
     Call before anything else is put over the blocks' forwards (stages, recomputation), so that it stays outside.
@@ -143,6 +154,9 @@ def install_blocks(
         group: The tensor-parallel group.
         sections: Runs of blocks, by index in the stack, each of which begins and ends with whole hidden states; None:
             the whole stack is one.
+
+    Returns:
+        What the blocks share, kept as `tp_sequence` of the model.
     """
     mode = vars(model)["tp_sequence"] = SequenceMode(group, plan.dim)
     model.register_forward_pre_hook(_see_call, with_kwargs=True)
@@ -152,6 +166,7 @@ def install_blocks(
         for block in inside:
             state = _BlockState(mode, block, block is inside[0], block is inside[-1])
             _put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
+    return mode
 
 
 def install_regions(

@@ -201,6 +201,8 @@ def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspe
             )
     if accelerate.get("use_cpu") is True:
         return
+    if not machine.gpus and str(accelerate.get("mixed_precision")).lower() == "fp16":
+        yield "mixed_precision='fp16' on a machine without a GPU: fp16 needs one. Set mixed_precision to bf16 or 'no'."
     old = [gpu for gpu in machine.gpus if gpu.capability < AMPERE]
     if old and str(accelerate.get("mixed_precision")).lower() == "bf16":
         major, minor = old[0].capability

@@ -29,12 +29,18 @@ TWO_RANKS = [
     Case("sp2_mixtral", model="mixtral", parallel=SP, steps=4),
     Case("sp2_mamba", model="mamba", parallel=SP, arguments=NO_NOISE, steps=4),
     Case("sp2_checkpointing", parallel=SP, arguments={"gradient_checkpointing": True}, **VARIABLE),
-    Case("sp2_recomputed", parallel={**SP, "every": 2}, **VARIABLE),
+    Case("sp2_recomputed", parallel={**SP, "activation_checkpointing": {"every": 2, "offload": True}}, **VARIABLE),
+    Case("sp2_selective", parallel={**SP, "activation_checkpointing": {"every": 2, "mode": "selective"}}, **VARIABLE),
 ]
 FOUR_RANKS = [
     Case("sp2_pp2", model="llama_tied", parallel=SP_PP2, **VARIABLE),
     Case("sp2_pp2_gpt2", model="gpt2", parallel=SP_PP2, **ACCUMULATED),
-    Case("sp2_pp2_qwen3", model="qwen3", parallel={**SP_PP2, "every": 1}, **VARIABLE),
+    Case(
+        "sp2_pp2_qwen3",
+        model="qwen3",
+        parallel={**SP_PP2, "activation_checkpointing": {"every": 1, "offload": True}},
+        **VARIABLE,
+    ),
     Case("sp2_pp2_zero_bubble", parallel={**SP_PP2, "schedule": "zbv_zero_bubble", "num_microbatches": 4}, **VARIABLE),
     Case("sp2_dp2", model="llama_tied", parallel=SP, **VARIABLE),
     Case("sp2_dp2_gpt2", model="gpt2", parallel=SP, **ACCUMULATED),

@@ -161,14 +161,10 @@ def test_a_checkpoint_has_the_usual_files_and_no_pickled_objects(runs: dict[tupl
             "trainer_state.json",
             "training_args.json",
             *(f"rng_state_{rank}.pth" for rank in range(world_size)),
-            *optimizer_files(MESHES[mesh][1]),
-            *(["pipeline_state.json"] if mesh.startswith("pp") else []),
+            "manifest.json",
+            "training_state",
+            "training_state.json",
         }
-
-
-def optimizer_files(parallel: dict[str, Any]) -> list[str]:
-    stages, shards = parallel.get("pp_size", 1), parallel.get("tp_size", 1)
-    return [f"optimizer-stage{stage}-tp{shard}.safetensors" for stage in range(stages) for shard in range(shards)]
 
 
 def test_every_rank_sees_the_same_numbers(runs: dict[tuple[str, str], list[Any]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ from rank_runner import run_ranks
 from torch import nn
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
+from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpointing.optimizer import OptimizerView, Place, state_pieces
+from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpointing.restore import SavedState, restore
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory, pins
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
-from hf_parallel.data_parallel.zero_state import collect_state, restore_state
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.ledger import build_ledger
+from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.replica_sections import ZeroConfig
 
 
@@ -212,6 +218,35 @@ def test_a_parameter_that_others_read_is_there_before_they_do(tmp_path: Path) ->
     run_ranks(late_rank, 2, tmp_path=tmp_path)
 
 
+def exchange_states(parts: list[ZeroPartition], models: list[nn.Module], world_size: int) -> None:
+    """Save both optimizers, compare what was saved, and read each from the folder of the other."""
+    mesh = Mesh.build(MeshShape(world_size, 1, 1), timeout=timedelta(seconds=30))
+    saved, views = [], []
+    for index, (part, model) in enumerate(zip(parts, models, strict=True)):
+        ledger = build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs={})
+        place, folder = Place(ledger, mesh), Path(f"state-{index}")
+        views.append(OptimizerView(part.optimizer, dict(model.named_parameters()), part))
+        pieces, numbers = state_pieces(views[-1], place)
+        save_pieces(folder, pieces)
+        saved.append(SavedState(TensorIndex(folder), numbers, place))
+    one, other = (whole_tensors(state.index) for state in saved)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[label]) for label, tensor in one.items())
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} for group in parts[0].optimizer.param_groups
+    ]
+    for view, state in zip(views, reversed(saved), strict=True):
+        restore(
+            view, state, [{**each, "params": names} for each, names in zip(settings, view.group_names, strict=True)]
+        )
+
+
+def whole_tensors(index: TensorIndex) -> dict[str, torch.Tensor]:
+    whole = {label: torch.zeros(shape, dtype=dtype) for label, (shape, dtype) in index.tensors.items()}
+    index.read([Piece(label, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for label, tensor in whole.items()])
+    return whole
+
+
 def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> None:
     """With the optimizer in host memory: bit for bit what it is without, the same state, in memory of its own."""
     torch.manual_seed(0)
@@ -230,15 +265,7 @@ def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> Non
         optimizers.append((optimizer, twin))
     for step in range(4):
         if step == 2:  # resume each from the state of the other
-            states = [collect_state(part) for part in parts]
-            dist.broadcast_object_list(states, src=0)
-            assert states[0].keys() == states[1].keys()
-            for name, state in states[0].items():
-                assert state.keys() == states[1][name].keys()
-                assert all(torch.equal(value, states[1][name][key]) for key, value in state.items())
-            settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizers[0][0].param_groups]
-            for part, state in zip(parts, reversed(states), strict=True):
-                restore_state(part, state, settings)
+            exchange_states(parts, [twin for _, twin in optimizers], world_size)
         for half in range(stage):
             for part, (_, twin) in zip(parts, optimizers, strict=True):
                 generator = torch.Generator().manual_seed(100 * step + 10 * half + rank)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is damaged, foreign or of another layout is refused by name, and a good one is never lost."""
+"""Weights of a checkpoint: every rank reads exactly its own, and what is damaged or foreign is refused by name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_parallel.checkpoint import load_optimizer, load_weights, optimizer_file, publish, save_optimizer, weight_files
+from hf_parallel.checkpoint import check_config, load_weights, weight_files
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
@@ -143,129 +144,34 @@ def test_all_names_of_the_single_file_are_known(single: Path) -> None:
     assert set(weight_files(single)) == set(load_file(single / "model.safetensors"))
 
 
-# -- optimizer ---------------------------------------------------------------------------------------------------------
+def test_the_config_of_another_model_is_refused(single: Path) -> None:
+    check_config(single, tiny.llama(tied=True).config)
+    with pytest.raises(CheckpointError, match=r"config\.json: num_hidden_layers=4, but this run's model has 2\. "):
+        check_config(single, tiny.llama(layers=2).config)
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type=llama, but this run's model has gpt2\. "):
+        check_config(single, tiny.gpt2().config)
+    (single / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: .*truncated or damaged"):
+        check_config(single, tiny.llama().config)
 
 
-def trained() -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
-    generator = torch.Generator().manual_seed(0)
-    parameters = {name: nn.Parameter(torch.randn(3, 2, generator=generator)) for name in ("a", "b", "c")}
-    optimizer = torch.optim.AdamW(
-        [{"params": [parameters["a"], parameters["b"]]}, {"params": [parameters["c"]], "lr": 0.3}], lr=0.1
-    )
-    for parameter in parameters.values():
-        parameter.grad = torch.randn(3, 2, generator=generator)
-    optimizer.step()
-    return optimizer, parameters
-
-
-def test_optimizer_state_is_read_back_exactly(tmp_path: Path) -> None:
-    optimizer, parameters = trained()
-    save_optimizer(tmp_path, optimizer, parameters, ALONE)
-    fresh = torch.optim.AdamW(
-        [{"params": [parameters["a"], parameters["b"]]}, {"params": [parameters["c"]], "lr": 5.0}], lr=5.0
-    )
-    load_optimizer(tmp_path, fresh, parameters, ALONE)
-    for parameter in parameters.values():
-        assert optimizer.state[parameter].keys() == fresh.state[parameter].keys()
-        for key, value in optimizer.state[parameter].items():
-            assert torch.equal(fresh.state[parameter][key], value), key
-    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.3]
-
-
-def test_another_layout_is_refused(tmp_path: Path) -> None:
-    optimizer, parameters = trained()
-    save_optimizer(tmp_path, optimizer, parameters, place(MeshShape(1, 2, 1), 0))
-    with pytest.raises(
-        CheckpointError, match=r"stage0-tp0.* was saved with .*'pp_size': 2.*Resume with the saved layout"
-    ):
-        load_optimizer(tmp_path, optimizer, parameters, ALONE)
-    with pytest.raises(CheckpointError, match=r"stage1-tp0.* does not exist: .*another pp_size or tp_size"):
-        load_optimizer(tmp_path, optimizer, parameters, place(MeshShape(1, 2, 1), 1))
-
-
-def test_another_optimizer_or_other_groups_are_refused(tmp_path: Path) -> None:
-    optimizer, parameters = trained()
-    save_optimizer(tmp_path, optimizer, parameters, ALONE)
-    one_group = torch.optim.AdamW(parameters.values())
-    with pytest.raises(CheckpointError, match=r"other parameter groups than this run's AdamW"):
-        load_optimizer(tmp_path, one_group, parameters, ALONE)
-    sgd = torch.optim.SGD([{"params": [parameters["a"], parameters["b"]]}, {"params": [parameters["c"]]}], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"holds the state of AdamW, this run uses SGD"):
-        load_optimizer(tmp_path, sgd, parameters, ALONE)
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 100])
-def test_a_damaged_optimizer_file_is_named(content: bytes, tmp_path: Path) -> None:
-    optimizer, parameters = trained()
-    optimizer_file(tmp_path, ALONE).write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=r"optimizer-stage0-tp0\.safetensors cannot be read: .*truncated or damaged"
-    ):
-        load_optimizer(tmp_path, optimizer, parameters, ALONE)
-
-
-def test_a_foreign_optimizer_file_is_named(tmp_path: Path) -> None:
-    optimizer, parameters = trained()
-    save_file({"a": torch.zeros(2)}, optimizer_file(tmp_path, ALONE))
-    with pytest.raises(CheckpointError, match=r"optimizer-stage0-tp0\.safetensors .*not written by hf_parallel"):
-        load_optimizer(tmp_path, optimizer, parameters, ALONE)
-
-
-# -- publishing --------------------------------------------------------------------------------------------------------
-
-
-def folder_with(path: Path, text: str) -> Path:
-    (path / "sub").mkdir(parents=True)
-    (path / "sub" / "file.txt").write_text(text)
-    return path
-
-
-def test_a_published_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    final = folder_with(tmp_path / "checkpoint-2", "old")
-    publish(folder_with(tmp_path / "staging" / "checkpoint-2", "new"), final)
-    assert (final / "sub" / "file.txt").read_text() == "new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "staging"]
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-def test_the_old_folder_is_in_place_whichever_rename_fails(
-    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    final = folder_with(tmp_path / "checkpoint-2", "old")
-    staged = folder_with(tmp_path / "staging" / "checkpoint-2", "new")
-    rename, calls = Path.rename, []
-
-    def failing_rename(self: Path, target: Path) -> Path:
-        calls.append(self)
-        if len(calls) == failing:
-            raise OSError("no space left")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing_rename)
-    with pytest.raises(OSError, match="no space left"):
-        publish(staged, final)
-    assert (final / "sub" / "file.txt").read_text() == "old"
-    monkeypatch.setattr(Path, "rename", rename)
-    publish(staged, final)
-    assert (final / "sub" / "file.txt").read_text() == "new"
-
-
-def test_after_a_kill_between_the_renames_the_old_folder_outlives_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kill lets nothing clean up: the old folder has its spare name until a new one is in place."""
-    final = folder_with(tmp_path / "checkpoint-2", "old")
-    spare = final.rename(tmp_path / ".checkpoint-2.replaced")
-    staged = folder_with(tmp_path / "staging" / "checkpoint-2", "new")
-
-    def fail(self: Path, target: Path) -> Path:
-        assert (spare / "sub" / "file.txt").read_text() == "old"
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", fail)
-        with pytest.raises(KeyboardInterrupt):
-            publish(staged, final)
-    assert (spare / "sub" / "file.txt").read_text() == "old"
-    publish(staged, final)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "staging"] == ["checkpoint-2"]
+def test_names_that_transformers_converts_are_read_by_its_own_conversion(tmp_path: Path) -> None:
+    expected, model = tiny.mixtral(), tiny.mixtral()
+    expected.save_pretrained(tmp_path)
+    assert not any("gate_up_proj" in name for name in weight_files(tmp_path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = expected.get_parameter(name).detach()
+    spec = ShardSpec.contiguous(1, whole.shape[1])
+    ledger = ledger_of(model, {name: spec})
+    for rank in range(2):
+        held = {key: torch.zeros_like(parameter) for key, parameter in model.named_parameters()}
+        held[name] = torch.zeros_like(spec.shard(whole, 2, rank))
+        load_weights(tmp_path, ledger, held, place(MeshShape(1, 1, 2), rank), converted=conversion_of(tmp_path, model))
+        for key, tensor in held.items():
+            want = spec.shard(whole, 2, rank) if key == name else expected.get_parameter(key)
+            assert torch.equal(tensor, want), key
+    with pytest.raises(CheckpointError, match=r"no tensor named model\.layers\.0\.mlp\.gate\.weight among \d+"):
+        load_weights(tmp_path, ledger, held, ALONE)

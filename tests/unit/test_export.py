@@ -19,7 +19,7 @@ from hf_parallel.deepspeed.rules import json_warnings
 from hf_parallel.errors import ConfigError
 from hf_parallel.export import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.machine.facts import Machine
-from hf_parallel.recipes import KEY, SECTION
+from hf_parallel.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
 from hf_parallel.replica_sections import ZeroConfig
 from hf_parallel.validation.check import check_file
 
@@ -64,6 +64,49 @@ def test_deepspeed_itself_takes_the_config(stage: int) -> None:
 
     zero = to_deepspeed(settings({"stage": stage}), FILE, zero_keys())["zero_optimization"]
     assert DeepSpeedZeroConfig(**{key: value for key, value in zero.items() if value != "auto"}).stage == stage
+
+
+def filled_in(config: dict[str, Any]) -> dict[str, Any]:
+    """As the Trainer hands it over: with numbers of its own for 'auto'."""
+    steps = config["gradient_accumulation_steps"]
+    own = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1 if steps == "auto" else steps}
+    zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}
+    chosen = {key: value for key, value in config.items() if value != "auto"}
+    rows = (
+        own["train_micro_batch_size_per_gpu"] * own["gradient_accumulation_steps"]
+    )  # on the one process of this test
+    precision = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+    return chosen | own | precision | {"train_batch_size": rows, "zero_optimization": zero}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_is_what_deepspeed_takes_or_is_refused_with_the_reason(name: str) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config, accelerate = load_recipe(name), read_section(find_recipe(name))[1]
+    foreign = {
+        "pp_size": config.pp_size > 1,
+        "tp_size": config.tp_size > 1,
+        "gradient_compression": config.gradient_compression.method != "none",
+        "local_sgd": config.local_sgd.sync_every > 1,
+    }
+    reasons = [key for key, asked in foreign.items() if asked]
+    if reasons:
+        with pytest.raises(ConfigError) as refused:
+            to_deepspeed(config, accelerate, zero_keys())
+        assert all(f"{key}" in str(refused.value) for key in reasons)
+        assert "DeepSpeed cannot express it" in str(refused.value)
+        return
+    exported = to_deepspeed(config, accelerate, zero_keys())
+    taken = DeepSpeedConfig(filled_in(exported))
+    assert taken.zero_config.stage == config.zero.stage
+    assert taken.bfloat16_config.enabled
+    if config.gradient_accumulation_steps != "auto":
+        assert taken.gradient_accumulation_steps == config.gradient_accumulation_steps
+    for part in ("optimizer", "param"):
+        offload = getattr(taken.zero_config, f"offload_{part}")
+        assert ("none" if offload is None else str(offload.device)) == getattr(config.zero, f"offload_{part}")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.recipes import find_recipe, list_recipes, load_recipe, read_section, recipes_folder
 
@@ -80,6 +82,20 @@ def test_every_gpu_recipe_fits_what_it_assumes_and_says_what_it_needs(name: str)
     assert recipes_page.header(name)
     assert recipes_page.with_header(name, text) == text
     assert "use_cpu" not in text
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_validate_passes_on_every_gpu_recipe_with_its_model(name: str, tmp_path: Path) -> None:
+    run = recipes_page.run_of(name)
+    recipes_page.config_of(run).save_pretrained(tmp_path)
+    sizes = {"--rows": run.work.rows, "--length": run.work.length, "--adapters": run.adapters}
+    limits = {"--dtype": run.precision, "--gpu-gb": run.gpu_gb, "--host-gb": run.host_gb}
+    options = [str(item) for pair in (sizes | limits).items() for item in pair]
+    result = CliRunner().invoke(app, ["validate", name, "--model", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    assert "warning" not in result.output
+    layout = load_recipe(name)
+    assert f"valid, tp {layout.tp_size} x pp {layout.pp_size} x dp" in result.output
 
 
 def test_the_page_of_recipes_is_what_the_code_counts() -> None:

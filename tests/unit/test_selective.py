@@ -98,9 +98,9 @@ class Drawing(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.ops.hf_parallel_test.scaled_dot_product_noise(self.linear(x))
-        return nn.functional.dropout(x, 0.5)
+        return nn.functional.dropout(x, 0.5), x
 
 
 @torch.library.custom_op("hf_parallel_test::scaled_dot_product_noise", mutates_args=())
@@ -121,8 +121,9 @@ class Changed(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).mul_(2).sin())
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.second(self.first(x).mul_(2).sin())
+        return result, (result + 1).sin()
 
 
 class Stack(nn.Module):
@@ -131,10 +132,11 @@ class Stack(nn.Module):
         self.blocks, self.scaled = nn.ModuleList(kind() for _ in range(3)), scaled
 
     def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
         for block in self.blocks:
-            x = block(x)
-            x = x.mul_(3) if self.scaled else x
-        return x.square().sum()
+            x, other = block(x)
+            x, total = x.mul_(3) if self.scaled else x, total + other.sum()
+        return x.square().sum() + total
 
 
 @pytest.mark.parametrize("kind", [Drawing, Changed])

@@ -76,6 +76,8 @@ def test_every_recipe_is_without_a_finding(name: str) -> None:
         ({"num_processes": 4, "num_machines": 3}, r"^num_processes=4 with num_machines=3: .*to 3 or 6\."),
         ({"mixed_precision": False}, r"^mixed_precision=false: YAML reads the bare word no as false.*'no', in quotes"),
         ({"mixed_precision": "half"}, r"^mixed_precision='half': expected one of no, fp16, bf16, fp8"),
+        ({"deepspeed_confg": {"zero_stage": 2}}, r"^deepspeed_confg: unknown key.*Did you mean deepspeed_config\?"),
+        ({"mixed_precision": "fp16"}, r"^mixed_precision='fp16' on a machine without a GPU: .*to bf16 or 'no'"),
         ({"mixed_precision": "fp16", "use_cpu": True}, r"^mixed_precision='fp16' with use_cpu=true.*to bf16 or 'no'"),
         (
             {"deepspeed_config": {"zero_stage": 2}},
@@ -98,6 +100,17 @@ def test_a_file_without_a_type_or_our_section_is_named(tmp_path: Path) -> None:
     assert_only(messages(checked, "warning"), r"^parallelism_config\.hf_parallel: there is no such section.*Add one")
 
 
+@pytest.mark.parametrize(
+    "ours", [{"pp_size": 2}, {"tp_size": 2}, {"zero": {"stage": 2}}, {"gradient_accumulation_steps": 8}]
+)
+def test_what_deepspeed_would_ignore_is_refused_beside_it(ours: dict[str, Any], tmp_path: Path) -> None:
+    content = with_ours(ours, distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 2})
+    assert_only(
+        messages(check(tmp_path, content, AMPERE)),
+        r"^distributed_type='DEEPSPEED' with .*(pp_size=2|tp_size=2|stage=2|steps=8)",
+    )
+
+
 def test_accelerate_s_own_sizes_need_fsdp_2(tmp_path: Path) -> None:
     sizes = {"parallelism_config": {"parallelism_config_tp_size": 2}}
     assert_only(
@@ -115,6 +128,27 @@ def test_accelerate_s_own_sizes_need_fsdp_2(tmp_path: Path) -> None:
         ({"pp_size": 3}, r"num_processes=4 is not a multiple of tp_size \* pp_size = 1 \* 3 = 3.*to 3 or 6"),
         ({"pp_size": 0}, r"^pp_size=0: expected pipeline stages"),
         ({"zero": {"stagge": 1}}, r"zero\.stagge: unknown key\. Did you mean stage\?"),
+        ({"zeroo": {"stage": 1}}, r"^zeroo: unknown key\. Did you mean zero\?"),
+        (
+            {"activation_checkpoint": {"every": 1}},
+            r"^activation_checkpoint: unknown key\. Did you mean activation_checkpointing\?",
+        ),
+        ({"zero": {"stage": 4}}, r"^zero\.stage=4: expected an integer from 0 to 3"),
+        (
+            {"zero": {"stage": 2, "offload_param": "cpu"}},
+            r"^zero\.offload_param=cpu with zero\.stage=2 .*Set zero\.stage to 3",
+        ),
+        (
+            {"zero": {"offload_optimizer": "cpu"}},
+            r"^zero\.offload_optimizer='cpu' with zero\.stage=0 has no effect.*Set zero\.stage to 1",
+        ),
+        ({"zero": {"stage": 3, "offload_param": "cpu"}}, r"^zero\.offload_param=cpu without the other: .*both to cpu"),
+        (
+            {"zero": {"stage": 3, "offload_param": "nvme", "offload_optimizer": "nvme"}},
+            r"^zero\.offload_(param|optimizer)='?nvme",
+        ),
+        ({"pp_size": 2, "zero": {"stage": 3}}, r"^zero\.stage=3 with pp_size=2: .*zero\.stage to 1, or pp_size to 1"),
+        ({"gradient_accumulation_steps": 0}, r"^gradient_accumulation_steps=0: expected batches of an optimizer step"),
         ({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": "x.csv"}}, r"x\.csv: cannot be read"),
     ],
 )
@@ -347,9 +381,10 @@ def test_the_lock_of_a_killed_build_is_refused_for_deepspeed(tmp_path: Path) -> 
 def test_a_missing_number_of_processes_is_a_warning(tmp_path: Path) -> None:
     content = with_ours()
     del content["num_processes"]
-    checked = check(tmp_path, content)
-    assert checked.errors == []
-    assert_only(messages(checked, "warning"), r"^num_processes: without it every launch needs --num_processes")
+    for changes in ({}, {"num_processes": -1}):
+        checked = check(tmp_path, content | changes)
+        assert checked.errors == []
+        assert_only(messages(checked, "warning"), r"^num_processes: without it every launch needs --num_processes")
 
 
 def test_the_global_batch_counts_model_copies_not_processes() -> None:
@@ -428,6 +463,23 @@ def test_a_native_layout_is_judged_too(model: str, tmp_path: Path) -> None:
     assert "train_batch_size=99: 8 rows * 1 accumulated * 2 copies" in invoke(
         str(path), "--rows", "8", "--global-batch", "99"
     ).output  # fmt: skip
+
+
+def test_too_little_ram_for_a_recipe_is_refused_before_it_is_launched(model: str) -> None:
+    options = ("--model", model, "--dtype", "half", "--gpu-gb", "24")
+    refused = invoke("budget_3090_7b", *options, "--host-gb", "64")
+    assert refused.exit_code == 1
+    assert (
+        "RAM: parameters, gradients, optimizer state 107.8 = 107.8 GB needed for what is offloaded, 64.0 GB there"
+        in refused.output
+    )
+    assert invoke("budget_3090_7b", *options, "--host-gb", "192").exit_code == 0
+
+
+def test_adapters_are_counted_instead_of_the_model(model: str) -> None:
+    options = ("--model", model, "--dtype", "half", "--gpu-gb", "24", "--host-gb", "64")
+    assert "GPU memory: " in invoke("budget_3090_lora", *options).output
+    assert invoke("budget_3090_lora", *options, "--adapters", "40000000").exit_code == 0
 
 
 def test_accumulation_is_the_file_s_number(model: str, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""One verdict for all ranks: what fails on one of them is the same error on every one, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_parallel.errors import CheckpointError
+from hf_parallel.mesh import Mesh
+
+
+class AgreedError(CheckpointError):
+    """An error that all ranks know of already."""
+
+
+@contextmanager
+def together(
+    mesh: Mesh, folder: Path, group: dist.ProcessGroup | None = None, *, writes: bool = True
+) -> Iterator[None]:
+    """Do something on every rank; if it fails on one, raise its error on all. Ends with a barrier.
+
+    What is inside must not leave other ranks waiting when it fails on one: collective steps that can fail have their own.
+
+    Args:
+        mesh: This rank's mesh.
+        folder: What is written or read, for the message.
+        group: Who takes part; None for all ranks.
+        writes: Whether it is written: the message then says how much space is left.
+
+    Raises:
+        CheckpointError: With the text of the first rank that failed.
+    """
+    cause: Exception | None = None
+    try:
+        yield
+    except AgreedError:
+        raise
+    except Exception as error:  # noqa: BLE001  raised below, on every rank
+        cause = error
+    text = None if cause is None else _text(cause, folder, mesh, writes)
+    texts: list[str | None] = [text]
+    if mesh.shape.world_size > 1:
+        texts = [None] * mesh.shape.world_size
+        dist.all_gather_object(texts, text, group=group)
+    first = next((text for text in texts if text is not None), None)
+    if first is not None:
+        raise AgreedError(first) from cause
+
+
+def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
+    who = f"{mesh.describe()}: " if mesh.shape.world_size > 1 else ""
+    if isinstance(error, CheckpointError) and not writes:
+        return f"{who}{error}"
+    what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    if not writes:
+        return f"{who}{folder} cannot be read: {what}"
+    return (
+        f"{who}{folder} could not be written: {what} ({free_space(folder)} free there). Checkpoints that were complete "
+        "before are as they were. Free some space, or lower save_total_limit, and resume."
+    )
+
+
+def free_space(folder: Path) -> str:
+    """Bytes that can still be written to the file system of a folder, in words."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    return f"{free / 2**30:.2f} GiB" if free >= 2**30 else f"{free / 2**20:.2f} MiB"

@@ -1,0 +1,226 @@
+"""Optimizer state by name: read back exactly, whoever holds what, and never taken for that of other parameters.
+
+If these fail, a resumed run steps with the moments of other parameters, or with those of another rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpointing.optimizer import OptimizerView, state_pieces
+from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpointing.restore import SavedState, match_groups
+from hf_parallel.errors import CheckpointError
+from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.training_state import (
+    DESCRIPTION,
+    TENSORS,
+    Holdings,
+    load_training_state,
+    read_description,
+    rng_source,
+    snapshot,
+    write_snapshot,
+)
+
+
+ALONE = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
+
+
+def model() -> nn.ParameterDict:
+    generator = torch.Generator().manual_seed(0)
+    return nn.ParameterDict({name: nn.Parameter(torch.randn(3, 2, generator=generator)) for name in ("a", "b", "c")})
+
+
+def ledger_of(whole: nn.Module, specs: dict[str, ShardSpec] | None = None) -> Ledger:
+    return build_ledger(whole, pp_size=1, holds=lambda stage, name: True, specs=specs or {})
+
+
+def adamw(parameters: nn.ParameterDict, **options: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [parameters["a"], parameters["b"]]}, {"params": [parameters["c"]], "lr": 0.3}]
+    return torch.optim.AdamW(groups, lr=0.1, **options)
+
+
+def trained(kind: Any = adamw) -> tuple[torch.optim.Optimizer, nn.ParameterDict]:
+    parameters = model()
+    optimizer = kind(parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    return optimizer, parameters
+
+
+def holdings(parameters: nn.ParameterDict) -> Holdings:
+    return Holdings(ledger_of(parameters), ALONE, dict(parameters.items()), {})
+
+
+def save(folder: Path, optimizer: torch.optim.Optimizer, parameters: nn.ParameterDict) -> None:
+    held = holdings(parameters)
+    folder.mkdir(exist_ok=True)
+    write_snapshot(folder, snapshot(folder, held, optimizer), held.mesh)
+
+
+def assert_equal(
+    optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer, names: nn.ParameterDict, others: nn.ParameterDict
+) -> None:
+    for name, parameter in names.items():
+        mine, theirs = optimizer.state[parameter], other.state[others[name]]
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key])), key
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        adamw,
+        lambda named: torch.optim.AdamW(named.values(), lr=0.1, amsgrad=True),
+        lambda named: torch.optim.SGD(named.values(), lr=0.1, momentum=0.9),
+        lambda named: torch.optim.Adafactor(named.values(), lr=0.1),
+    ],
+    ids=["adamw", "amsgrad", "sgd", "adafactor"],
+)
+def test_state_is_read_back_exactly(kind: Any, tmp_path: Path) -> None:
+    optimizer, parameters = trained(kind)
+    save(tmp_path, optimizer, parameters)
+    others = model()
+    fresh = kind(others)
+    for group in fresh.param_groups:
+        group["lr"] = 5.0
+    load_training_state(tmp_path, holdings(others), fresh)
+    assert_equal(optimizer, fresh, parameters, others)
+    assert [group["lr"] for group in fresh.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+def test_groups_are_matched_by_name(tmp_path: Path) -> None:
+    optimizer, parameters = trained()
+    save(tmp_path, optimizer, parameters)
+    others = model()
+    fresh = torch.optim.AdamW([{"params": [others["c"]]}, {"params": [others["b"], others["a"]]}], lr=5.0)
+    assert load_training_state(tmp_path, holdings(others), fresh).order == [1, 0]
+    assert_equal(optimizer, fresh, parameters, others)
+    assert [group["lr"] for group in fresh.param_groups] == [0.3, 0.1]
+
+
+def groups_of(view: OptimizerView) -> list[dict[str, Any]]:
+    return [{"params": names} for names in view.group_names]
+
+
+def test_other_groups_are_refused_by_name() -> None:
+    optimizer, parameters = trained()
+    saved = groups_of(OptimizerView(optimizer, dict(parameters.items())))
+
+    def matched(*groups: list[str]) -> list[int]:
+        made = torch.optim.AdamW([{"params": [parameters[name] for name in group]} for group in groups])
+        return match_groups(saved, OptimizerView(made, dict(parameters.items())))
+
+    assert matched(["a", "b"], ["c"]) == [0, 1]
+    with pytest.raises(CheckpointError, match=r"has 2 parameter groups, this run's AdamW has 1\."):
+        matched(["a", "b", "c"])
+    with pytest.raises(
+        CheckpointError, match=r"group 1 of this run's AdamW \(with b\) is not one of the checkpoint's"
+    ):
+        matched(["a"], ["b", "c"])
+    with pytest.raises(CheckpointError, match=r"b is not trained now and was when the checkpoint was saved"):
+        matched(["a"], ["c"])
+    saved[0]["params"].remove("a")
+    with pytest.raises(CheckpointError, match=r"a is trained now and was not when the checkpoint was saved"):
+        matched(["a", "b"], ["c"])
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    optimizer, parameters = trained()
+    save(tmp_path, optimizer, parameters)
+    with pytest.raises(CheckpointError, match=r"the state is that of AdamW, this run uses SGD"):
+        load_training_state(tmp_path, holdings(parameters), torch.optim.SGD(parameters.values()))
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    optimizer, parameters = trained()
+    save(tmp_path, optimizer, parameters)
+    other = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 4)) for name in ("a", "b", "c")})
+    with pytest.raises(CheckpointError, match=r"optimizer::a::exp_avg has shape \(3, 2\), the model needs \(3, 4\)"):
+        load_training_state(tmp_path, holdings(other), adamw(other))
+
+
+def test_statistics_of_a_shard_fit_that_shard_only(tmp_path: Path) -> None:
+    def adafactor(named: nn.ParameterDict) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(named.values(), lr=0.1)
+
+    def at(parameters: nn.ParameterDict, tp_size: int, tp_rank: int) -> Holdings:
+        whole = nn.ParameterDict({name: nn.Parameter(torch.zeros(3 * tp_size, 2)) for name in "abc"})
+        mesh = dataclasses.replace(ALONE, shape=MeshShape(1, 1, tp_size), rank=tp_rank)
+        specs = dict.fromkeys("abc", ShardSpec.contiguous(0, 3 * tp_size))
+        return Holdings(ledger_of(whole, specs), mesh, dict(parameters.items()), {})
+
+    optimizer, parameters = trained(adafactor)
+    view = OptimizerView(optimizer, dict(parameters.items()))
+    pieces: list[Piece] = []
+    for tp_rank in range(2):
+        pieces += state_pieces(view, at(parameters, 2, tp_rank).place())[0]
+    assert {piece.label for piece in pieces if "row_var" in piece.label and "::a::" in piece.label} == {
+        "optimizer::a::row_var@tp0of2",
+        "optimizer::a::row_var@tp1of2",
+    }
+    save_pieces(tmp_path / TENSORS, pieces)
+    index = TensorIndex(tmp_path / TENSORS)
+    others, filling = SavedState(index, {}, at(parameters, 2, 1).place()).others("a")
+    index.read(filling)
+    assert torch.equal(others["row_var"], optimizer.state[parameters["a"]]["row_var"])
+    with pytest.raises(CheckpointError, match=r"row_var of a is a statistic of another tensor-parallel shard"):
+        SavedState(index, {}, at(parameters, 1, 0).place()).others("a")
+
+
+def test_a_tensor_that_is_no_parameter_of_the_model_is_refused(tmp_path: Path) -> None:
+    parameters = model()
+    optimizer = torch.optim.SGD([*parameters.values(), torch.zeros(2, requires_grad=True)])
+    with pytest.raises(CheckpointError, match=r"SGD updates a tensor that is no parameter of the model"):
+        snapshot(tmp_path, holdings(parameters), optimizer)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_description_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / DESCRIPTION).write_text(content)
+    with pytest.raises(CheckpointError, match=r"training_state\.json cannot be read: .*truncated or damaged"):
+        read_description(tmp_path)
+
+
+def test_a_missing_description_and_another_format_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"training_state\.json does not exist: .*weights only"):
+        read_description(tmp_path)
+    (tmp_path / DESCRIPTION).write_text('{"format": 9}')
+    with pytest.raises(CheckpointError, match=r"has format 9, this version reads 1"):
+        read_description(tmp_path)
+
+
+def test_a_missing_tensor_file_is_named(tmp_path: Path) -> None:
+    optimizer, parameters = trained()
+    save(tmp_path, optimizer, parameters)
+    next((tmp_path / TENSORS).glob("*.distcp")).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp: optimizer::a::exp_avg cannot be read: FileNotFoundError"
+    ):
+        load_training_state(tmp_path, holdings(parameters), optimizer)
+
+
+def test_ranks_of_a_model_copy_take_one_random_state() -> None:
+    saved = MeshShape(2, 1, 2)
+    assert [rng_source(saved, dataclasses.replace(ALONE, shape=saved, rank=rank)) for rank in range(4)] == [0, 1, 2, 3]
+    for shape, sources in (
+        (MeshShape(1, 4, 1), [0, 0, 0, 0]),
+        (MeshShape(4, 1, 1), [0, 2, 0, 2]),
+        (MeshShape(2, 2, 1), [0, 0, 2, 2]),
+        (MeshShape(1, 1, 1), [0]),
+    ):
+        here = [dataclasses.replace(ALONE, shape=shape, rank=rank) for rank in range(shape.world_size)]
+        assert [rng_source(saved, mesh) for mesh in here] == sources
