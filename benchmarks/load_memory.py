@@ -65,29 +65,19 @@ def forget_peak() -> None:
 def measure_rank(
     rank: int, world_size: int, folder: str, out: str, layout: dict[str, int], parts: bool
 ) -> dict[str, Any]:
-    import contextlib
-
     import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-    from hf_parallel import HFParallelCallback, sharded_loading
-
-    warm_up(layout)
+    # What is imported and allocated once, whatever the model, is not the model's memory.
+    prepare(f"{folder}-tiny", out, layout, parts).accelerator.hf_parallel.watchdog.stop()
     forget_peak()
-    before = status("VmRSS")
-    with sharded_loading({}, **layout) if parts else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(out, report_to=[], use_cpu=True, disable_tqdm=True),
-        callbacks=[HFParallelCallback({}, **layout)],
-    )
-    engine = trainer.accelerator.attach_model(model)
+    before, private = status("VmRSS"), status("RssAnon")
+    trainer = prepare(folder, out, layout, parts)
     torch.distributed.barrier()
-    peak, steady, private = status("VmHWM"), status("VmRSS"), status("RssAnon")
+    peak, steady, private = status("VmHWM"), status("VmRSS"), status("RssAnon") - private
     forget_peak()
     trainer.save_model(out)
     saved = status("VmHWM")
+    engine = trainer.accelerator.hf_parallel_engine
     trainer.accelerator.hf_parallel.watchdog.stop()
     held = [*engine.attachment.parameters.values(), *engine.attachment.buffers.values()]
     return {
@@ -100,12 +90,24 @@ def measure_rank(
     }
 
 
-def warm_up(layout: dict[str, int]) -> None:
-    """Modules that are imported when a model is first parallelized are not the model's memory."""
-    import importlib
+def prepare(folder: str, out: str, layout: dict[str, int], parts: bool) -> Any:
+    """A Trainer whose model is loaded and cut."""
+    import contextlib
 
-    for name in ("plugin", "callback", "loading.context", "twin", "trainer_saving"):
-        importlib.import_module(f"hf_parallel.{name}")
+    import torch
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from hf_parallel import HFParallelCallback, sharded_loading
+
+    with sharded_loading({}, **layout) if parts else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(out, report_to=[], use_cpu=True, disable_tqdm=True),
+        callbacks=[HFParallelCallback({}, **layout)],
+    )
+    trainer.accelerator.attach_model(model)
+    return trainer
 
 
 def judge(found: dict[str, Any]) -> list[str]:
@@ -138,6 +140,9 @@ def run(layers: int, layouts: list[str], whole: bool) -> list[dict[str, Any]]:
 
 
 def build_rank(rank: int, world_size: int, folder: str, layers: int) -> int:
+    import tiny
+
+    tiny.llama().save_pretrained(f"{folder}-tiny")
     return build(Path(folder), layers)
 
 

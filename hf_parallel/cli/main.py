@@ -13,6 +13,7 @@ from rich.table import Table
 
 from hf_parallel.cli.doctor import doctor
 from hf_parallel.cli.export import export
+from hf_parallel.cli.merge import merge
 from hf_parallel.cli.prebuild import prebuild
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(schedule)
 app.command()(export)
 app.command()(doctor)
+app.command()(merge)
 app.command()(validate)
 app.command()(prebuild)
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +194,8 @@ def move_in(staging: Path, folder: Path, export: Export) -> None:
     """Move a finished folder's files over those of `folder`, weights last, the index after them; drop older weights."""
     files = sorted(staging.iterdir(), key=lambda path: (path.name.startswith("model"), path.name == WEIGHTS_INDEX))
     for path in files:
+        if (folder / path.name).is_dir():
+            shutil.rmtree(folder / path.name)
         os.replace(path, folder / path.name)
     written = {*export.files, *([WEIGHTS_INDEX] if export.index is not None else [])}
     for path in folder.iterdir():

@@ -6,16 +6,18 @@ If these fail, ranks load what they do not need, or train on other weights than 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from accelerate import Accelerator
 from rank_runner import run_ranks
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_parallel import HFParallelCallback, sharded_loading
+from hf_parallel import CheckpointError, HFParallelCallback, HFParallelPlugin, from_pretrained, sharded_loading
 from hf_parallel.ledger import Ledger
 from hf_parallel.loading.unread import RECORD, Unread
 from hf_parallel.loading.write import plan_export, write_weights
@@ -169,3 +171,40 @@ def test_a_folder_written_by_two_ranks_has_the_bytes_of_one_process(
     save(name, tmp_path)
     for found in run_ranks(export_rank, 2, name, layout, str(tmp_path), tmp_path=tmp_path, env=ENV, timeout=170):
         assert found == []
+
+
+def failing_rank(rank: int, world_size: int, folder: str) -> str:
+    """Rank 1 finds a file gone that was there when the model was made."""
+    model = from_pretrained(folder, {"pp_size": 2})
+    if rank == 1:
+        record = vars(model)[RECORD]
+        record.stored = {
+            name: replace(one, path=one.path.with_name(f"gone-{one.path.name}")) for name, one in record.stored.items()
+        }
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, pp_size=2))
+    try:
+        accelerator.prepare(model)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        accelerator.hf_parallel.watchdog.stop()
+    return ""
+
+
+def test_all_ranks_say_what_one_of_them_could_not_read(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    first, second = run_ranks(failing_rank, 2, str(tmp_path / "llama"), tmp_path=tmp_path, env=ENV)
+    assert first == second
+    assert "gone-model.safetensors: model." in first
+    assert "cannot be read: No such file" in first
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
+    """A model of 1.1 GB under three layouts; the bounds are those of benchmarks/load_memory.py."""
+    from benchmarks import load_memory
+
+    rows = load_memory.run(36, list(load_memory.LAYOUTS), whole=False)
+    assert len(rows) == 8
+    assert [row for row in rows if row["above"]] == []
