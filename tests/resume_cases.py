@@ -36,6 +36,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# Other schedules, and stages of which a rank has several.
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpipe": (2, {**PP2, "schedule": "gpipe"}),
+    "zbv": (2, {**PP2, "schedule": "zbv_zero_bubble"}),
+}
+KNOWN = {**LAYOUTS, **SCHEDULES}
+
+
 @dataclass(frozen=True)
 class Job:
     """One run.
@@ -60,11 +68,11 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        return self.processes or LAYOUTS[self.layout][0]
+        return self.processes or KNOWN[self.layout][0]
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**LAYOUTS[self.layout][1], **self.parallel}
+        return {**KNOWN[self.layout][1], **self.parallel}
 
 
 class StateAgain(TrainerCallback):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rank_runner import run_ranks
 from resume_cases import ENV, SAVED_AT, Job, make_trainer, run_job, run_jobs, states_equal
+from transformers import Trainer
 
 from hf_parallel.checkpointing.folders import MANIFEST, STAGING, complete_folders
 from hf_parallel.errors import CheckpointError
@@ -104,6 +105,27 @@ def test_what_is_written_while_training_goes_on_is_what_was_there_when_it_began(
             CHECKPOINT,
         ]
         assert len(list(Path(job.folder).iterdir())) == 3
+
+
+def stock_main(rank: int, world_size: int, stock: Job, mine: Job) -> list[float]:
+    """A stock Trainer saves; one process with the callback goes on, and saves for any layout."""
+    trainer = make_trainer(stock)
+    plain = Trainer(
+        trainer.model, trainer.args, train_dataset=trainer.train_dataset, data_collator=trainer.data_collator
+    )
+    plain.train()
+    assert (Path(stock.folder) / CHECKPOINT / "optimizer.pt").is_file()
+    run_job(mine)
+    return [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+
+
+def test_a_checkpoint_of_the_stock_trainer_goes_on_in_one_process_and_then_anywhere(tmp_path: Path) -> None:
+    stock = source(tmp_path, "1")
+    again = {"save_strategy": "steps"}
+    mine = Job("1", str(tmp_path / "mine"), str(Path(stock.folder) / CHECKPOINT), arguments=again)
+    (straight,) = run_ranks(stock_main, 1, stock, mine, tmp_path=tmp_path, init_group=False, env=ENV)
+    (losses,) = run_jobs([Job("dp2", str(tmp_path / "dp2"), str(tmp_path / "mine" / "checkpoint-6"))], tmp_path)
+    assert losses == pytest.approx(straight[SAVED_AT:], abs=1e-5)
 
 
 # -- what is damaged or foreign --------------------------------------------------------------------------------------------
