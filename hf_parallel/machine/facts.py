@@ -37,7 +37,7 @@ class Machine:
     Args:
         gpus: Those that torch can use.
         ram_bytes: Of the machine.
-        locks: Unfinished builds of compiled ops that nobody works on; see `stale_locks`.
+        locks: Builds of compiled ops that have not ended; see `stale_locks`.
     """
 
     gpus: tuple[Gpu, ...]
@@ -85,10 +85,8 @@ def extensions_folder() -> Path:
 
 
 def stale_locks(folder: Path) -> Iterator[Path]:
-    """Lock files of ops that have no library: after a killed build every later run waits for them, silently."""
-    for lock in sorted(folder.glob("**/lock")):
-        if not any(lock.parent.glob("*.so")):
-            yield lock
+    """Lock files of ops: after a killed build every later run waits for them, silently, also where a library is there."""
+    yield from sorted(folder.glob("**/lock"))
 
 
 def peer_access(count: int) -> bool:

@@ -363,11 +363,9 @@ def test_rules_about_the_machine(tmp_path: Path) -> None:
 
 
 def test_the_lock_of_a_killed_build_is_refused_for_deepspeed(tmp_path: Path) -> None:
-    for op, library in (("done", True), ("killed", False)):
+    for op, file in (("done", "done.so"), ("killed", "lock")):
         (tmp_path / "ext" / op).mkdir(parents=True)
-        (tmp_path / "ext" / op / "lock").touch()
-        if library:
-            (tmp_path / "ext" / op / f"{op}.so").touch()
+        (tmp_path / "ext" / op / file).touch()
     locks = tuple(stale_locks(tmp_path / "ext"))
     assert locks == (tmp_path / "ext" / "killed" / "lock",)
     machine = dataclasses.replace(AMPERE, locks=locks)
@@ -433,7 +431,10 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "seven")
 
 
-def test_a_model_that_cannot_fit_is_refused_with_every_term(model: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_every_term(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ext"))
     path = tmp_path / "ds.yaml"
     block = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     path.write_text(
