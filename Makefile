@@ -70,6 +70,9 @@ bench-reducer: setup  ## time the gradient reduction against torch's DDP
 bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
 	$(BIN)/python benchmarks/bench_compression.py
 
+bench-zero: setup  ## losses and bytes of every ZeRO stage and engine against two plain replicas and the formulas
+	$(BIN)/python benchmarks/bench_zero.py
+
 load-memory: setup  ## measure the memory of loading and saving a model in parts, per rank
 	$(BIN)/python benchmarks/load_memory.py
 

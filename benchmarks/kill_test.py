@@ -11,6 +11,7 @@ Writes build/reports/kill-test.json; exits with 1 if anything of this fails.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -23,27 +24,38 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from kill_cases import STEPS, Kill, diary, lives_of, make_job, random_kills  # noqa: E402
+from kill_cases import Kill, diary, lives_of, make_job, random_kills  # noqa: E402
 
 
 LAYOUTS = ("pp2", "zero1", "fsdp2", "tp2")
+STEPS = 40
 
 
-def at_most(kills: Iterator[Kill], left: list[int]) -> Iterator[Kill]:
-    """As many kills as are left over all runs."""
-    while left[0]:
-        left[0] -= 1
-        yield next(kills)
+class Budget:
+    """Random kills until enough of them hit a job that was still running.
+
+    Args:
+        seed: Of the sequence.
+        hits: How many.
+    """
+
+    def __init__(self, seed: int, hits: int) -> None:
+        self._kills, self.left = random_kills(seed), hits
+
+    def __iter__(self) -> Iterator[Kill]:
+        while self.left:
+            yield next(self._kills)
 
 
-def run_life(layout: str, folder: Path, kills: Iterator[Kill]) -> list[dict[str, Any]]:
+def run_life(layout: str, behind: bool, folder: Path, budget: Budget) -> list[dict[str, Any]]:
     """Reports of all attempts of one run under one layout; compares its steps with those of a run without kills."""
-    straight = make_job(layout, folder / "straight")
-    list(lives_of(straight, iter(())))
+    parallel = {"checkpoint": {"async_save": behind}}
+    list(lives_of(make_job(layout, folder / "straight", STEPS, **parallel), iter(())))
     expected = {step: rest for step, *rest in diary(folder / "straight")}
     reports = []
-    for report in lives_of(make_job(layout, folder / "killed"), kills):
-        reports.append({"layout": layout, **report})
+    for report in lives_of(make_job(layout, folder / "killed", STEPS, **parallel), iter(budget)):
+        budget.left -= not report["ended"]
+        reports.append({"layout": layout, "async_save": behind, **report})
         print(json.dumps(reports[-1]), flush=True)
     for step, *found in diary(folder / "killed"):
         if found != expected[step]:
@@ -60,18 +72,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "kill-test.json")
     arguments = parser.parse_args()
-    start, left, reports, failure = time.perf_counter(), [arguments.kills], [], None
-    kills = random_kills(arguments.seed)
+    start, budget, reports, failure = time.perf_counter(), Budget(arguments.seed, arguments.kills), [], None
+    lives = itertools.cycle([*((layout, False) for layout in LAYOUTS), ("zero1", True)])
     try:
-        for index in range(arguments.kills):
-            if not left[0]:
-                break
+        while budget.left and failure is None:
             with tempfile.TemporaryDirectory() as folder:
-                reports += run_life(LAYOUTS[index % len(LAYOUTS)], Path(folder), at_most(kills, left))
+                reports += run_life(*next(lives), Path(folder), budget)
     except AssertionError as error:
         failure = str(error)
     seconds = round(time.perf_counter() - start, 1)
-    killed = [report["kill"] for report in reports if report["kill"] is not None]
+    killed = [report["kill"] for report in reports if not report["ended"]]
     inside = sum(bool(kill["point"]) for kill in killed)
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(

@@ -132,6 +132,9 @@ def ram_line(name: str, memory: Memory) -> str:
     count = f"{parameters / 1e9:.4g}e9"
     each = loading * GB / parameters / on_node
     load = f"{each:g} bytes * {count} * {on_node} ranks = {loading:.4g} GB while every rank loads the whole model"
+    parts = layout.tp_size * layout.pp_size
+    if parts > 1:
+        load += f", {loading / parts:.4g} GB where it reads its own part (hf_parallel.sharded_loading)"
     if not memory.host:
         return f"RAM of a machine: nothing is offloaded; {load}."
     bytes_each = memory.host_bytes / parameters / on_node * layout.num_shards * layout.tp_size * layout.pp_size

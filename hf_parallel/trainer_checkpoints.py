@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ class CheckpointMixin(SavingMixin):
     _hf_parallel_staging: Path | None = None
     _hf_parallel_push: bool = False
     _hf_parallel_alone: bool = False  # one process, whose checkpoints are to fit any layout
-    _hf_parallel_held: Holdings | None = None
     _hf_parallel_async: bool = False
     _hf_parallel_taken: Snapshot | None = None  # of the save that is being made, if it is written in the background
     _hf_parallel_pending: Background | None = None
@@ -95,8 +93,7 @@ class CheckpointMixin(SavingMixin):
         """What this rank has of the run; the model is parallelized if it was not yet."""
         session = self.hf_parallel_session
         if session is None:
-            self._hf_parallel_held = self._hf_parallel_held or self._held_alone()
-            return self._hf_parallel_held
+            return self._held_alone()
         engine = self.accelerator.attach_model(self.model)
         attachment, config = engine.attachment, session.config
         replicas = attachment.gradients.replicas
@@ -124,6 +121,11 @@ class CheckpointMixin(SavingMixin):
         self._finish_saving()
         return output
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
+        self._finish_saving()
+        super().save_model(output_dir, _internal_call)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock; raises what went wrong with a checkpoint that is written meanwhile."""
         pending = self._hf_parallel_pending
@@ -139,9 +141,7 @@ class CheckpointMixin(SavingMixin):
         """
         pending, self._hf_parallel_pending = self._hf_parallel_pending, None
         if pending is not None:
-            session = self.hf_parallel_session
-            text = "waits for the checkpoint to be written"
-            with nullcontext() if session is None else session.watchdog.waiting(text):
+            with self._waiting("waits for the checkpoint to be written"):
                 pending.wait()
 
     def _newest_checkpoint(self) -> str:
@@ -291,9 +291,7 @@ class CheckpointMixin(SavingMixin):
             group = self._hf_parallel_channels.saving
         finish = self._publisher(staged, final, group)
         if taken is None or self._hf_parallel_channels is None:
-            session = self.hf_parallel_session
-            text = "waits for the other ranks to publish the checkpoint"
-            with nullcontext() if session is None else session.watchdog.waiting(text):
+            with self._waiting("waits for the other ranks to publish the checkpoint"):
                 finish()
             return
         mesh = self._hf_parallel_mesh
@@ -352,7 +350,8 @@ class CheckpointMixin(SavingMixin):
             return
         folder, holdings, engine = Path(output_dir), self._holdings(), self._engine
         step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
-        taken = snapshot(folder, holdings, self._bare_optimizer(), step)
+        with self._waiting("waits for the other ranks to collect the training state"):
+            taken = snapshot(folder, holdings, self._bare_optimizer(), step)
         with self._together(folder, "write the training state"):
             os.makedirs(folder, exist_ok=True)
             if self.args.should_save and self.lr_scheduler is not None:
@@ -361,7 +360,8 @@ class CheckpointMixin(SavingMixin):
             with self._together(folder, "copy the training state"):
                 self._hf_parallel_taken = replace(taken, pieces=on_host(taken.pieces))
         else:
-            write_snapshot(folder, taken, holdings.mesh)
+            with self._waiting("waits for the other ranks to write the training state"):
+                write_snapshot(folder, taken, holdings.mesh)
 
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,12 +53,13 @@ class SavingMixin(Base):
     @contextmanager
     def _together(self, folder: Path, what: str, *, writes: bool = True) -> Iterator[None]:
         """Around a step of saving or loading: what fails on one rank is the same CheckpointError on all."""
-        session = self.hf_parallel_session
-        waiting = (
-            nullcontext() if session is None else session.watchdog.waiting(f"waits for the other ranks to {what}")
-        )
+        waiting = self._waiting(f"waits for the other ranks to {what}")
         with waiting, together(self._hf_parallel_mesh, folder, writes=writes):
             yield
+
+    def _waiting(self, text: str) -> AbstractContextManager[None]:
+        session = self.hf_parallel_session
+        return nullcontext() if session is None else session.watchdog.waiting(text)
 
     @property
     def _hf_parallel_mesh(self) -> Mesh:

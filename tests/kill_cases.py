@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rank_runner import PRELOAD, _rank_main
-from resume_cases import ENV, Job, make_trainer
+from resume_cases import ENV, Job, StateAgain, make_trainer
 from transformers import TrainerCallback
 
 from hf_parallel.checkpointing.folders import NAME, newest
 
 
-RANKS, STEPS = 2, 40
+RANKS = 2
 ENDS_WITHIN_S = 60.0  # a rank that lost its peer
 # Where a rank kills itself during a save: function of the module, and which of its calls in one save.
 POINTS = {
@@ -29,7 +29,7 @@ POINTS = {
     "index": ("hf_parallel.trainer_checkpoints", "record", 1),
     "listed": ("hf_parallel.trainer_checkpoints", "publish", 1),
     "published": ("hf_parallel.trainer_checkpoints", "rotate", 1),
-    "removing": ("hf_parallel.checkpointing.folders", "clean", 1),
+    "removing": ("hf_parallel.checkpointing.folders", "_remove", 2),
 }
 
 
@@ -91,6 +91,7 @@ def life_main(rank: int, world_size: int, job: Job, kill: Kill | None) -> int:
     """One start of the same command: resume if there is anything to resume from, else begin."""
     out = Path(job.folder)
     trainer = make_trainer(job)
+    trainer.remove_callback(StateAgain)
     trainer.add_callback(Diary(out.parent, rank))
     if kill is not None:
         arm(kill, rank, trainer)
@@ -183,7 +184,7 @@ def lives_of(job: Job, kills: Iterator[Kill | None]) -> Iterator[dict[str, Any]]
             found = spare[-1] if spare else None
         step = int("".join(filter(str.isdigit, found.name))) if found is not None else 0
         assert step >= known, f"{kill}: the newest complete checkpoint is of step {step}, before it was {known}"
-        known, ended = step, all(result == STEPS for result in results)
+        known, ended = step, all(result == job.arguments["max_steps"] for result in results)
         yield {"kill": None if kill is None else vars(kill), "checkpoint": step, "ended": ended}
         if ended:
             return
@@ -208,6 +209,6 @@ def diary(folder: Path) -> list[tuple[int, float, float]]:
     return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def make_job(layout: str, folder: Path) -> Job:
-    arguments = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
-    return Job(layout, str(folder / "out"), model="uneven_dropout", arguments=arguments)
+def make_job(layout: str, folder: Path, steps: int, **parallel: Any) -> Job:
+    arguments = {"max_steps": steps, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    return Job(layout, str(folder / "out"), model="uneven_dropout", arguments=arguments, parallel=parallel)

@@ -209,6 +209,10 @@ def rotate(run_dir: Path, limit: int | None, kept: Path, best: str | None) -> No
     surplus = len(oldest_first) - max(limit, len(spared))
     for path in [path for path in oldest_first if path.resolve() not in spared][: max(0, surplus)]:
         gone = path.with_name(f".{path.name}{REMOVED}")
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(gone)
         path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(gone)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -37,6 +37,7 @@ WHOLE: Final[Mapping[tuple[Engine, Precision], tuple[float, float, float]]] = {
     ("deepspeed", "half"): (2, 2, 12),
 }
 ADAM_IN_HALF: Final = 4.0  # without ZeRO the native optimizer keeps both states in the parameters' own dtype
+GRADIENT_PARTS: Final = 4.0
 HOST_OPTIMIZER: Final = 16.0  # fp32 master, two states and an fp32 gradient
 HOST_PARAMETERS: Final = 4.0  # half-precision parameters and gradients
 
@@ -51,6 +52,8 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     weights, gradients, optimizer = WHOLE[layout.engine, layout.precision]
     if layout.engine == "native" and layout.precision == "half" and layout.stage == 0:
         optimizer = ADAM_IN_HALF
+    if (layout.engine, layout.precision, layout.stage, layout.offload_optimizer) == ("native", "half", 2, "none"):
+        gradients = GRADIENT_PARTS  # what is summed is the gradient of the fp32 copy
     parts, stage, sharded_weights = layout.num_shards, layout.stage, layout.stage == 3
     if layout.engine == "fsdp2" and stage > 0:  # the shard is all that lasts; what is whole is a buffer
         sharded_weights, stage = True, 3

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.host_copies import CopyStreams, HostCopy
@@ -25,7 +25,14 @@ class Made:
 
 @dataclass(eq=False)
 class Kept:
-    """A tensor from outside the group, without its graph; once the group is left, perhaps in host memory only."""
+    """A tensor from outside the group, without its graph; once the group is left, perhaps in host memory only.
+
+    Args:
+        here: The tensor on its device; None if it is in host memory.
+        version: What its version was.
+        copy: What brings it to host memory and back; None if it stays.
+        learns: Whether it requires a gradient.
+    """
 
     here: Tensor | None
     version: int
@@ -34,8 +41,9 @@ class Kept:
 
     @staticmethod
     def of(tensor: Tensor, streams: CopyStreams | None) -> Kept:
+        """Keep a tensor; with streams, those that another block computed begin to move. Parameters are there anyway."""
         here = tensor.detach()
-        moves = streams is not None and tensor.requires_grad and tensor.is_floating_point()
+        moves = tensor.requires_grad and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
         return Kept(
             here.requires_grad_(tensor.requires_grad),
             tensor._version,
@@ -45,18 +53,22 @@ class Kept:
 
     @property
     def is_changed(self) -> bool:
+        """Whether somebody wrote to it since; what is in host memory cannot change."""
         return self.here is not None and self.here._version != self.version
 
     def settle(self) -> None:
+        """The group was left: what has a copy in host memory is there only."""
         if self.copy is not None:
             self.copy.settle()
             self.here = None
 
     def forget(self) -> None:
+        """The second run is over."""
         if self.copy is not None:
             self.copy.forget()
 
     def get(self) -> Tensor:
+        """The values on their device, for the second run."""
         if self.here is not None:
             return self.here
         if self.copy is None:

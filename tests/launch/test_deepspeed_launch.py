@@ -60,7 +60,9 @@ if args.process_index == 0:
 """
 
 
-def launch(folder: Path, arguments: dict[str, object] | None = None, **recipe: object) -> tuple[int, str]:
+def launch(
+    folder: Path, arguments: dict[str, object] | None = None, env: dict[str, str] | None = None, **recipe: object
+) -> tuple[int, str]:
     import tiny
 
     tiny.llama().save_pretrained(folder / "start")
@@ -72,7 +74,7 @@ def launch(folder: Path, arguments: dict[str, object] | None = None, **recipe: o
     done = subprocess.run(
         [*command, json.dumps(arguments or {})],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | (env or {}),
         capture_output=True,
         text=True,
         timeout=600,
@@ -113,3 +115,13 @@ def test_a_second_truth_in_the_script_is_refused(arguments: dict[str, object], m
     code, stderr = launch(tmp_path, arguments)
     assert code != 0
     assert message in stderr
+
+
+def test_the_lock_of_a_killed_build_ends_the_launch(tmp_path: Path) -> None:
+    lock = tmp_path / "ops" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (1e9, 1e9))
+    code, stderr = launch(tmp_path, env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops")})
+    assert code != 0
+    assert f"If no build is running: rm {lock}" in stderr

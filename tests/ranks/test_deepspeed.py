@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from trainer_cases import ENV, Case, make_trainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from hf_parallel.errors import ConfigError
+
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -59,7 +61,7 @@ def train(rank: int, world_size: int, case: Case, folder: str, resume: bool = Fa
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(Path(folder) / "final"))
     engine = trainer.model_wrapped
-    keys = ("loss", "grad_norm", "learning_rate")
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_rows")
     return {
         "engine": type(engine).__name__,
         "optimizer": type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ if case.parallel else "",
@@ -79,7 +81,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 
 
 def shaped(case: Case) -> Case:
-    return dataclasses.replace(case, steps=STEPS, accumulation=2, clip=0.5)
+    """With all that could differ: clipping, accumulation, rows of unequal length, evaluation."""
+    more = {"variable_length": True, "evaluate": True, "metrics": True}
+    return dataclasses.replace(case, steps=STEPS, accumulation=2, clip=0.5, **more)
 
 
 def assert_equal(mine: dict[str, Any], reference: dict[str, Any]) -> None:
@@ -132,6 +136,24 @@ def test_a_run_resumes_where_it_stopped(stage: int, offload: dict[str, str], tmp
     model = AutoModelForCausalLM.from_pretrained(folder)
     files = load_file(folder / "model.safetensors")
     assert {name for name, _ in model.named_parameters()} == files.keys()
+
+
+@pytest.mark.parametrize("offload", [("offload_optimizer",), ("offload_optimizer", "offload_param")], ids=len)
+def test_files_hold_what_is_offloaded_and_change_nothing(
+    offload: tuple[str, ...], reference: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    from hf_parallel.deepspeed.ops import ASYNC_IO, build, refuse_missing_aio
+
+    try:
+        refuse_missing_aio()
+    except ConfigError:
+        pytest.skip("the headers of libaio are not installed")
+    build([ASYNC_IO])
+    files = tmp_path / "files"
+    files.mkdir()
+    settings = zero(3, nvme_path=str(files), **dict.fromkeys(offload, "nvme"))
+    assert_equal(launched(shaped(Case("files", parallel=settings)), tmp_path / "run"), reference[0])
+    assert sum(path.stat().st_size for path in files.rglob("*") if path.is_file()) > 0
 
 
 def hold(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> float:

@@ -81,6 +81,18 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     assert set(report["bounds"]) == {"even", "balanced", "measured"}
 
 
+def test_the_benchmark_of_zero_runs_and_holds_its_bounds(tmp_path: Path) -> None:
+    report = run("bench_zero.py", tmp_path / "report.json")
+    assert report["passed"]
+    assert [row["name"] for row in report["rows"]] == ["dp 2", "native 2", "fsdp2 3, offload"]
+    for row in report["rows"]:
+        assert row["difference"] <= report["tolerance"] == 1e-5
+        assert sum(row["measured"].values()) == pytest.approx(sum(row["formula"].values()), rel=report["share"])
+    whole, native, offloaded = (row["measured"] for row in report["rows"])
+    assert native["gradients"] == pytest.approx(whole["gradients"] / 2, rel=0.01)
+    assert (offloaded["weights"], offloaded["gradients"], offloaded["optimizer state"]) == (0, 0, 0)
+
+
 def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
     report = run("bench_tp.py", tmp_path / "report.json")
     assert [row["variant"] for row in report["speed"]] == ["hf_parallel", "native", "one"]

@@ -291,6 +291,12 @@ def test_stage_3_is_fsdp_2_and_offloads_all_or_nothing() -> None:
         assert by_two[name] == pytest.approx(times * found[name])
 
 
+def test_parts_of_gradients_of_the_native_engine_are_fp32() -> None:
+    """As `tests/ranks/test_zero.py` measures them with bf16 parameters."""
+    found = states(1.0, Layout(4, 4, stage=2, engine="native"))
+    assert found == {"weights": 2, "gradients": 4 / 4, "optimizer state": 12 / 4}
+
+
 def test_adapters_alone_have_gradients_and_optimizer() -> None:
     adapted = dataclasses.replace(SEVEN, adapters=40_000_000)
     layout = layout_of(HFParallelConfig(activation_checkpointing={"every": 1}), 2, 2, "half")
