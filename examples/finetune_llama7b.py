@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     HfArgumentParser,
@@ -44,7 +43,10 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_parallel import HFParallelCallback  # before TrainingArguments are made: it prepares a launched CPU process
+from hf_parallel import (
+    HFParallelCallback,
+    from_pretrained,
+)  # before TrainingArguments are made: it prepares a launched CPU process
 
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
@@ -176,14 +178,14 @@ def find_demo_model() -> Path:
 
 
 def load_model(arguments: ModelArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and its tokenizer; a GGUF file is unpacked to plain weights."""
+    """Load the model and its tokenizer: each rank its own part, or all of it from a GGUF file, which is unpacked."""
     check_paths(arguments.model_name_or_path, {})
     name = str(Path(arguments.model_name_or_path).expanduser())
     source: dict[str, Any] = {} if arguments.gguf_file is None else {"gguf_file": arguments.gguf_file}
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if source else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **source)
-        model = AutoModelForCausalLM.from_pretrained(
+        model = from_pretrained(
             name, dtype=arguments.dtype, attn_implementation=arguments.attn_implementation, **source, **unpacked
         )
     except (OSError, ValueError) as error:

@@ -121,8 +121,8 @@ class Unread:
         problem = None
         try:
             self._fill(model, ledger, mesh, device)
-        except CheckpointError as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001  raised below, on every rank
+            problem = error
         raise_anywhere(problem)
         settle_placeholders(model, device)
         for name in (RECORD, "_apply"):

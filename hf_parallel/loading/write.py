@@ -145,7 +145,7 @@ def write_weights(
         CheckpointError: Something cannot be written, or is not there afterwards; the same text on every rank.
     """
     places: dict[str, Stored] = {}
-    problem = None
+    problem: str | Exception | None = None
     writes = mesh.rank == 0 and folder is not None
     try:
         if writes and folder is not None:
@@ -163,8 +163,8 @@ def write_weights(
             try:
                 for name, tensor in group.convert({n: found[ledger.find(n).name] for n in group.names}, model).items():
                     write(places[name], tensor)
-            except CheckpointError as error:
-                problem = str(error)  # the others go on sending
+            except Exception as error:  # noqa: BLE001  raised below, on every rank: the others go on sending
+                problem = error
         del found
     if writes and folder is not None and problem is None:
         problem = _finish(export, folder)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from hf_parallel import (
     HFParallelConfig,
     UnsupportedError,
     from_pretrained,
+    plugin,
     sharded_loading,
 )
+from hf_parallel.ledger import build_ledger
 from hf_parallel.loading.files import DTYPES, Reader, lay_out, read_header, write
 from hf_parallel.loading.unread import RECORD, wanted_of
 
@@ -200,6 +203,19 @@ def test_a_tied_weight_that_is_stored_twice_is_tied_if_it_is_equal(equal: bool, 
     shutil.copy(folder / "config.json", single)
     model = from_pretrained(single, {"pp_size": 2})
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == equal
+
+
+def test_a_model_loaded_whole_says_what_it_held_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.llama()
+    ledger = build_ledger(model, pp_size=2, holds=lambda rank, name: (rank == 0) == ("layers.0" in name), specs={})
+    mesh: Any = SimpleNamespace(pp_rank=0, rank=0, shape=SimpleNamespace(tp_size=1))
+    plugin._warn_of_waste(model, SimpleNamespace(ledger=ledger), mesh)
+    assert caplog.text == ""
+    monkeypatch.setattr(plugin, "WASTE_WORTH_A_WARNING", 1000)
+    plugin._warn_of_waste(model, SimpleNamespace(ledger=ledger), mesh)
+    assert "for nothing. Load it with hf_parallel.from_pretrained(...)" in caplog.text
 
 
 @pytest.mark.usefixtures("_two_processes")
