@@ -245,6 +245,11 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:
         problems.append("eval_use_gather_object=True is not available. Return tensors from the model.")
+    if args.save_on_each_node:
+        problems.append(
+            "save_on_each_node=True is not available: one rank writes the model. Leave it False, with an output_dir that all "
+            "nodes share."
+        )
     if trainer.accelerator.dispatch_batches:
         problems.append("accelerator_config.dispatch_batches=True gives every rank other rows. Leave it unset.")
     if not isinstance(trainer.model, nn.Module):

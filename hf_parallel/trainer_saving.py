@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
 from hf_parallel.checkpointing.agree import together
 from hf_parallel.checkpointing.folders import STAGING
@@ -128,9 +129,23 @@ class SavingMixin(Base):
             return
         folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder, state_dict=state_dict)
+        with _no_bar_for_nothing(state_dict):
+            self.model.save_pretrained(folder, state_dict=state_dict)
         collator = getattr(self, "data_collator", None)
         processing = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self.args.to_json_string())
+
+
+@contextmanager
+def _no_bar_for_nothing(state_dict: Any) -> Iterator[None]:
+    """Without the progress bar of `save_pretrained` where weights are written by themselves."""
+    if state_dict or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
