@@ -21,7 +21,6 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.accumulation import agreed
-from hf_parallel.checkpoint import gather_tensors
 from hf_parallel.compat import calling_trainer, loss_scale
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.engine import Engine
@@ -29,6 +28,7 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import resolve_config
 from hf_parallel.preflight import check_schedule
 from hf_parallel.session import Session
+from hf_parallel.weights import gather_tensors
 
 
 class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]

@@ -37,7 +37,7 @@ from hf_parallel.mesh import ranks_per_node
 from hf_parallel.preflight import check_schedule, compare_over_ranks, refuse_model
 from hf_parallel.recipes import replica_settings
 from hf_parallel.session import Session
-from hf_parallel.trainer_mixin import HFParallelTrainerMixin
+from hf_parallel.training.mixin import HFParallelTrainerMixin
 
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 
 from hf_parallel.callback import HFParallelCallback
-from hf_parallel.trainer_mixin import HFParallelTrainerMixin
+from hf_parallel.training.mixin import HFParallelTrainerMixin
 
 
 class HFParallelTrainer(HFParallelTrainerMixin, Trainer):

@@ -26,9 +26,9 @@ ENDS_WITHIN_S = 60.0  # a rank that lost its peer
 # Where a rank kills itself during a save: function of the module, and which of its calls in one save.
 POINTS = {
     "tensors": ("torch.distributed.checkpoint.filesystem", "_write_item", 3),
-    "index": ("hf_parallel.trainer_checkpoints", "record", 1),
-    "listed": ("hf_parallel.trainer_checkpoints", "publish", 1),
-    "published": ("hf_parallel.trainer_checkpoints", "rotate", 1),
+    "index": ("hf_parallel.training.checkpoints", "record", 1),
+    "listed": ("hf_parallel.training.checkpoints", "publish", 1),
+    "published": ("hf_parallel.training.checkpoints", "rotate", 1),
     "removing": ("hf_parallel.checkpointing.folders", "_remove", 2),
 }
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_parallel import HFParallelCallback
 from hf_parallel.checkpointing.dcp import TensorIndex
 from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.training_state import TENSORS, read_description, snapshot, write_snapshot
+from hf_parallel.training.state import TENSORS, read_description, snapshot, write_snapshot
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}

@@ -105,7 +105,7 @@ class Snapshots(TrainerCallback):
             assert not held, "parameters kept gradients that the optimizer's parts should have"
             held = zero_gradients(zero)
         if session is not None:
-            from hf_parallel.checkpoint import gather_tensors
+            from hf_parallel.weights import gather_tensors
 
             ledger = session.engine.attachment.ledger
             frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}

@@ -42,13 +42,35 @@ def together(
     except Exception as error:  # noqa: BLE001  raised below, on every rank
         cause = error
     text = None if cause is None else _text(cause, folder, mesh, writes)
-    texts: list[str | None] = [text]
-    if mesh.shape.world_size > 1:
-        texts = [None] * mesh.shape.world_size
-        dist.all_gather_object(texts, text, group=group)
-    first = next((text for text in texts if text is not None), None)
+    first = _first(text, group)
     if first is not None:
         raise AgreedError(first) from cause
+
+
+def raise_anywhere(problem: str | Exception | None) -> None:
+    """Raise on every rank what went wrong on any; collective over the world.
+
+    Args:
+        problem: What went wrong here, None if nothing.
+
+    Raises:
+        CheckpointError: With the text of the first rank that had a problem.
+    """
+    cause = problem if isinstance(problem, Exception) else None
+    known = cause is None or isinstance(cause, CheckpointError)
+    text = None if problem is None else str(problem) if known else f"{type(cause).__name__}: {problem}"
+    first = _first(text)
+    if first is not None:
+        raise CheckpointError(first) from cause
+
+
+def _first(text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """What the first rank says that has something to say."""
+    texts = [text]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text, group=group)
+    return next((text for text in texts if text is not None), None)
 
 
 def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from hf_parallel.checkpoint import weight_files
 from hf_parallel.errors import CheckpointError
 from hf_parallel.loading.conversions import Group, groups_to_load
+from hf_parallel.weights import weight_files
 
 
 def conversion_of(folder: Path, model: object) -> Callable[[str], torch.Tensor | None]:

@@ -12,11 +12,11 @@ from typing import Final
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from hf_parallel.checkpoint import CONFIG, WEIGHTS_INDEX, weight_files
 from hf_parallel.checkpointing.folders import publish, verify
 from hf_parallel.errors import CheckpointError
 from hf_parallel.loading.files import Reader, Stored, lay_out, read_header, write
 from hf_parallel.loading.write import METADATA, WEIGHT_FILE
+from hf_parallel.weights import CONFIG, WEIGHTS_INDEX, weight_files
 
 
 OF_TRAINING: Final = (

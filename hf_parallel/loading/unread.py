@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.checkpointing.agree import raise_anywhere
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.loading.conversions import Group
 from hf_parallel.loading.files import Reader, Stored
-from hf_parallel.loading.together import raise_anywhere
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.cut import settle_placeholders
 

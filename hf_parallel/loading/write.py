@@ -22,14 +22,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_parallel.checkpoint import WEIGHTS, WEIGHTS_INDEX, gather_tensors
+from hf_parallel.checkpointing.agree import raise_anywhere
 from hf_parallel.compat import weight_transforms, weights_left_out
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger
 from hf_parallel.loading.conversions import Group, groups_to_save
 from hf_parallel.loading.files import Stored, lay_out, read_header, write
-from hf_parallel.loading.together import raise_anywhere
 from hf_parallel.watchdog import Watchdog
+from hf_parallel.weights import WEIGHTS, WEIGHTS_INDEX, gather_tensors
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, make_trainer, run_cases
 
 from hf_parallel.errors import CheckpointError
-from hf_parallel.training_state import read_description
+from hf_parallel.training.state import read_description
 
 
 pytestmark = pytest.mark.timeout(600)

@@ -22,7 +22,7 @@ from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.training_state import (
+from hf_parallel.training.state import (
     DESCRIPTION,
     TENSORS,
     Holdings,

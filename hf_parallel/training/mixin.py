@@ -1,7 +1,7 @@
 """What a stock `transformers.Trainer` must do differently on one rank of a mesh: loss, data, clipping, counting.
 
 `HFParallelCallback` puts `HFParallelTrainerMixin` under the class of a live Trainer; `HFParallelTrainer` has it from
-the start. Everything that is not here or in `trainer_saving` or `trainer_checkpoints` is the stock Trainer.
+the start. Everything that is not here or in `saving` or `checkpoints` is the stock Trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_parallel.accelerator import HFParallelAccelerator
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.trainer_checkpoints import CheckpointMixin
+from hf_parallel.training.checkpoints import CheckpointMixin
 
 
 logger = logging.getLogger(__name__)

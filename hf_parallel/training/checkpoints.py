@@ -1,7 +1,7 @@
 """Checkpoints of a parallel Trainer: made aside, published at one point, resumed under any layout.
 
 The export of the model is the model part of a checkpoint, so that weights are written once and stock code reads them;
-what else training carries is in pieces beside it (see `training_state`). A process that trains alone writes the same, so
+what else training carries is in pieces beside it (see `state`). A process that trains alone writes the same, so
 that it may go on as several ranks, and the other way round.
 """
 
@@ -22,7 +22,6 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_parallel.adapters import has_adapters, load_adapters
-from hf_parallel.checkpoint import check_config, load_weights, tensor_names
 from hf_parallel.checkpointing.agree import together
 from hf_parallel.checkpointing.background import Background, Channels, on_host
 from hf_parallel.checkpointing.dcp import TensorIndex
@@ -43,8 +42,8 @@ from hf_parallel.ledger import build_ledger
 from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import MeshShape
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.trainer_saving import SavingMixin
-from hf_parallel.training_state import (
+from hf_parallel.training.saving import SavingMixin
+from hf_parallel.training.state import (
     DESCRIPTION,
     TENSORS,
     Holdings,
@@ -55,6 +54,7 @@ from hf_parallel.training_state import (
     snapshot,
     write_snapshot,
 )
+from hf_parallel.weights import check_config, load_weights, tensor_names
 
 
 logger = logging.getLogger(__name__)
