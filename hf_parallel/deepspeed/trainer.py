@@ -1,7 +1,8 @@
-"""A stock Trainer that DeepSpeed drives: nothing of it is replaced, but what was asked for must be what runs."""
+"""A stock Trainer that DeepSpeed drives: what was asked for must be what runs, and it may evaluate before it trains."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -53,6 +54,23 @@ def take_over(trainer: Trainer) -> None:
     args.fp16 = args.fp16 or args.mixed_precision == "fp16"
     plugin.hf_ds_config.config |= dict.fromkeys(TRAINERS, "auto")
     propagate_args_to_deepspeed(trainer.accelerator, args)
+    if plugin.zero_stage < 3:
+        _evaluate_before_training(trainer)
+
+
+def _evaluate_before_training(trainer: Trainer) -> None:
+    """Until DeepSpeed has the model, evaluate the model itself: below stage 3 it is whole, and the stock Trainer refuses."""
+    stock = trainer.evaluation_loop
+
+    @functools.wraps(stock)
+    def evaluation_loop(*args: Any, **kwargs: Any) -> Any:
+        trainer.is_deepspeed_enabled = trainer.deepspeed is not None
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            trainer.is_deepspeed_enabled = True
+
+    vars(trainer)["evaluation_loop"] = evaluation_loop
 
 
 def _engine_problems(trainer: Trainer) -> Iterator[str]:

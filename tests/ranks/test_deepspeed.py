@@ -58,11 +58,13 @@ def ops() -> None:
 
 def train(rank: int, world_size: int, case: Case, folder: str, resume: bool = False) -> dict[str, Any]:
     trainer = make_trainer(case, Path(folder), world_size)
+    before = trainer.evaluate()["eval_loss"] if case.evaluate and not resume else None
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(Path(folder) / "final"))
     engine = trainer.model_wrapped
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_rows")
     return {
+        "before": before,
         "engine": type(engine).__name__,
         "optimizer": type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ if case.parallel else "",
         "history": [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history],
@@ -81,7 +83,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 
 
 def shaped(case: Case) -> Case:
-    """With all that could differ: clipping, accumulation, rows of unequal length, evaluation."""
+    """With all that could differ: clipping, accumulation, rows of unequal length, evaluation before and while training."""
     more = {"variable_length": True, "evaluate": True, "metrics": True}
     return dataclasses.replace(case, steps=STEPS, accumulation=2, clip=0.5, **more)
 
@@ -102,6 +104,7 @@ def test_losses_norms_and_weights_are_those_of_data_parallelism(
     result = launched(shaped(case), tmp_path / "run")
     assert result["engine"] == "DeepSpeedEngine"
     assert result["optimizer"] == ("DeepSpeedCPUAdam" if "cpu" in case.name or "both" in case.name else "AdamW")
+    assert result["before"] == pytest.approx(expected["before"], abs=1e-5)
     assert_equal(result, expected)
     mine, theirs = (load_file(run / "final" / "model.safetensors") for run in (tmp_path / "run", folder))
     assert mine.keys() == theirs.keys()

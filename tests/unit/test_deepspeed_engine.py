@@ -315,3 +315,17 @@ def test_a_model_that_deepspeed_does_not_hold_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"the model that trains is a SimpleNamespace: DeepSpeed is not in effect"):
         check_engine(SimpleNamespace(model_wrapped=SimpleNamespace()), settings({"stage": 2}))  # type: ignore[arg-type]
+
+
+def test_a_trainer_evaluates_the_model_itself_until_deepspeed_has_it() -> None:
+    from hf_parallel.deepspeed.trainer import _evaluate_before_training
+
+    seen: list[bool] = []
+    trainer: Any = SimpleNamespace(is_deepspeed_enabled=True, deepspeed=None)
+    trainer.evaluation_loop = lambda: seen.append(trainer.is_deepspeed_enabled)
+    _evaluate_before_training(trainer)
+    trainer.evaluation_loop()
+    trainer.deepspeed = object()
+    trainer.evaluation_loop()
+    assert seen == [False, True]
+    assert trainer.is_deepspeed_enabled
