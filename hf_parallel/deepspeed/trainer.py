@@ -130,6 +130,13 @@ def check_engine(trainer: Trainer, config: HFParallelConfig) -> str:
             f"zero.engine=deepspeed, but the model that trains is a {type(engine).__name__}: DeepSpeed is not in effect. Do not "
             "wrap or prepare the model before Trainer.train()."
         )
+    if (
+        trainer.accelerator.deepspeed_engine_wrapped is None
+    ):  # the Trainer takes the engine of an evaluation for its own
+        raise ConfigError(
+            f"zero.stage={config.zero.stage} with evaluate() or predict() before train(): the stock Trainer then trains with an "
+            "engine that has no optimizer. Set eval_on_start=True instead, or evaluate with a Trainer of its own."
+        )
     zero, args = config.zero, trainer.args
     wanted = {
         "zero.stage": (zero.stage, engine.zero_optimization_stage()),
