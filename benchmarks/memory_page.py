@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
+
+from tables import with_tables
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.memory.estimate import estimate
@@ -54,10 +55,7 @@ def recipes_table() -> list[str]:
 
 def page(text: str) -> str:
     """The page with its tables written anew."""
-    for name, table in (("zero-table", zero_table(7e9, 8)), ("recipes-table", recipes_table())):
-        block = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text = block.sub(lambda found, rows=table: found[1] + "\n" + "\n".join(rows) + "\n\n" + found[2], text)
-    return text
+    return with_tables(text, {"zero-table": zero_table(7e9, 8), "recipes-table": recipes_table()})
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tables import with_tables
 from transformers import GPT2Config, LlamaConfig
 
 from hf_parallel.machine.facts import Machine
@@ -185,10 +186,7 @@ def page(text: str) -> str:
         "cpu": table(on_cpu, "a process"),
         "zero": zero_table(7e9, 8),
     }
-    for name, lines in parts.items():
-        block = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
-        text = block.sub(lambda found, rows=lines: found[1] + "\n" + "\n".join(rows) + "\n\n" + found[2], text)
-    return text
+    return with_tables(text, parts)
 
 
 def main() -> None:

@@ -125,11 +125,7 @@ def _deepspeed_offload(zero: ZeroConfig) -> Iterator[str]:
             f"zero.nvme_path={spelled(zero.nvme_path)} has no effect: nothing is offloaded to files. Set zero.offload_optimizer "
             "to nvme, or zero.nvme_path to null."
         )
-    if zero.pin_memory != "auto" and set(devices.values()) == {"none"}:
-        yield (
-            f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
-            "or remove zero.pin_memory."
-        )
+    yield from _nothing_to_pin(zero)
 
 
 def _without_partition(zero: ZeroConfig) -> list[str]:
@@ -162,11 +158,9 @@ def _offload_problems(zero: ZeroConfig) -> list[str]:
         return theirs
     chosen = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
     moved = [f"zero.{name}={value}" for name, value in chosen.items() if value != "none"]
-    if not moved and zero.pin_memory != "auto":
-        return [
-            f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
-            "or remove zero.pin_memory."
-        ]
+    unpinned = _nothing_to_pin(zero)
+    if unpinned:
+        return unpinned
     if zero.offload_param != "none" and not zero.shards_parameters:
         return [
             f"zero.offload_param={zero.offload_param} with zero.stage={zero.stage} of the native engine: only parts of "
@@ -179,6 +173,15 @@ def _offload_problems(zero: ZeroConfig) -> list[str]:
             "of them. Set zero.offload_param and zero.offload_optimizer both to cpu, or both to none."
         ]
     return []
+
+
+def _nothing_to_pin(zero: ZeroConfig) -> list[str]:
+    if zero.pin_memory == "auto" or zero.offload_optimizer != "none" or zero.offload_param != "none":
+        return []
+    return [
+        f"zero.pin_memory={spelled(zero.pin_memory)} has no effect: nothing is offloaded. Set zero.offload_optimizer to cpu, "
+        "or remove zero.pin_memory."
+    ]
 
 
 def _only_deepspeed(zero: ZeroConfig) -> list[str]:

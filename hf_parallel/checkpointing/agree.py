@@ -6,11 +6,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh import Mesh
+
+
+T = TypeVar("T")
 
 
 class AgreedError(CheckpointError):
@@ -66,11 +70,16 @@ def raise_anywhere(problem: str | Exception | None) -> None:
 
 def _first(text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """What the first rank says that has something to say."""
-    texts = [text]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        texts = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text, group=group)
-    return next((text for text in texts if text is not None), None)
+    return next((said for said in everyone(text, group) if said is not None), None)
+
+
+def everyone(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the group says, in the order of ranks; collective, alone without a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group=group)
+    return said
 
 
 def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_parallel.adapters import has_adapters, load_adapters
-from hf_parallel.checkpointing.agree import together
+from hf_parallel.checkpointing.agree import everyone, together
 from hf_parallel.checkpointing.background import Background, Channels, on_host
 from hf_parallel.checkpointing.dcp import TensorIndex
 from hf_parallel.checkpointing.folders import (
@@ -319,7 +319,7 @@ class CheckpointMixin(SavingMixin):
             try:
                 with together(mesh, final, group):
                     files = record(staged, files_of(staged)[mesh.rank :: mesh.shape.world_size])
-                for each in _everyone(files, mesh.shape.world_size, group):
+                for each in everyone(files, group):
                     files |= each
                 with together(mesh, final, group):
                     if writer:
@@ -372,13 +372,6 @@ class CheckpointMixin(SavingMixin):
 
 def _rng_file(rank: int, world_size: int) -> str:
     return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
-
-
-def _everyone(mine: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
-    said: list[Any] = [mine] * size
-    if size > 1:
-        dist.all_gather_object(said, mine, group=group)
-    return said
 
 
 def _count(folder: Path) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.checkpointing.agree import together
+from hf_parallel.checkpointing.agree import everyone, together
 from hf_parallel.checkpointing.dcp import INDEX, TensorIndex, save_pieces
 from hf_parallel.checkpointing.feedback import (
     keeps_debt,
@@ -142,7 +142,7 @@ def snapshot(
             pieces += outer_pieces(replicas.local, place)
     shape = holdings.mesh.shape
     labels = sorted({piece.label for piece in pieces})
-    said = _gather({"groups": owned, "numbers": numbers, "tensors": labels}, shape.world_size)
+    said: list[dict[str, Any]] = everyone({"groups": owned, "numbers": numbers, "tensors": labels})
     settings = [{key: encode(v) for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
     description = {
         "format": FORMAT,
@@ -158,15 +158,7 @@ def snapshot(
     return Snapshot(pieces, description)
 
 
-def _gather(mine: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    if world_size == 1:
-        return [mine]
-    said: list[Any] = [None] * world_size
-    dist.all_gather_object(said, mine)
-    return said
-
-
-def _union(said: list[dict[str, Any]], index: int) -> list[str]:
+def _union(said: Sequence[Mapping[str, Any]], index: int) -> list[str]:
     """Names in a group over all ranks, in the order in which they are first said."""
     named = (name for each in said for name in (each["groups"][index] if index < len(each["groups"]) else ()))
     return list(dict.fromkeys(named))
