@@ -20,6 +20,7 @@ FLOORS = [
     {"recipes", "mesh", "watchdog", "accumulation"},
     {"deepspeed", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
     {"ledger", "batches", "memory", "launch"},
+    {"guards"},
     {"replicas", "checkpointing"},
     {"preflight", "gradients", "weights", "adapters"},
     {"engine", "loading"},
