@@ -6,92 +6,38 @@ removed by the next save or resume.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from hf_parallel.checkpointing.manifest import (
+    MANIFEST,
+    FileRecord,
+    digest,
+    files_of,
+    load_manifest,
+    missing_file,
+    read_manifest,
+    record,
+    stray_entry,
+    write_manifest,
+)
 from hf_parallel.errors import CheckpointError
 
 
+__all__ = ["MANIFEST", "FileRecord", "files_of", "read_manifest", "record", "write_manifest"]
+
+logger = logging.getLogger(__name__)
+
 STAGING = ".incomplete"
-MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 REPLACED, REMOVED = ".replaced", ".removed"
-NAME = re.compile(r"^checkpoint-(\d+)$")
-SPARE = re.compile(r"^\.(checkpoint-\d+)\.(replaced|removed)$")
-BLOCK = 1 << 22
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What a manifest says of one file.
-
-    Args:
-        bytes: Its length.
-        sha256: Of its content, in hex.
-    """
-
-    bytes: int
-    sha256: str
-
-
-def files_of(folder: Path) -> list[str]:
-    """Names of all files below a folder, relative to it, sorted; the manifest itself is not among them."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
-
-
-def record(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring files to disk, and say what they are."""
-    found = {}
-    for name in names:
-        path = folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        found[name] = FileRecord(path.stat().st_size, _digest(path))
-    return found
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
-    """List the files of a folder that is about to be published.
-
-    Args:
-        folder: The folder.
-        files: Every file in it.
-        facts: What else is worth knowing of it, such as the number of tensors.
-    """
-    listed = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in sorted(files.items())}
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, **facts, "files": listed}, indent=1) + "\n")
-
-
-def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
-    """The files that a folder must have; None if it was made by something that lists none.
-
-    Raises:
-        CheckpointError: The manifest cannot be read.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    try:
-        listed = json.loads(path.read_text())["files"]
-        return {name: FileRecord(int(entry["bytes"]), str(entry["sha256"])) for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}. It is truncated or damaged.") from error
+NAME = re.compile(r"^checkpoint-(0|[1-9][0-9]*)$")
+SPARE = re.compile(r"^\.(checkpoint-[0-9]+)\.(replaced|removed)$")
+ASIDE = re.compile(r"^\.checkpoint-[0-9]+\.manifest\.json$")
 
 
 def missing_part(folder: Path) -> str | None:
@@ -103,26 +49,24 @@ def missing_part(folder: Path) -> str | None:
     if listed is None:
         # Made by the stock Trainer, which writes its state last.
         return None if (folder / STATE).is_file() else f"{folder} has neither {MANIFEST} nor {STATE}"
-    for name, entry in listed.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} does not exist, but {MANIFEST} lists it"
-        if path.stat().st_size != entry.bytes:
-            return f"{path} has {path.stat().st_size} bytes, {MANIFEST} says {entry.bytes}: it is truncated or damaged"
-    return None
+    return missing_file(folder, listed)
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare a folder with its manifest: lengths of all files, and the content of one file in `shares`.
+    """Compare a folder with its manifest: names and lengths of all files, and the content of one file in `shares`.
 
     Raises:
-        CheckpointError: A file is missing, truncated or damaged; names it.
+        CheckpointError: A file is missing, truncated, damaged, not listed or a link; names it.
     """
     problem = missing_part(folder)
     if problem is not None:
-        raise CheckpointError(f"{problem}. Resume from another checkpoint: {_others(folder)}")
-    for name, entry in list((read_manifest(folder) or {}).items())[share::shares]:
-        if _digest(folder / name) != entry.sha256:
+        raise CheckpointError(f"{problem.rstrip('.')}. Resume from another checkpoint: {_others(folder)}")
+    listed = load_manifest(folder)
+    problem = stray_entry(folder, listed)
+    if problem is not None:
+        raise CheckpointError(problem)
+    for name, entry in [] if listed is None else list(listed.files.items())[share::shares]:
+        if digest(folder / name) != entry.sha256:
             raise CheckpointError(
                 f"{folder / name} is damaged: its content is not what {MANIFEST} says (sha256 {entry.sha256[:12]}...). "
                 f"Resume from another checkpoint: {_others(folder)} If you changed the file on purpose, delete "
@@ -161,13 +105,13 @@ def _numbered(run_dir: Path) -> Iterator[tuple[int, Path]]:
 
 def clean(run_dir: Path) -> None:
     """Take away what a killed job left: folders half written or half removed. A replaced one that has no successor returns."""
-    shutil.rmtree(run_dir / STAGING, ignore_errors=True)
+    _discard(run_dir / STAGING)
     for path in list(run_dir.iterdir()) if run_dir.is_dir() else ():
         match = SPARE.match(path.name)
         if match and match[2] == "replaced" and not (run_dir / match[1]).exists():
             path.rename(run_dir / match[1])
-        elif match:
-            shutil.rmtree(path, ignore_errors=True)
+        elif match or ASIDE.match(path.name):
+            _discard(path)
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -175,16 +119,16 @@ def publish(staged: Path, final: Path) -> None:
     for path in [*staged.rglob("*"), staged]:
         sync(path)
     old = final.with_name(f".{final.name}{REPLACED}")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(final):
+        _discard(old)
         final.rename(old)
     try:
         staged.rename(final)
     except OSError:
-        if old.exists():
+        if os.path.lexists(old):
             old.rename(final)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    _discard(old)
     sync(final.parent)
 
 
@@ -198,21 +142,51 @@ def sync(path: Path) -> None:
 
 
 def rotate(run_dir: Path, limit: int | None, kept: Path, best: str | None) -> None:
-    """Remove the oldest checkpoints beyond `limit`, but not `kept`, which was just published, and not the best one.
+    """Remove checkpoints beyond `limit`, those of the lowest steps first, but not `kept`, which was just published, nor the best.
 
-    Each goes under another name first: a kill in the middle of a removal leaves no folder that looks like a checkpoint.
+    Steps count, not times: a file system may give several folders one time, and a copy brings its own. What is a link to a
+    folder elsewhere is left alone. Each goes under another name first: a kill in the middle of a removal leaves no folder that
+    looks like a checkpoint.
     """
     if limit is None or limit <= 0:
         return
     spared = {kept.resolve()} | ({Path(best).resolve()} if best else set())
-    oldest_first = sorted((path for _, path in _numbered(run_dir)), key=lambda path: (path.stat().st_mtime, path.name))
-    surplus = len(oldest_first) - max(limit, len(spared))
-    for path in [path for path in oldest_first if path.resolve() not in spared][: max(0, surplus)]:
+    here = [(step, path) for step, path in sorted(_numbered(run_dir)) if not path.is_symlink()]
+    _warn_of_later_steps(here, kept)
+    spared &= {path.resolve() for _, path in here}
+    surplus = len(here) - max(limit, len(spared))
+    for path in [path for _, path in here if path.resolve() not in spared][: max(0, surplus)]:
         gone = path.with_name(f".{path.name}{REMOVED}")
+        try:
+            _remove(gone)
+            path.rename(gone)
+        except OSError as error:
+            logger.warning("hf_parallel: %s is beyond save_total_limit and cannot be removed: %s.", path, error.strerror)
+            continue
         _remove(gone)
-        path.rename(gone)
-        _remove(gone)
+
+
+def _warn_of_later_steps(found: list[tuple[int, Path]], kept: Path) -> None:
+    match = NAME.match(kept.name)
+    later = [path.name for step, path in found if match and step > int(match[1])]
+    if later:
+        logger.warning(
+            "hf_parallel: %s is older than %s, which was just written, and has a higher step: "
+            "resume_from_checkpoint=True would take it up. If it is of another run, move it out of %s.",
+            later[-1],
+            kept.name,
+            kept.parent,
+        )
 
 
 def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Take away a checkpoint that has another name already."""
+    _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    """Take away a folder, or a link to one; what cannot be removed stays, under a name that nobody takes for a checkpoint."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
