@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from hf_parallel.checkpointing.stored import Reader
 from hf_parallel.data_parallel.fsdp import local_of, rows_of
 from hf_parallel.errors import CheckpointError
 
@@ -37,16 +36,19 @@ def load_adapters(folder: str | Path, model: Any) -> None:
             raise CheckpointError(
                 f"{path} does not exist: the checkpoint has no adapter {name!r}. Resume from another one."
             )
-        try:
-            saved = load_file(path)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. It is truncated or damaged.") from error
-        held = get_peft_model_state_dict(model, adapter_name=name)
-        odd = sorted(saved.keys() ^ held.keys())
-        if odd:
-            raise CheckpointError(
-                f"{path} is of other adapters: {len(odd)} tensors are on one side only (first: {odd[0]}). Resume with the "
-                "LoraConfig it was saved with."
-            )
-        for key, tensor in held.items():
-            local_of(tensor).copy_(rows_of(tensor, saved[key]))
+        with Reader() as reader:
+            _load_adapter(reader, path, get_peft_model_state_dict(model, adapter_name=name))
+
+
+def _load_adapter(reader: Reader, path: Path, held: dict[str, torch.Tensor]) -> None:
+    saved = reader.tensors(path)
+    odd = sorted(saved.keys() ^ held.keys()) or [
+        key for key, tensor in held.items() if saved[key].shape != tuple(tensor.shape)
+    ]
+    if odd:
+        raise CheckpointError(
+            f"{path} is of other adapters: {len(odd)} tensors are on one side only, or of other shapes (first: {odd[0]}). "
+            "Resume with the LoraConfig it was saved with."
+        )
+    for key, tensor in held.items():
+        local_of(tensor).copy_(rows_of(tensor, reader.read(saved[key])))

@@ -6,15 +6,15 @@ reads back only what it holds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
+from hf_parallel.checkpointing.manifest import is_bare, read_json, read_manifest
+from hf_parallel.checkpointing.stored import Reader
 from hf_parallel.data_parallel.fsdp import local_of, rows_of, whole_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
@@ -102,22 +102,23 @@ def load_weights(
     Raises:
         CheckpointError: No weights in the folder, an unreadable file, or a tensor that is missing or of another shape.
     """
-    files = weight_files(Path(folder))
-    for name, tensor in held.items():
-        entry = ledger.entries[name]
-        alias = next((alias for alias in entry.aliases if alias in files), None)
-        if alias is not None:
-            part = _read(files[alias], alias, entry, mesh)
-        else:
-            found = (converted(alias) for alias in entry.aliases) if converted is not None else iter(())
-            part = _part_of(next((whole for whole in found if whole is not None), None), folder, entry, mesh)
-        local_of(tensor).copy_(rows_of(tensor, part))
+    with Reader() as reader:
+        files = weight_files(Path(folder), reader)
+        for name, tensor in held.items():
+            entry = ledger.entries[name]
+            alias = next((alias for alias in entry.aliases if alias in files), None)
+            if alias is not None:
+                part = _read(reader, files[alias], alias, entry, mesh)
+            else:
+                made = (converted(alias) for alias in entry.aliases) if converted is not None else iter(())
+                whole = next((whole for whole in made if whole is not None), None)
+                part = _part_of(whole, folder, entry, mesh, len(files))
+            local_of(tensor).copy_(rows_of(tensor, part))
 
 
-def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh: Mesh) -> torch.Tensor:
+def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh: Mesh, count: int) -> torch.Tensor:
     """What this rank holds of a tensor that was converted."""
     if whole is None:
-        count = len(weight_files(Path(folder)))
         raise CheckpointError(
             f"{folder}: no tensor named {' or '.join(entry.aliases)} among {count}. The checkpoint is of another model."
         )
@@ -146,11 +147,7 @@ def check_config(folder: Path, config: Any) -> None:
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}. It is truncated or damaged.") from error
-    return found
+    return read_json(folder / CONFIG)
 
 
 def tensor_names(folder: Path) -> list[str]:
@@ -159,44 +156,58 @@ def tensor_names(folder: Path) -> list[str]:
     return list(weight_files(folder)) if has_weights else []
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
+def weight_files(folder: Path, reader: Reader | None = None) -> dict[str, Path]:
     """Tensor name -> the safetensors file that has it.
 
+    A folder with a manifest has the weights that it lists. Where there are several files and a single one, the single one
+    counts, as for transformers.
+
+    Args:
+        folder: The folder.
+        reader: What its files are read with afterwards; one of its own by default.
+
     Raises:
-        CheckpointError: The folder has neither weights nor an index, or a file of the index is missing.
+        CheckpointError: The folder has neither weights nor an index, or a file of the index is missing or elsewhere.
     """
-    index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
-    if index.is_file():
-        try:
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} cannot be read: {error!r}. It is truncated or damaged.") from error
-        missing = sorted({str(path) for path in files.values() if not path.is_file()})
-        if missing:
-            raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}.")
-        return files
-    if not single.is_file():
+    listed = read_manifest(folder)
+    single, index = (
+        path if path.is_file() and (listed is None or path.name in listed) else None
+        for path in (folder / WEIGHTS, folder / WEIGHTS_INDEX)
+    )
+    if single is not None:
+        with Reader() as own:
+            return dict.fromkeys((reader or own).tensors(single), single)
+    if index is None:
         raise CheckpointError(f"{folder} has no {WEIGHTS} and no {WEIGHTS_INDEX}: it is not a complete checkpoint.")
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise CheckpointError(f"{single} cannot be read: {error}. It is truncated or damaged.") from error
+    return _indexed(index, listed)
 
 
-def _read(path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
-    try:
-        with safe_open(path, framework="pt") as file:
-            view = file.get_slice(name)
-            shape = tuple(view.get_shape())
-            if shape != entry.shape:
-                raise CheckpointError(f"{path}: {name} has shape {shape}, the model needs {entry.shape}.")
-            spec = entry.spec
-            if spec is None:
-                whole: torch.Tensor = file.get_tensor(name)
-                return whole
-            held = [piece for piece in spec.ranges(mesh.shape.tp_size, mesh.tp_rank) if piece[1]]
-            before = (slice(None),) * spec.dim
-            return torch.cat([view[(*before, slice(s, s + n))] for s, n in held], dim=spec.dim)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {name} cannot be read: {error}. The file is truncated or damaged.") from error
+def _indexed(index: Path, listed: Mapping[str, object] | None) -> dict[str, Path]:
+    """What an index says, if it names files beside it."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} cannot be read: weight_map={names!r:.60}. It is truncated or damaged.")
+    files = set(map(str, names.values()))
+    odd = next((file for file in names.values() if not is_bare(file) or not file.endswith(".safetensors")), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{index} says that tensors are in {odd!r:.200}, which is not the name of a safetensors file beside it. It is "
+            "damaged, or was not written by a save; copy or save the folder again."
+        )
+    missing = sorted(str(index.parent / file) for file in files if not (index.parent / file).is_file())
+    if missing:
+        raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing)}.")
+    unlisted = sorted(files - listed.keys()) if listed is not None else []
+    if unlisted:
+        raise CheckpointError(f"{index} names {', '.join(unlisted)}, which the manifest does not list. It is damaged.")
+    return {name: index.parent / file for name, file in names.items()}
+
+
+def _read(reader: Reader, path: Path, name: str, entry: Entry, mesh: Mesh) -> torch.Tensor:
+    stored = reader.find(path, name)
+    if stored.shape != entry.shape:
+        raise CheckpointError(f"{path}: {name} has shape {stored.shape}, the model needs {entry.shape}.")
+    spec = entry.spec
+    if spec is None:
+        return reader.read(stored)
+    return reader.read(stored, spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank))

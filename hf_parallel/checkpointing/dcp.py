@@ -42,7 +42,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from hf_parallel.checkpointing.manifest import is_bare, is_regular
 from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpointing.stored import open_regular
 from hf_parallel.errors import CheckpointError
 
 
@@ -239,7 +241,7 @@ class _SafeReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._known is None:
             try:
-                with self._index.open("rb") as file:
+                with open(open_regular(self._index), "rb") as file:
                     found = _IndexUnpickler(file).load()
             except Exception as error:  # a damaged pickle raises nearly anything
                 raise CheckpointError(
@@ -247,8 +249,30 @@ class _SafeReader(FileSystemReader):
                 ) from error
             if not isinstance(found, Metadata) or found.storage_data is None:
                 raise CheckpointError(f"{self._index} is not an index of tensors: it was not written by hf_parallel.")
+            self._refuse_elsewhere(found)
             self._known = found
         return self._known
+
+    def _refuse_elsewhere(self, found: Metadata) -> None:
+        """Refuse an index whose tensors are not in the folder, or cannot be: nothing is read or made for them."""
+        folder, sizes = self._index.parent, dict[str, int]()
+        for place in found.storage_data.values():
+            name = place.relative_path
+            if not is_bare(name) or not is_regular(folder / name):
+                raise CheckpointError(
+                    f"{self._index} says that tensors are in {str(name)!r:.200}, which is no file beside it. It is damaged, or "
+                    "was not written by a save; resume from another checkpoint."
+                )
+            sizes[name] = (folder / name).stat().st_size
+        room = sum(sizes.values())
+        for label, tensor in found.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                needed = tensor.size.numel() * tensor.properties.dtype.itemsize
+                if not 0 <= needed <= room or any(size < 0 for size in tensor.size):
+                    raise CheckpointError(
+                        f"{self._index} says that {label} has the shape {tuple(tensor.size)}, and its files have {room} bytes. "
+                        "It is damaged; resume from another checkpoint."
+                    )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """One piece after the other, so that a file that is damaged is named with the tensor that is lost."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from hf_parallel.checkpointing.manifest import (
     MANIFEST,
     FileRecord,
+    Manifest,
     digest,
     files_of,
     load_manifest,
@@ -58,13 +59,7 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
     Raises:
         CheckpointError: A file is missing, truncated, damaged, not listed or a link; names it.
     """
-    problem = missing_part(folder)
-    if problem is not None:
-        raise CheckpointError(f"{problem.rstrip('.')}. Resume from another checkpoint: {_others(folder)}")
-    listed = load_manifest(folder)
-    problem = stray_entry(folder, listed)
-    if problem is not None:
-        raise CheckpointError(problem)
+    listed = check_names(folder)
     for name, entry in [] if listed is None else list(listed.files.items())[share::shares]:
         if digest(folder / name) != entry.sha256:
             raise CheckpointError(
@@ -72,6 +67,22 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
                 f"Resume from another checkpoint: {_others(folder)} If you changed the file on purpose, delete "
                 f"{folder / MANIFEST}."
             )
+
+
+def check_names(folder: Path) -> Manifest | None:
+    """Compare a folder with its manifest by names and lengths; returns it, None if there is none.
+
+    Raises:
+        CheckpointError: A file is missing, truncated, not listed or a link; names it.
+    """
+    problem = missing_part(folder)
+    if problem is not None:
+        raise CheckpointError(f"{problem.rstrip('.')}. Resume from another checkpoint: {_others(folder)}")
+    listed = load_manifest(folder)
+    problem = stray_entry(folder, listed)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return listed
 
 
 def _others(folder: Path) -> str:
@@ -161,7 +172,9 @@ def rotate(run_dir: Path, limit: int | None, kept: Path, best: str | None) -> No
             _remove(gone)
             path.rename(gone)
         except OSError as error:
-            logger.warning("hf_parallel: %s is beyond save_total_limit and cannot be removed: %s.", path, error.strerror)
+            logger.warning(
+                "hf_parallel: %s is beyond save_total_limit and cannot be removed: %s.", path, error.strerror
+            )
             continue
         _remove(gone)
 

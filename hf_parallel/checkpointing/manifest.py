@@ -98,6 +98,11 @@ def _kind(mode: int) -> str:
     return "a folder" if stat.S_ISDIR(mode) else "no regular file"
 
 
+def is_regular(path: Path) -> bool:
+    """Whether there is a file of this name itself, not a link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
 def record(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """Bring files to disk, and say what they are."""
     found = {}
@@ -249,7 +254,9 @@ def missing_file(folder: Path, files: Mapping[str, FileRecord]) -> str | None:
             except OSError:
                 return f"{path} does not exist, but {MANIFEST} lists it"
             if not (stat.S_ISREG(mode) if step == path else stat.S_ISDIR(mode)):
-                return f"{step} is {_kind(mode)}, and {MANIFEST} lists {'a file' if step == path else name}. {_COPY_IT}"
+                return (
+                    f"{step} is {_kind(mode)}, and {MANIFEST} lists {'a file' if step == path else name}. {_COPY_IT}"
+                )
         size = os.lstat(path).st_size
         if size != entry.bytes:
             return f"{path} has {size} bytes, {MANIFEST} says {entry.bytes}: it is truncated or damaged"

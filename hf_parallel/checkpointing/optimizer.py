@@ -211,5 +211,8 @@ def encode(value: object) -> Any:
 def decode(value: Any) -> Any:
     """The inverse of `encode`."""
     if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
-        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"the training state has a number of type {value['dtype']!r:.60}: it is damaged.")
+        return torch.tensor(value["value"], dtype=dtype)
     return value

@@ -100,7 +100,9 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Store
 
 def damaged(path: Path, why: str) -> CheckpointError:
     """The error of a file that is not what it should be."""
-    return CheckpointError(f"{path}: {why}. The file cannot be read: it is truncated or damaged; copy or save it again.")
+    return CheckpointError(
+        f"{path}: {why}. The file cannot be read: it is truncated or damaged; copy or save it again."
+    )
 
 
 class Reader:
@@ -118,7 +120,9 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -211,7 +215,9 @@ class Reader:
             raise damaged(path, f"its header cannot be read ({error!r:.200})") from error
         for stored in found.values():
             if stored.start + stored.nbytes > size:
-                raise damaged(path, f"{stored.name} ends at byte {stored.start + stored.nbytes} and the file at {size}")
+                raise damaged(
+                    path, f"{stored.name} ends at byte {stored.start + stored.nbytes} and the file at {size}"
+                )
         return found
 
     def _fill(

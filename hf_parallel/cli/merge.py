@@ -16,13 +16,16 @@ def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A folder checkpoint-N of a training run.")],
     folder: Annotated[Path, typer.Argument(help="The folder to make; must not exist, or be empty.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
+    trainer_state: Annotated[
+        bool, typer.Option("--trainer-state", help="Also write what a stock Trainer resumes from.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Copy the model out of a checkpoint, one tensor in memory at a time; exit with 1 if something is damaged."""
     from hf_parallel.loading.merge import merge as merge_checkpoint
 
     try:
-        found = merge_checkpoint(checkpoint, folder, max_shard_size)
+        found = merge_checkpoint(checkpoint, folder, max_shard_size, trainer_state=trainer_state)
     except (CheckpointError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from hf_parallel.errors import CheckpointError
+from hf_parallel.checkpointing.stored import Reader
 from hf_parallel.loading.conversions import Group, groups_to_load
 from hf_parallel.weights import weight_files
 
@@ -24,28 +23,19 @@ def conversion_of(folder: Path, model: object) -> Callable[[str], torch.Tensor |
     """
     groups: dict[str, Group] | None = None
     files: dict[str, Path] = {}
+    reader = Reader()
 
     def read(name: str) -> torch.Tensor | None:
         nonlocal groups, files
         if not isinstance(model, PreTrainedModel):
             return None
         if groups is None:
-            files = weight_files(folder)
+            files = weight_files(folder, reader)
             groups = groups_to_load(model, get_model_conversion_mapping(model), files)
         group = groups.get(name)
-        return None if group is None else group.convert(_sources(group, files), model).get(name)
+        if group is None:
+            return None
+        sources = {each: reader.read(reader.find(files[each], each)) for each in group.names}
+        return group.convert(sources, model).get(name)
 
     return read
-
-
-def _sources(group: Group, files: dict[str, Path]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in group.names:
-        try:
-            with safe_open(files[name], framework="pt") as file:
-                found[name] = file.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{files[name]}: {name} cannot be read: {error}. The file is truncated or damaged."
-            ) from error
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Final
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from hf_parallel.checkpointing.folders import publish, verify
+from hf_parallel.checkpointing.folders import files_of, publish, read_manifest, verify
+from hf_parallel.checkpointing.manifest import DROPPINGS, read_json
 from hf_parallel.errors import CheckpointError
-from hf_parallel.loading.files import Reader, Stored, lay_out, read_header, write
+from hf_parallel.loading.files import Reader, Stored, lay_out, write
+from hf_parallel.loading.stock import write_stock_state
 from hf_parallel.loading.write import METADATA, WEIGHT_FILE
 from hf_parallel.weights import CONFIG, WEIGHTS_INDEX, weight_files
 
@@ -29,6 +32,7 @@ OF_TRAINING: Final = (
     "rng_state*",
     "pipeline_state.json",
     "manifest.json",
+    "pytorch_model*",
     ".*",
 )
 
@@ -41,14 +45,16 @@ class Merged:
         num_tensors: Tensors.
         num_bytes: Their bytes.
         files: Names of the weight files.
+        trainer_state: Whether a stock Trainer can resume from it.
     """
 
     num_tensors: int
     num_bytes: int
     files: tuple[str, ...]
+    trainer_state: bool = False
 
 
-def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB") -> Merged:
+def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, trainer_state: bool = False) -> Merged:
     """Copy the model of a checkpoint into a folder of its own, one tensor at a time.
 
     The checkpoint is compared with its manifest first, and the copy is read back. The folder appears when it is complete.
@@ -57,6 +63,7 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB") -> Merge
         checkpoint: A folder `checkpoint-N`.
         folder: Where to; must not exist, or be empty.
         max_shard_size: As of `save_pretrained`.
+        trainer_state: Also write what a stock Trainer resumes from. Takes memory for the whole optimizer state.
 
     Raises:
         CheckpointError: The checkpoint is damaged, has no model, or the folder is taken; names the file and the tensor.
@@ -68,20 +75,27 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB") -> Merge
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        for path in sorted(checkpoint.iterdir()):
-            if WEIGHT_FILE.fullmatch(path.name) or any(fnmatch(path.name, pattern) for pattern in OF_TRAINING):
-                continue
-            if path.is_dir():
-                shutil.copytree(path, staging / path.name)
-            else:
-                shutil.copyfile(path, staging / path.name)
+        for name in _beside_weights(checkpoint):
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, staging / name, follow_symlinks=False)
         files = _copy_weights(stored, staging, max_shard_size, _parameters_of(checkpoint))
+        if trainer_state:
+            write_stock_state(checkpoint, staging)
         publish(staging, folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return Merged(len(stored), sum(one.nbytes for one in stored.values()), tuple(files))
+    return Merged(len(stored), sum(one.nbytes for one in stored.values()), tuple(files), trainer_state)
+
+
+def _beside_weights(checkpoint: Path) -> Iterator[str]:
+    """Names of the model's other files."""
+    for name in sorted(read_manifest(checkpoint) or files_of(checkpoint)):
+        first, last = name.split("/")[0], name.rsplit("/", 1)[-1]
+        of_training = any(fnmatch(first, pattern) for pattern in OF_TRAINING)
+        if not (of_training or WEIGHT_FILE.fullmatch(name) or DROPPINGS.fullmatch(last)):
+            yield name
 
 
 def _model_of(checkpoint: Path) -> dict[str, Stored]:
@@ -96,21 +110,14 @@ def _model_of(checkpoint: Path) -> dict[str, Stored]:
     if not (checkpoint / CONFIG).is_file():
         raise CheckpointError(f"{checkpoint} has no {CONFIG}: it is not a checkpoint of a model.")
     verify(checkpoint)
-    stored = {}
-    headers: dict[Path, dict[str, Stored]] = {}
-    for name, path in weight_files(checkpoint).items():
-        if path not in headers:
-            headers[path] = read_header(path)
-        if name not in headers[path]:
-            raise CheckpointError(f"{path} does not hold {name}, which the index says it does.")
-        stored[name] = headers[path][name]
-    return stored
+    with Reader() as reader:
+        return {name: reader.find(path, name) for name, path in weight_files(checkpoint, reader).items()}
 
 
 def _parameters_of(checkpoint: Path) -> dict[str, object]:
     """What the index says beside names, of a checkpoint with several files."""
     index = checkpoint / WEIGHTS_INDEX
-    metadata: dict[str, object] = json.loads(index.read_text()).get("metadata", {}) if index.is_file() else {}
+    metadata: dict[str, object] = read_json(index).get("metadata", {}) if index.is_file() else {}
     return {name: value for name, value in metadata.items() if name == "total_parameters"}
 
 

@@ -7,10 +7,8 @@ that it may go on as several ranks, and the other way round.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,64 +17,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
-from hf_parallel.adapters import has_adapters, load_adapters
 from hf_parallel.checkpointing.agree import everyone, together
 from hf_parallel.checkpointing.background import Background, Channels, on_host
 from hf_parallel.checkpointing.dcp import TensorIndex
 from hf_parallel.checkpointing.folders import (
-    MANIFEST,
     STAGING,
     clean,
     files_of,
-    newest,
     publish,
     record,
     rotate,
-    verify,
     write_manifest,
 )
-from hf_parallel.errors import CheckpointError
-from hf_parallel.ledger import build_ledger
-from hf_parallel.loading.converted import conversion_of
-from hf_parallel.mesh import MeshShape
+from hf_parallel.checkpointing.manifest import OPEN
+from hf_parallel.checkpointing.relist import Published, adopt, looks_of, relist
+from hf_parallel.checkpointing.shared import Claim, require_shared
+from hf_parallel.checkpointing.small import SCHEDULER
+from hf_parallel.loading.stock import write_note
 from hf_parallel.pipeline_engine import PipelineEngine
-from hf_parallel.training.saving import SavingMixin
-from hf_parallel.training.state import (
-    DESCRIPTION,
-    TENSORS,
-    Holdings,
-    Snapshot,
-    load_training_state,
-    read_description,
-    rng_source,
-    snapshot,
-    write_snapshot,
-)
-from hf_parallel.weights import check_config, load_weights, tensor_names
+from hf_parallel.training.resuming import ResumeMixin
+from hf_parallel.training.state import TENSORS, Snapshot, snapshot, write_snapshot
+from hf_parallel.weights import tensor_names
 
 
-logger = logging.getLogger(__name__)
-
-SCHEDULER = "scheduler.pt"
-OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")  # lists of a scheduler with one entry a parameter group
-
-
-class CheckpointMixin(SavingMixin):
+class CheckpointMixin(ResumeMixin):
     """Checkpoints by all ranks; everything falls back to stock for a Trainer that hf_parallel does not drive."""
 
     _hf_parallel_staging: Path | None = None
     _hf_parallel_push: bool = False
-    _hf_parallel_alone: bool = False  # one process, whose checkpoints are to fit any layout
     _hf_parallel_async: bool = False
     _hf_parallel_taken: Snapshot | None = None  # of the save that is being made, if it is written in the background
     _hf_parallel_pending: Background | None = None
     _hf_parallel_channels: Channels | None = None
-
-    @property
-    def _hf_parallel_checkpoints(self) -> bool:
-        return self.hf_parallel_session is not None or self._hf_parallel_alone
+    _hf_parallel_ready: Callable[[], None] | None = (
+        None  # what is to be written as soon as callbacks have had their turn
+    )
+    _hf_parallel_published: Published | None = None  # what callbacks may add files to
+    _hf_parallel_claim: Claim | None = None
+    _hf_parallel_is_new: bool = True  # whether the folder that is being written did not exist
 
     def save_for_any_layout(self, async_save: bool) -> None:
         """Let a Trainer in one process, otherwise stock, write checkpoints that several ranks can resume."""
@@ -89,37 +70,26 @@ class CheckpointMixin(SavingMixin):
         wanted = self._hf_parallel_async if session is None else session.config.checkpoint.async_save
         return wanted and not self.args.push_to_hub and not self.args.save_only_model
 
-    def _holdings(self) -> Holdings:
-        """What this rank has of the run; the model is parallelized if it was not yet."""
-        session = self.hf_parallel_session
-        if session is None:
-            return self._held_alone()
-        engine = self.accelerator.attach_model(self.model)
-        attachment, config = engine.attachment, session.config
-        replicas = attachment.gradients.replicas
-        settings = config.gradient_compression if replicas.local is None else config.local_sgd.compression
-        held = attachment.parameters, attachment.buffers
-        return Holdings(attachment.ledger, attachment.mesh, *held, replicas, settings)
-
-    def _held_alone(self) -> Holdings:
-        model: nn.Module = self.accelerator.unwrap_model(self.model)
-        ledger = build_ledger(model, pp_size=1, holds=lambda stage, name: True, specs={})
-        named = dict(model.named_parameters(remove_duplicate=False))
-        parameters = {entry.name: named[entry.name] for entry in ledger if entry.kind == "param"}
-        others = dict(model.named_buffers(remove_duplicate=False))
-        buffers = {entry.name: others[entry.name] for entry in ledger if entry.kind == "buffer"}
-        return Holdings(ledger, self._hf_parallel_mesh, parameters, buffers)
-
-    # -- resuming --------------------------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As stock; True resumes from the newest checkpoint that is complete."""
         self._finish_saving()  # of a run before this one that ended with an error
+        self._require_shared_folder()
         if resume_from_checkpoint is True and self._hf_parallel_checkpoints:
             resume_from_checkpoint = self._newest_checkpoint()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish_saving()
         return output
+
+    def _require_shared_folder(self) -> None:
+        """Refuse to begin a run whose checkpoints no rank could read: one machine would not see what another writes.
+
+        Raises:
+            CheckpointError: The ranks do not share output_dir; the same text on all.
+        """
+        if self.hf_parallel_session is None or self.args.save_strategy == SaveStrategy.NO:
+            return
+        with self._waiting("waits for all ranks to look at output_dir"):
+            require_shared(Path(self.args.output_dir or "."), self._hf_parallel_mesh)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
@@ -133,112 +103,36 @@ class CheckpointMixin(SavingMixin):
             self._finish_saving()
         return super().training_step(*args, **kwargs)
 
+    def _load_best_model(self) -> None:
+        self._finish_saving()
+        super()._load_best_model()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; lists what callbacks put into a checkpoint when they are told of it."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._begin_writing()
+        published, self._hf_parallel_published = self._hf_parallel_published, None
+        if published is not None:
+            with self._waiting("waits for the other ranks to list what callbacks added to the checkpoint"):
+                relist(published, self._hf_parallel_mesh)
+
+    def _begin_writing(self) -> None:
+        """Start the thread that writes a checkpoint, if one is to be written."""
+        ready, self._hf_parallel_ready = self._hf_parallel_ready, None
+        if ready is not None and self._hf_parallel_channels is not None:
+            self._hf_parallel_pending = Background(ready, self._hf_parallel_channels)
+
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written, if there is one.
 
         Raises:
             CheckpointError: It could not be written; the same on every rank.
         """
+        self._begin_writing()
         pending, self._hf_parallel_pending = self._hf_parallel_pending, None
         if pending is not None:
             with self._waiting("waits for the checkpoint to be written"):
                 pending.wait()
-
-    def _newest_checkpoint(self) -> str:
-        """Path of the newest complete checkpoint, the same on every rank; what killed saves left is removed.
-
-        Raises:
-            CheckpointError: There is none.
-        """
-        run_dir, found = Path(self.args.output_dir or "."), [""]
-        with self._together(run_dir, "find a checkpoint", writes=False):
-            if self._hf_parallel_mesh.rank == 0:
-                clean(run_dir)
-                path, passed = newest(run_dir)
-                for reason in passed:
-                    logger.warning("hf_parallel: passed over an incomplete checkpoint: %s.", reason)
-                if path is None:
-                    raise CheckpointError(
-                        f"{run_dir} has no complete checkpoint to resume from. Start without resuming."
-                    )
-                found = [str(path)]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if not self._reads(folder):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        holdings = self._holdings()
-        mesh = holdings.mesh
-        with self._together(folder, "check the checkpoint", writes=False):
-            verify(folder, mesh.rank, mesh.shape.world_size)
-            check_config(folder, self.model.config)
-        self._load_held(folder, holdings)
-
-    def _load_best_model(self) -> None:
-        self._finish_saving()
-        folder = Path(str(self.state.best_model_checkpoint))
-        if not self._reads(folder):
-            super()._load_best_model()
-            return
-        self._load_held(folder, self._holdings())
-
-    def _reads(self, folder: Path) -> bool:
-        """Whether weights are read here: one process leaves what the stock Trainer wrote to stock code."""
-        return self._hf_parallel_checkpoints and not (self._hf_parallel_alone and not (folder / MANIFEST).is_file())
-
-    def _load_held(self, folder: Path, holdings: Holdings) -> None:
-        """Read this rank's parameters and buffers."""
-        model = self.accelerator.unwrap_model(self.model)
-        with self._together(folder, "read the weights", writes=False):
-            if has_adapters(model):
-                load_adapters(folder, model)
-            else:
-                converted = conversion_of(folder, model)
-                load_weights(folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=converted)
-        if holdings.replicas is not None:
-            holdings.replicas.reloaded()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder = Path(checkpoint)
-        if not self._hf_parallel_checkpoints or (self._hf_parallel_alone and not (folder / DESCRIPTION).is_file()):
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        holdings = self._holdings()
-        with self._together(folder, "read the training state", writes=False):
-            resumed = load_training_state(folder, holdings, self._bare_optimizer())
-            self._load_scheduler(folder / SCHEDULER, resumed.order)
-        if isinstance(self._engine, PipelineEngine) and resumed.dropout_step is not None:
-            self._engine.seeds.step = resumed.dropout_step
-
-    def _load_scheduler(self, path: Path, order: list[int]) -> None:
-        if self.lr_scheduler is None:
-            return
-        if not path.is_file():
-            raise CheckpointError(f"{path} does not exist: the checkpoint is incomplete. Resume from another one.")
-        state = torch.load(path, weights_only=True)
-        for key in OF_GROUPS:
-            if isinstance(state.get(key), list) and len(state[key]) == len(order):
-                state[key] = [state[key][index] for index in order]
-        self.lr_scheduler.load_state_dict(state)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As stock in the layout it was saved under; else all ranks of a model copy take the state of a saved copy."""
-        if not self._hf_parallel_checkpoints or checkpoint is None or not Path(checkpoint, DESCRIPTION).is_file():
-            super()._load_rng_state(checkpoint)
-            return
-        saved = MeshShape(**read_description(Path(checkpoint))["mesh"])
-        source = Path(checkpoint, _rng_file(rng_source(saved, self._hf_parallel_mesh), saved.world_size))
-        with tempfile.TemporaryDirectory() as folder:
-            # Stock code looks for a file with this rank's number.
-            link = Path(folder, _rng_file(self.args.process_index, self.args.world_size))
-            link.symlink_to(source.resolve())
-            super()._load_rng_state(folder)
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +154,9 @@ class CheckpointMixin(SavingMixin):
         try:
             with self._together(run_dir / name, "prepare the checkpoint folder"):
                 if self.args.should_save:
+                    self._hf_parallel_claim = Claim(run_dir)
+                    self._hf_parallel_claim.take()
+                    self._hf_parallel_is_new = not os.path.lexists(run_dir / name)
                     clean(run_dir)
                     staging.mkdir(parents=True)
             self._hf_parallel_staging, self._hf_parallel_push = staging, False
@@ -274,13 +171,17 @@ class CheckpointMixin(SavingMixin):
             raise
         finally:
             self._hf_parallel_staging = None
+        self._hf_parallel_published = None
         self._commit(staging / name, run_dir / name)
         if self._hf_parallel_push:
             self._push_from_checkpoint(str(run_dir / name))
 
     def _discard(self, staging: Path) -> None:
-        if self.args.should_save:
+        """Leave the run's folder to others, without what was not published; only if it was this process's."""
+        claim, self._hf_parallel_claim = self._hf_parallel_claim, None
+        if claim is not None and claim.is_held:
             shutil.rmtree(staging, ignore_errors=True)
+            claim.release()
 
     def _commit(self, staged: Path, final: Path) -> None:
         """Publish a folder, here or in a thread that also writes the training state into it."""
@@ -304,7 +205,7 @@ class CheckpointMixin(SavingMixin):
                 raise
             finish()
 
-        self._hf_parallel_pending = Background(work, self._hf_parallel_channels)
+        self._hf_parallel_ready = work
 
     def _make_channels(self) -> Channels:
         mesh = self._hf_parallel_mesh
@@ -314,22 +215,41 @@ class CheckpointMixin(SavingMixin):
         """What brings every file to disk, lists them, and gives the folder its name; only then may older ones go."""
         mesh, state, args = self._hf_parallel_mesh, self.state, self.args
         step, best, writer = state.global_step, state.best_model_checkpoint, args.should_save
+        adds, is_new = self._callbacks_add_files and group is None, self._hf_parallel_is_new
 
         def finish() -> None:
             try:
                 with together(mesh, final, group):
-                    files = record(staged, files_of(staged)[mesh.rank :: mesh.shape.world_size])
+                    if writer and is_new and final.is_dir():
+                        adopt(staged, final)
+                with together(mesh, final, group):
+                    here = files_of(staged)
+                # What one machine has just written another may not list yet: all say what they see.
+                said = everyone((here, adds), group)
+                names = sorted({name for here, _ in said for name in here})
+                with together(mesh, final, group):
+                    files = record(staged, names[mesh.rank :: mesh.shape.world_size])
                 for each in everyone(files, group):
                     files |= each
+                facts = {"step": step, "tensors": _count(staged)}
+                is_open = any(adds for _, adds in said)
                 with together(mesh, final, group):
                     if writer:
-                        write_manifest(staged, files, {"step": step, "tensors": _count(staged)})
+                        write_manifest(staged, files, {**facts, OPEN: True} if is_open else facts)
                         publish(staged, final)
                         rotate(final.parent, args.save_total_limit, final, best)
+                if is_open:
+                    with together(mesh, final, group):
+                        self._hf_parallel_published = Published(final, files, facts, looks_of(final))
             finally:
                 self._discard(staged.parent)
 
         return finish
+
+    @property
+    def _callbacks_add_files(self) -> bool:
+        """Whether callbacks do something when they are told of a checkpoint."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks)
 
     def _best_checkpoint(self, run_dir: Path, known: str | None) -> str | None:
         """Path of the best checkpoint: the one being saved, one on disk, or what was known."""
@@ -352,26 +272,20 @@ class CheckpointMixin(SavingMixin):
         step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
         with self._waiting("waits for the other ranks to collect the training state"):
             taken = snapshot(folder, holdings, self._bare_optimizer(), step)
+        has_scaler = getattr(self.accelerator, "scaler", None) is not None
+        taken = replace(taken, description={**taken.description, "scaler": has_scaler})
         with self._together(folder, "write the training state"):
             os.makedirs(folder, exist_ok=True)
             if self.args.should_save and self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            if self.args.should_save:
+                write_note(folder)
         if self._saves_behind:
             with self._together(folder, "copy the training state"):
                 self._hf_parallel_taken = replace(taken, pieces=on_host(taken.pieces))
         else:
             with self._waiting("waits for the other ranks to write the training state"):
                 write_snapshot(folder, taken, holdings.mesh)
-
-    def _bare_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: Any = self.optimizer
-        while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        return optimizer
-
-
-def _rng_file(rank: int, world_size: int) -> str:
-    return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
 
 
 def _count(folder: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
 from hf_parallel.checkpointing.agree import together
@@ -40,6 +41,7 @@ class SavingMixin(Base):
 
     accelerator: HFParallelAccelerator
     model: PreTrainedModel
+    _hf_parallel_alone: bool = False  # one process, whose checkpoints are to fit any layout
 
     @property
     def hf_parallel_session(self) -> Session | None:
@@ -50,6 +52,16 @@ class SavingMixin(Base):
     def _engine(self) -> Engine | None:
         session = self.hf_parallel_session
         return session.engine if session is not None else None
+
+    @property
+    def _hf_parallel_checkpoints(self) -> bool:
+        return self.hf_parallel_session is not None or self._hf_parallel_alone
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer
+        while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        return optimizer
 
     @contextmanager
     def _together(self, folder: Path, what: str, *, writes: bool = True) -> Iterator[None]:
@@ -124,10 +136,13 @@ class SavingMixin(Base):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As stock, with the training arguments as JSON instead of a pickle."""
+        folder = Path(output_dir or self.args.output_dir or ".")
         if self.hf_parallel_session is None:
             super()._save(output_dir, state_dict)
+            if self._hf_parallel_alone:
+                (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+                (folder / ARGUMENTS).write_text(self.args.to_json_string())
             return
-        folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         with _no_bar_for_nothing(state_dict):
             self.model.save_pretrained(folder, state_dict=state_dict)

@@ -19,6 +19,7 @@ from torch import nn
 
 from hf_parallel.checkpointing.agree import everyone, together
 from hf_parallel.checkpointing.dcp import INDEX, TensorIndex, save_pieces
+from hf_parallel.checkpointing.description import DESCRIPTION, FORMAT, TENSORS, read_description
 from hf_parallel.checkpointing.feedback import (
     keeps_debt,
     method_of,
@@ -37,11 +38,9 @@ from hf_parallel.replica_sections import GradientCompressionConfig
 from hf_parallel.replicas import Replicas
 
 
-logger = logging.getLogger(__name__)
+__all__ = ["DESCRIPTION", "TENSORS", "read_description"]
 
-TENSORS = "training_state"
-DESCRIPTION = "training_state.json"
-FORMAT = 1
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -152,6 +151,7 @@ def snapshot(
         "replicas": shape.dp_size if holdings.walks_alone else None,
         "wire": None if wire is None else {"method": method_of(holdings.compression), "dp_size": shape.dp_size},
         "dropout_step": dropout_step,
+        "parameters": [entry.name for entry in holdings.ledger if entry.kind == "param"],
         "tensors": sorted({label for each in said for label in each["tensors"]}),
         "numbers": {label: value for each in said for label, value in each["numbers"].items()},
     }
@@ -229,31 +229,6 @@ def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings:
         )
     if replicas is not None and replicas.local is not None:
         restore_outer(replicas.local, index, names, place)
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """The content of `training_state.json`.
-
-    Raises:
-        CheckpointError: There is none, it cannot be read, or it is of another version.
-    """
-    path = folder / DESCRIPTION
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist: the checkpoint holds weights only (save_only_model), or was written by a Trainer "
-            "without hf_parallel. Start a new run from its weights; or resume it in one process with HFParallelCallback, "
-            "whose next checkpoint fits any layout."
-        )
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        version = found["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}. It is truncated or damaged.") from error
-    if version != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {version}, this version reads {FORMAT}. Use the version that wrote it."
-        )
-    return found
 
 
 def rng_source(saved: MeshShape, here: Mesh) -> int:
