@@ -6,7 +6,9 @@ Each function checks what it relies on and says which package moved when the che
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
+import re
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
@@ -117,13 +119,38 @@ def loss_scale(scaler: Any) -> Tensor:
     return scale
 
 
-def is_connection_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone: gloo raises plain RuntimeErrors."""
+# Where in gloo's own source a failed transfer was noticed stands at the head of its messages.
+_OF_GLOO = re.compile(r"\[[^\]\s]*\bgloo/[^\]\s]*\.(cc|h):\d+\] ")
+
+
+def is_connection_loss(error: BaseException, *, in_collective: bool = False) -> bool:
+    """Whether a collective failed because another rank is gone.
+
+    NCCL's and the network's errors have classes of their own. gloo raises plain RuntimeErrors (torch 2.13): they begin
+    with the place in its source, and no Python code has raised them.
+
+    Args:
+        error: What was raised.
+        in_collective: Whether only a collective can have raised it, so that who did need not be found out.
+    """
     from torch.distributed import DistBackendError, DistNetworkError
 
     if isinstance(error, (DistBackendError, DistNetworkError)):
         return True
-    return type(error) is RuntimeError and "gloo" in str(error)
+    if type(error) is not RuntimeError or _OF_GLOO.match(str(error)) is None:
+        return False
+    return in_collective or not _raised_by_python(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` statement made this error, and no compiled function that was called."""
+    trace = error.__traceback__
+    if trace is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code.co_code
+    return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
 from hf_parallel.errors import ConfigError
+from hf_parallel.machine.tasks import lonely_task
 from hf_parallel.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
 
 
@@ -90,6 +91,7 @@ def resolve_config(
         ConfigError: If the settings are not valid, do not fit the number of processes, or are nowhere to be found
             under a launcher that knows no config file.
     """
+    refuse_lonely_task()
     launch = find_launch(config if isinstance(config, str | Path) else None)
     accelerate: Mapping[str, Any] | None = None
     if isinstance(config, HFParallelConfig):
@@ -144,6 +146,29 @@ def prepare_engine(config: HFParallelConfig) -> None:
         return
     told = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
     prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not _has_accelerator())
+
+
+def refuse_lonely_task() -> None:
+    """Refuse a process that a cluster's launcher started beside others, which it knows nothing of.
+
+    Raises:
+        ConfigError: With the command that starts such a run.
+    """
+    import torch.distributed as dist
+
+    tasks = lonely_task(os.environ)
+    if tasks is None or (dist.is_available() and dist.is_initialized()):
+        return
+    of_slurm = tasks.launcher == "srun"
+    node = "$SLURM_NODEID" if of_slurm else "NUMBER_OF_THE_NODE"
+    start = "srun --ntasks-per-node=1 bash -c" if of_slurm else f"{tasks.launcher}, one task a node, of bash -c"
+    raise ConfigError(
+        f"{tasks.variable}={tasks.value} without WORLD_SIZE: {tasks.launcher} started several tasks that know nothing of each "
+        "other, so each of them would train alone. Let each node start one launcher, with the number of GPUs on all nodes as "
+        f"N: {start} 'accelerate launch --config_file FILE --num_processes N --num_machines NODES --machine_rank {node} "
+        "--main_process_ip FIRST_NODE --main_process_port 29500 script.py'. If each task is meant to be a run of its own, set "
+        "WORLD_SIZE=1."
+    )
 
 
 def check_world(config: HFParallelConfig, accelerate_processes: int | None = None) -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.costs import StageCosts
 from hf_parallel.pipeline_parallel.discover import discover_stages
 from hf_parallel.pipeline_parallel.partition import partition
@@ -175,23 +174,16 @@ def _loss_kind(
     """How the model's loss is normalised; with a substitute collective: rank 0 finds it out."""
     if substitute is None:
         return loss_normalisation(model, sample)
-    found: list[LossKind | str] = [""]
-    error = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-            found[0] = loss_normalisation(substitute.model(), here)
-        except Exception as failed:  # noqa: BLE001 - the other ranks wait, whatever happens here
-            error = f"{type(failed).__name__}: {failed}"
-    told = [found[0], error]
-    if dist.is_initialized():
-        with watchdog.waiting("waits for rank 0 to look at the loss"):
-            dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise PlanError(
-            f"the loss of {type(model).__name__} cannot be looked at on a small model like it ({told[1]})."
-        )
-    return told[0]  # type: ignore[return-value]
+    stand_in = substitute.model
+
+    def look() -> LossKind:
+        here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
+        return loss_normalisation(stand_in(), here)
+
+    def explain(what: str) -> PlanError:
+        return PlanError(f"the loss of {type(model).__name__} cannot be looked at on a small model like it ({what}).")
+
+    return on_rank_zero(look, "looks at the loss", waiting=watchdog.waiting, explain=explain)
 
 
 def _shards(
@@ -217,9 +209,7 @@ def _shards(
         wishes["sequence"] = settings.sequence_parallel
         return plan(tp_size, sample, overrides=overrides, **wishes)
 
-    plans_here = not dist.is_initialized() or dist.get_rank() == 0
-    with nullcontext() if plans_here else watchdog.waiting("waits for rank 0 to plan the shards"):
-        return plan_on_one_rank(make)
+    return plan_on_one_rank(make, watchdog.waiting)
 
 
 def _gathered_units(

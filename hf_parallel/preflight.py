@@ -18,6 +18,8 @@ from torch import nn
 from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ParallelError, PlanError, RankMismatchError, UnsupportedError
+from hf_parallel.machine.ram import free_ram
+from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs
 from hf_parallel.pipeline_parallel.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan import PipelinePlan
@@ -185,22 +187,18 @@ def cut_costs(
     if config.pipeline.costs == "analytic":
         recomputed = config.activation_checkpointing.every is not None
         return block_costs(model, plan, recomputed=recomputed or getattr(model, "is_gradient_checkpointing", False))
-    found: list[StageCosts | str] = [""]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+
+    def measure() -> StageCosts:
         watchdog.runs("measures the blocks")
-        try:
-            found[0] = measure_costs(model, plan, probes.typical)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever happens here
-            found[0] = f"{type(error).__name__}: {error}"
-    if dist.is_initialized():
-        with watchdog.waiting("waits for rank 0 to measure the blocks"):
-            dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise PlanError(
-            f"pipeline.costs=measured: rank 0 could not train a small batch on the whole {type(model).__name__} "
-            f"({found[0]}). Set pipeline.costs to analytic."
+        return measure_costs(model, plan, probes.typical)
+
+    def explain(what: str) -> PlanError:
+        return PlanError(
+            f"pipeline.costs=measured: {what}. It could not train a small batch on the whole {type(model).__name__}: set "
+            "pipeline.costs to analytic."
         )
-    return found[0]
+
+    return on_rank_zero(measure, "measures the blocks", waiting=watchdog.waiting, explain=explain)
 
 
 def check_plans(
@@ -229,20 +227,14 @@ def check_plans(
     Raises:
         PlanError: They differ; nothing was changed.
     """
-    verdict: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+
+    def check() -> None:
         watchdog.runs("compares the planned parts with the whole model")
-        try:
-            with probes.running():
-                _check_stages(model, config.pipeline.self_check, stages, bounds, placement, probes.check)
-                _check_shards(model, config.tensor_parallel.self_check, shards, probes.batch)
-        except PlanError as error:
-            verdict[0] = str(error)
-    if dist.is_initialized():
-        with watchdog.waiting("waits for the self-check on rank 0"):
-            dist.broadcast_object_list(verdict, src=0)
-    if verdict[0] is not None:
-        raise PlanError(verdict[0])
+        with probes.running():
+            _check_stages(model, config.pipeline.self_check, stages, bounds, placement, probes.check)
+            _check_shards(model, config.tensor_parallel.self_check, shards, probes.batch)
+
+    on_rank_zero(check, "compares the planned parts with the whole model", waiting=watchdog.waiting)
 
 
 def _check_stages(
@@ -294,6 +286,4 @@ def _affordable(model: nn.Module, copies: int, wish: Wish, section: str) -> bool
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return free_ram()

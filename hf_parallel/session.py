@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,9 @@ class Session:
         watchdog.start()
         if mesh.rank == 0:
             logger.warning("hf_parallel: %s", explanation)
-        return cls(config, mesh, watchdog)
+        session = cls(config, mesh, watchdog)
+        weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
+        return session
 
     def attach(self, model: nn.Module, device: torch.device) -> Engine:
         """Parallelize `model`, once; collective.

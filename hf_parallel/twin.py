@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_parallel.errors import PlanError
+from hf_parallel.machine.ram import free_ram
 from hf_parallel.preflight import Probes, refuse_model
 from hf_parallel.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.complete import plan_model
@@ -202,9 +203,7 @@ def _bytes_needed(skeleton: nn.Module, tp_size: int) -> int:
 
 
 def _free_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return free_ram()
 
 
 def _about(overrides: Mapping[str, Treatment], twin: nn.Module, full: nn.Module) -> dict[str, Treatment]:

@@ -7,14 +7,23 @@ launcher then takes the rest of the job down. A thread, because the main one may
 returns; `os._exit`, because such a call cannot be interrupted. Waits that nobody announced (in stock code, in a
 tensor-parallel layer) are found on the stacks of this process: a thread that stays in one collective is waiting.
 
+The clock is this rank's own, and the store is asked through a `NoticeBoard`, which answers in time or not at all: a machine
+that is cut off from the store ends by itself. Who gives up tells the others, so that ranks whose watchdog still runs end
+too, whoever launched them; a process of the same machine that does not even beat (stopped, or stuck in code that lets no
+thread run) is killed, because it would keep a launcher waiting until that kills it.
+
 A rank that dies instead takes its connections with it. What the others then get from their collectives becomes a
 `RankFailure` that names the rank: an uncaught exception is noted in the store before its process ends.
+
+One thread of a process watches at a time: a run that begins, or is used again, takes over from the one before.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,10 +32,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_parallel.compat import blocked_collective, is_connection_loss
 from hf_parallel.errors import RankFailure
+from hf_parallel.machine.processes import birth_of, host_identity
+from hf_parallel.noticeboard import NoticeBoard
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from torch.distributed.distributed_c10d import Store
@@ -34,6 +45,14 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 86
 IDLE = "runs outside hf_parallel (data loading, user code)"
+LEFT = "has left the run"
+# A beat every tick. From the end of a wait to the end of this process pass at most 2 s: a tick until it is noticed, the
+# time for silent ranks to beat again, and the time in which an unreachable store may fail to answer.
+TICK_S = 0.4
+SILENT_S = 0.8
+STORE_S = 0.4
+# A gap between two ticks that is longer is time in which this process was stopped: nobody else is to blame for it.
+STOPPED_S = 2.0
 
 
 class Watchdog:
@@ -43,8 +62,7 @@ class Watchdog:
         store: Store shared by all ranks; a private clone, since a blocked call on the main thread's would block it too.
         rank: This rank.
         names: Words for every rank, in rank order, such as `rank 1 (pp 1 of 2)`.
-        timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most `2 + timeout_s / 4` seconds
-            later than that.
+        timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
         stream: Where the report goes; stderr by default.
     """
 
@@ -63,19 +81,31 @@ class Watchdog:
         self._stream = stream
         self._line: tuple[bool, str, float] = (False, IDLE, time.monotonic())
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: _WatchThread | None = None
+        self._made_board: NoticeBoard | None = None
+        self._resting = self._stopped = False
+
+    @property
+    def _board(self) -> NoticeBoard:
+        if self._made_board is None:
+            self._made_board = NoticeBoard(self._store, self._rank, len(self._names))
+        return self._made_board
 
     def waits(self, text: str) -> None:
         """From now on this rank waits for others, for the reason `text`."""
         self._line = (True, text, time.monotonic())
+        if self._resting:
+            self.start()
 
     def runs(self, text: str = IDLE) -> None:
         """From now on this rank works by itself on `text`."""
         self._line = (False, text, time.monotonic())
+        if self._resting:
+            self.start()
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Mark a block that waits for other ranks; see `naming_losses`."""
+        """Mark a block that waits for other ranks, and in which only they can break a connection."""
         before = self._line
         self.waits(text)
         try:
@@ -86,16 +116,22 @@ class Watchdog:
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
-        """Mark a call into the engine: whatever it announced last, afterwards this rank works for itself again."""
+        """Mark a call into the engine: whatever it announced last, afterwards this rank works for itself again.
+
+        Code of the user runs inside: what that raises stays what it is.
+        """
         try:
-            with self.naming_losses():
+            with self.naming_losses(in_collective=False):
                 yield
         finally:
             self.runs()
 
     @contextmanager
-    def naming_losses(self) -> Iterator[None]:
+    def naming_losses(self, *, in_collective: bool = True) -> Iterator[None]:
         """Turn the error of a lost connection into one that says which rank is gone.
+
+        Args:
+            in_collective: Whether only collectives run inside, so that their errors are known to be theirs.
 
         Raises:
             RankFailure: A connection to another rank was lost inside.
@@ -103,13 +139,13 @@ class Watchdog:
         try:
             yield
         except RuntimeError as error:
-            if not is_connection_loss(error):
+            if not is_connection_loss(error, in_collective=in_collective):
                 raise
             raise RankFailure(self._loss(error)) from error
 
     def _loss(self, error: BaseException) -> str:
         """Who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
-        failed = self._read("failed")
+        failed = self._board.read("failed")
         others = [rank for rank in range(len(self._names)) if rank != self._rank]
         known = ", ".join(f"{self._names[rank]}, which failed with {text}" for rank, text in failed.items())
         few = len(others) <= 8
@@ -123,73 +159,107 @@ class Watchdog:
         )
 
     def start(self) -> None:
-        """Start the thread and name this rank in the report of an uncaught exception."""
-        if self._thread is not None:
+        """Start the thread and name this rank in the report of an uncaught exception; a run before this one rests."""
+        if self._thread is not None or self._stopped:
             return
+        self._resting = False
         self._name_uncaught_exceptions()
         if self._store is None or len(self._names) < 2:
             return
-        self._thread = threading.Thread(target=self._watch, name="hf_parallel-watchdog", daemon=True)
+        for thread in threading.enumerate():
+            if isinstance(thread, _WatchThread):
+                thread.watchdog.rest()
+        self._stop.clear()
+        self._board.write("who", json.dumps([*host_identity(), os.getpid(), birth_of(os.getpid())]))
+        self._thread = _WatchThread(self)
         self._thread.start()
+        atexit.register(self.stop)
+
+    def rest(self) -> None:
+        """Let another run of this process watch; this one watches again as soon as it is used again."""
+        self._resting = True
+        self._end_thread()
 
     def stop(self) -> None:
-        """Stop watching; the thread ends within its next tick."""
+        """Stop watching for good, and wait until the threads have ended: none may be in the store when Python ends."""
+        self._stopped, self._resting = True, False
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        thread = self._thread
+        if thread is None or thread.pid != os.getpid() or thread is threading.current_thread():
+            return
         self._stop.set()
+        thread.join(2 * TICK_S)
+        self._thread = None
+        atexit.unregister(self.stop)
+        self._line = (False, LEFT, time.monotonic()) if self._stopped else self._line
+        self._publish(False, LEFT, 0.0, last=True)
+        self._board.close()
 
     def _watch(self) -> None:
-        tick = max(0.05, min(1.0, self._timeout_s / 4))
-        stay = Stay()
+        tick = max(0.05, min(TICK_S, self._timeout_s / 4))
+        stay, excuse, looked = Stay(), Excuse(), time.monotonic()
         while not self._stop.wait(tick):
+            now = time.monotonic()
+            excuse.note(self._line, now - looked - tick)
+            looked = now
             waits, text, since = self._line
             if not waits:
                 collective, entered = stay.look()
                 if collective is not None:
                     waits, text, since = True, f"{text}: waits for other ranks in {collective}", max(since, entered)
-            age = time.monotonic() - since
+            age = now - since - excuse.seconds
             self._publish(waits, text, age)
             if waits and age > self._timeout_s:
-                self._end(text, age, tick)
+                self._end(text, age)
+            if self._board.ended is not None:
+                self._follow(self._board.ended)
 
     def _publish(self, waits: bool, text: str, age: float, *, last: bool = False) -> None:
         beat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
-        self._write("beat", json.dumps(beat))
+        self._board.write("beat", json.dumps(beat))
 
-    def _write(self, kind: str, text: str) -> None:
-        store = self._store
-        try:
-            if store is not None:
-                store.set(f"hf_parallel/{kind}/{self._rank}", text)
-        except (RuntimeError, OSError):
-            self._store = None  # its host is gone: the report will know this rank only, but it will come
+    def _beats(self) -> dict[int, dict[str, Any]]:
+        """Each rank's last line; a rank that writes none any more (stopped, or stuck in foreign code) is marked.
 
-    def _read(self, kind: str) -> dict[int, str]:
-        """What each rank has last written, for those that have."""
-        found: dict[int, str] = {}
-        store = self._store
-        for rank in range(len(self._names)):
-            key = f"hf_parallel/{kind}/{rank}"
-            try:
-                if store is not None and store.check([key]):
-                    found[rank] = store.get(key).decode()
-            except (RuntimeError, OSError):
+        It also lets ranks that stopped at the same moment write their last line.
+        """
+        before = latest = self._board.read("beat", STORE_S)
+        deadline = time.monotonic() + SILENT_S
+        while latest and time.monotonic() < deadline:
+            time.sleep(SILENT_S / 16)
+            latest = self._board.read("beat", STORE_S) or latest
+            if all(_is_last(text) or before.get(rank) != text for rank, text in latest.items()):
                 break
-        return found
-
-    def _beats(self, tick: float) -> dict[int, dict[str, Any]]:
-        """Each rank's last line; one that writes none any more (stopped, or stuck in foreign code) is not waiting."""
-        before = self._read("beat")
-        time.sleep(1.5 * tick)  # also lets ranks that stopped at the same moment write their last line
-        beats = {rank: json.loads(text) for rank, text in self._read("beat").items()}
+        beats = {rank: json.loads(text) for rank, text in latest.items()}
         for rank, beat in beats.items():
-            if beat["waits"] and not beat["last"] and before.get(rank) == json.dumps(beat):
-                beat.update(waits=False, text=f"silent; last seen: {beat['text']}")
+            if not beat["last"] and before.get(rank) == latest[rank]:
+                beat.update(waits=False, silent=True, text=f"silent; last seen: {beat['text']}")
         return beats
 
-    def _end(self, text: str, age: float, tick: float) -> None:
+    def _end(self, text: str, age: float) -> None:
+        name = self._names[self._rank]
         self._publish(True, text, age, last=True)
-        stream = self._stream or sys.stderr
-        message = report(self._names, self._rank, text, age, self._beats(tick), self._timeout_s)
-        print(message, file=stream, flush=True)
+        who, beats = self._board.read("who", STORE_S), self._beats()
+        beats[self._rank] = {"waits": True, "text": text, "age": round(age, 1), "last": True}
+        trouble = self._board.trouble()
+        print(
+            report(self._names, self._rank, text, age, beats, self._timeout_s, trouble),
+            file=self._stream or sys.stderr,
+            flush=True,
+        )
+        self._board.end(f"{name} gave up: {text}")
+        kill_silent(beats, who, self._rank)
+        self._board.flush(STORE_S if not trouble else 0.0)
+        os._exit(EXIT_CODE)
+
+    def _follow(self, reason: str) -> None:
+        """End this rank, because another one has ended the job."""
+        name, (_, text, since) = self._names[self._rank], self._line
+        doing = f"{text}, since {time.monotonic() - since:.1f} s"
+        message = f"hf_parallel: {name} ends, because {reason}. It was here: {doing}."
+        print(message, file=self._stream or sys.stderr, flush=True)
         os._exit(EXIT_CODE)
 
     def _name_uncaught_exceptions(self) -> None:
@@ -203,13 +273,66 @@ class Watchdog:
             if is_connection_loss(error):
                 error = RankFailure(self._loss(error))
             elif not isinstance(error, RankFailure):
-                self._write("failed", f"{kind.__name__}: {error}")
+                self._board.write("failed", f"{kind.__name__}: {error}")
+                self._board.flush()
             previous(kind, error, trace)
             stream = self._stream or sys.stderr
             print(f"hf_parallel: {name} failed: {type(error).__name__}: {error}", file=stream, flush=True)
 
         hook.hf_parallel, hook.previous = True, previous  # type: ignore[attr-defined]
         sys.excepthook = hook
+
+
+class _WatchThread(threading.Thread):
+    """The thread of the watchdog that watches in this process."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        super().__init__(target=watchdog._watch, name="hf_parallel-watchdog", daemon=True)
+        self.watchdog, self.pid = watchdog, os.getpid()
+
+
+class Excuse:
+    """Seconds of the present wait in which this process itself was stopped."""
+
+    def __init__(self) -> None:
+        self._line: object = None
+        self.seconds = 0.0
+
+    def note(self, line: object, gap: float) -> None:
+        """Count a gap between two looks at `line`."""
+        if line is not self._line:
+            self._line, self.seconds = line, 0.0
+        if gap > STOPPED_S:
+            self.seconds += gap
+
+
+def _is_last(beat: str) -> bool:
+    return bool(json.loads(beat)["last"])
+
+
+def kill_silent(beats: Mapping[int, Mapping[str, Any]], who: Mapping[int, str], own: int) -> list[int]:
+    """Kill the silent ranks of this machine, which nobody else would do for half a minute; the ranks killed.
+
+    Args:
+        beats: The last line of each rank.
+        who: What each rank wrote about its process.
+        own: This rank.
+    """
+    killed = []
+    for rank, text in who.items():
+        *host, pid, birth = json.loads(text)
+        is_silent = rank != own and beats.get(rank, {}).get("silent", False)
+        # Process numbers are used again: it is the same process if it was born at the same tick.
+        if (
+            is_silent
+            and host[0] is not None
+            and host == list(host_identity())
+            and birth is not None
+            and birth_of(pid) == birth
+        ):
+            os.kill(pid, signal.SIGKILL)
+            killed.append(rank)
+    return killed
 
 
 class Stay:
@@ -228,16 +351,39 @@ class Stay:
 
 
 def report(
-    names: Sequence[str], rank: int, text: str, age: float, beats: dict[int, dict[str, Any]], timeout_s: float
+    names: Sequence[str],
+    rank: int,
+    text: str,
+    age: float,
+    beats: Mapping[int, Mapping[str, Any]],
+    timeout_s: float,
+    trouble: str = "",
 ) -> str:
-    """The message of a hang: who waits, for what, and what every rank was last seen doing."""
+    """The message of a hang: who waits, for what, and what every rank was last seen doing.
+
+    Args:
+        names: Words for every rank.
+        rank: Who gives up.
+        text: What it waits for.
+        age: How long, in seconds.
+        beats: The last line of each rank that is known.
+        timeout_s: The longest wait allowed.
+        trouble: What is wrong with the store that lines come from; empty if nothing.
+    """
     stuck = [r for r in range(len(names)) if r != rank and (r not in beats or not beats[r]["waits"])]
     lines = [f"hf_parallel: {names[rank]} gave up: {text}, for {age:.1f} s (monitor.hang_timeout_s={timeout_s:g})."]
-    if stuck:
+    if trouble:
+        lines.append(f"{trouble[0].upper()}{trouble[1:]}, so what other ranks do is not known from here.")
+    elif stuck:
         lines.append("The job waits for: " + ", ".join(names[r] for r in stuck) + ".")
     for other in range(len(names)):
         beat = beats.get(other)
-        seen = f"{beat['text']}, since {beat['age']:.1f} s" if beat else "never seen"
+        seen = f"{beat['text']}, since {beat['age']:.1f} s" if beat else "not known" if trouble else "never seen"
         lines.append(f"  {names[other]}: {seen}")
-    lines.append("If that rank is only slow (a long evaluation, a first compilation), raise monitor.hang_timeout_s.")
+    if trouble:
+        lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")
+    else:
+        lines.append(
+            "If that rank is only slow (a long evaluation, a first compilation), raise monitor.hang_timeout_s."
+        )
     return "\n".join(lines)

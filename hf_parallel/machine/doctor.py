@@ -21,12 +21,12 @@ from hf_parallel.machine.facts import (
     free_gpu_bytes,
     gpus,
     host_address,
-    memory_limit,
     networks,
     nvml_links,
     peer_access,
     stale_locks,
 )
+from hf_parallel.machine.ram import free_ram, ram_limit
 
 
 Status = Literal["ok", "warning", "error"]
@@ -63,7 +63,7 @@ def examine() -> list[Check]:
     import torch.distributed as dist
 
     found, memory = gpus(), psutil.virtual_memory()
-    limit = memory_limit()
+    limit = ram_limit()
     total = memory.total if limit is None else min(memory.total, limit)
     shared = Path("/dev/shm")
     tools = {name: shutil.which(name) for name in ("g++", "ninja", "nvcc")}
@@ -77,9 +77,7 @@ def examine() -> list[Check]:
         *gpu_checks(found, torch.version.cuda, has_driver=shutil.which("nvidia-smi") is not None),
         *link_checks(found, free_gpu_bytes(len(found)), nvml_links(), peers=peer_access(len(found))),
         *core_checks(cores(), len(found), os.environ.get("OMP_NUM_THREADS")),
-        *memory_checks(
-            total, min(memory.available, total), shutil.disk_usage(shared).total if shared.exists() else None
-        ),
+        *memory_checks(total, min(free_ram(), total), shutil.disk_usage(shared).total if shared.exists() else None),
         *disk_checks({name: (path, _free(path)) for name, path in folders.items()}),
         *network_checks(networks(), host_address(), os.environ),
         *backend_checks(backends, len(found)),

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-
-CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+from hf_parallel.machine.ram import memory_limit as memory_limit
+from hf_parallel.machine.ram import ram_limit
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,9 @@ def this_machine() -> Machine:
     """What is here; imports torch."""
     import psutil
 
-    limit = memory_limit()
+    limit = ram_limit()
     total = psutil.virtual_memory().total
     return Machine(gpus(), total if limit is None else min(total, limit), tuple(stale_locks(extensions_folder())))
-
-
-def memory_limit(file: Path = CGROUP_LIMIT) -> int | None:
-    """Bytes of RAM that a container may use; None without a limit."""
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def gpus() -> tuple[Gpu, ...]:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections"},
-    {"problems", "replica_sections", "machine"},
+    {"problems", "replica_sections", "machine", "noticeboard", "one_rank"},
     {"zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog", "accumulation"},
@@ -36,7 +36,7 @@ FLOORS = [
     {"cli"},
 ]
 STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
-STRATEGIES_MAY_IMPORT = {"errors", "sections", "replica_sections", "config", "compat", "mesh"}
+STRATEGIES_MAY_IMPORT = {"errors", "sections", "replica_sections", "config", "compat", "mesh", "one_rank"}
 
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 
