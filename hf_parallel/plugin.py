@@ -85,7 +85,7 @@ def parallelize(
         PlanError, ConfigError, UnsupportedError: The model cannot be parallelized as asked; nothing was changed.
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
-    refuse_model(model, mesh.shape.mp_size)
+    refuse_model(model, mesh.shape.mp_size, shares_parameters=config.zero.shards_parameters)
     watchdog.runs("plans the stages and shards")
     probes = Probes(model, device, sample) if _needs_probes(config) else None
     unread = unread_of(model)

@@ -30,9 +30,7 @@ class Freezing:
         mesh: This rank's mesh.
     """
 
-    def __init__(
-        self, model: nn.Module, ledger: Ledger, parameters: Mapping[str, nn.Parameter], mesh: Mesh
-    ) -> None:
+    def __init__(self, model: nn.Module, ledger: Ledger, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         self._model, self._parameters = model, dict(parameters)
         # A tied parameter may have been changed under a name that only one of its stages has.
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
