@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from hf_parallel.accelerator import HFParallelPlugin
     from hf_parallel.callback import HFParallelCallback
     from hf_parallel.config import HFParallelConfig
     from hf_parallel.errors import (
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_parallel.loading.context import from_pretrained, sharded_loading
+    from hf_parallel.raw_loop import HFParallelPlugin
     from hf_parallel.recipes import list_recipes, load_recipe
     from hf_parallel.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
     from hf_parallel.sections import (
@@ -72,7 +72,7 @@ _HOMES = {
     "GradientCompressionConfig": "replica_sections",
     "HFParallelCallback": "callback",
     "HFParallelConfig": "config",
-    "HFParallelPlugin": "accelerator",
+    "HFParallelPlugin": "raw_loop",
     "HFParallelTrainer": "trainer",
     "LocalSgdConfig": "replica_sections",
     "ZeroConfig": "replica_sections",

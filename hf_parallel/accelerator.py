@@ -1,126 +1,32 @@
-"""The Accelerator of a parallel run, and the plugin that puts it in place of a stock one.
+"""The Accelerator of a parallel run.
 
-`Accelerator(parallelism_config=HFParallelPlugin(...))` makes a raw training loop parallel; the Trainer gets the same
-class by `attach_accelerator`. The class of the live object is swapped, so no global is patched.
+`attach_accelerator` puts it in place of a stock one, for a Trainer and for a loop of one's own (see `raw_loop`). The class of
+the live object is swapped, so no global is patched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.accumulation import agreed
-from hf_parallel.compat import calling_trainer, loss_scale
-from hf_parallel.config import HFParallelConfig
-from hf_parallel.engine import Engine
+from hf_parallel.compat import loss_scale
+from hf_parallel.engine import Engine, without_reduction
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.launch import resolve_config
-from hf_parallel.preflight import check_schedule
+from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.session import Session
 from hf_parallel.weights import gather_tensors
-
-
-class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
-    """Settings of a parallel run as accelerate takes them.
-
-    To accelerate, "tp" means the ranks that read the same batch: here pp_size x tp_size.
-
-    Args:
-        config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
-        sample: A small batch of the kind you train on, as the collator makes it, for models that need more than text
-            (images, cross-attention states) or other inputs than a language model's; None plans with made-up text.
-        total_steps: Optimizer steps of the whole run, for what begins or ends after a share of them.
-        **overrides: Settings that win over `config`, such as `pp_size=2`.
-
-    Raises:
-        ConfigError: The settings are wrong, or do not fit the processes that run.
-    """
-
-    def __init__(
-        self,
-        config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
-        sample: Mapping[str, Any] | None = None,
-        total_steps: int | None = None,
-        **overrides: Any,
-    ) -> None:
-        self._total_steps = total_steps
-        self.config, self.explanation = resolve_config(config, **overrides)
-        check_schedule(self.config)
-        if self.config.zero.engine == "deepspeed":
-            raise UnsupportedError(
-                "zero.engine=deepspeed in a loop of your own: DeepSpeed prepares model and optimizer itself. Use a Trainer, or "
-                "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=FILE)) with the FILE that `hf-parallel export --to "
-                "deepspeed` writes."
-            )
-        self._sample = sample
-        self._session: Session | None = None
-        self._of_trainer = False
-        self._present(dp_size=1)
-
-    @classmethod
-    def of(cls, session: Session) -> HFParallelPlugin:
-        """The plugin of a session that a Trainer has started."""
-        self = cls(session.config)
-        self._session, self._of_trainer = session, True
-        self._present(session.mesh.shape.dp_size)
-        return self
-
-    def _present(self, dp_size: int) -> None:
-        """Fill in the sizes that accelerate and the Trainer read."""
-        self.dp_replicate_size, self.dp_shard_size = dp_size, 1
-        self.tp_size = self.config.model_parallel_size
-        self.cp_size = self.sp_size = 1
-        self.cp_backend, self.sp_backend = "torch", "deepspeed"
-        self.tp_handler = self.cp_handler = self.sp_handler = None
-        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": self.tp_size, "cp": 1, "sp": 1}
-
-    def build_device_mesh(self, device_type: str) -> None:
-        """hf_parallel has groups of its own; accelerate gets no mesh."""
-        return
-
-    def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Called by `Accelerator.__init__` with itself: the one place where a plugin meets its accelerator.
-
-        Raises:
-            UnsupportedError: The accelerator is a Trainer's.
-        """
-        if self._of_trainer:
-            # Left in accelerate's shared state by an earlier Trainer with the same arguments; not meant for this one.
-            accelerator.state.parallelism_config = None
-            return
-        if calling_trainer() is not None:
-            raise UnsupportedError(
-                "TrainingArguments(parallelism_config=HFParallelPlugin(...)) reaches the accelerator but not the "
-                "Trainer's saving: checkpoints would hold one stage. Leave it out and pass "
-                "Trainer(callbacks=[HFParallelCallback(...)]) with the same settings."
-            )
-        if self._session is None:
-            self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
-            self._session.sample = self._sample
-            self._session.total_steps = self._total_steps
-            self._session.raw_loop = True
-            self._present(self._session.mesh.shape.dp_size)
-        attach_accelerator(accelerator, self._session)
-
-
-def attach_accelerator(accelerator: Accelerator, session: Session) -> None:
-    """Make a live accelerator a parallel one."""
-    kind = type(accelerator)
-    if not issubclass(kind, HFParallelAccelerator):
-        accelerator.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelAccelerator, kind), {})
-    accelerator.hf_parallel = session
 
 
 class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
@@ -145,21 +51,56 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As stock; models are parallelized first, so that arguments may come in any order."""
-        for item in args:
-            if isinstance(item, nn.Module):
-                self.attach_model(item)
+        models = [item for item in args if isinstance(item, nn.Module)]
+        trained = [model for model in models if is_trained(model)]
+        for model in models:
+            if not self._stays_whole(model, beside=next((one for one in trained if one is not model), None)):
+                self.attach_model(model)
         return super().prepare(*args, device_placement=device_placement)
+
+    def _stays_whole(
+        self, model: nn.Module, *, evaluation_mode: bool = False, beside: nn.Module | None = None
+    ) -> bool:
+        """Whether a model is used beside the one that is trained, as it is: a teacher, a reference model.
+
+        Args:
+            model: The model.
+            evaluation_mode: Whether it is prepared for inference only.
+            beside: Another model that is trained, if one is prepared together with it.
+
+        Raises:
+            UnsupportedError: It would have to be cut or sharded beside another one.
+        """
+        session = self.hf_parallel
+        first = beside if session.engine is None else session.engine.model
+        if session.holds(model) or (is_trained(model) and not evaluation_mode):
+            return False
+        if first is None and session.raw_loop:
+            shares = session.config.model_parallel_size > 1 or session.config.zero.shards_parameters
+            return not shares or (evaluation_mode and session.config.model_parallel_size == 1)
+        if session.config.model_parallel_size > 1:
+            raise UnsupportedError(
+                f"a model for inference ({type(model).__name__}) beside the one that is trained"
+                f"{f' ({type(first).__name__})' if first is not None else ''} with pp_size={session.config.pp_size}, "
+                f"tp_size={session.config.tp_size}: one model a run can be cut and sharded. Precompute what it gives (TRL: "
+                "precompute_ref_log_probs=True), or set pp_size and tp_size to 1."
+            )
+        return True
 
     def attach_model(self, model: nn.Module) -> Engine:
         """Parallelize `model` if it is not yet, on this accelerator's device."""
         known = self.hf_parallel.engine
+        save = getattr(model, "save_pretrained", None)
         if known is None or known.model is not model:
-            if self.device_placement:
+            # Quantised models that are in place refuse even this.
+            if self.device_placement and any(t.device != self.device for t in [*model.parameters(), *model.buffers()]):
                 model.to(self.device)
             self._agree_on_skipped_steps()
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if self.native_amp else None
         self.hf_parallel.compute_dtype = dtype
         engine = self.hf_parallel.attach(model, self.device)
+        if engine is not known:
+            install_saving(engine, save, self.hf_parallel.meeting)
         if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
         engine.scaler = self.scaler
@@ -195,6 +136,8 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Parallelize instead of wrapping: the returned model is the same object."""
+        if self._stays_whole(model, evaluation_mode=evaluation_mode):
+            return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
         self.attach_model(model)
         if model not in self._models:
             self._models.append(model)
@@ -204,6 +147,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As stock, on the parameters this rank holds."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
+            self.hf_parallel.refuse_foreign(optimizer)
             self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
         return super().prepare_optimizer(optimizer, device_placement)
 
@@ -273,9 +217,10 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Any:
-        """Gradients are reduced once, on the last backward of a window, whatever this is told."""
-        yield
+    def no_sync(self, model: nn.Module | None = None) -> Any:
+        """As stock: backward passes inside add up gradients and reduce nothing."""
+        with without_reduction():
+            yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -323,27 +268,53 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         return data
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The full model's weights on world rank 0, {} elsewhere; collective."""
-        attachment = self.hf_parallel_engine.attachment
+        """The full model's weights; collective, and {} except on world rank 0, if they are not whole on every rank.
+
+        Raises:
+            UnsupportedError: They are not, and only some ranks called it.
+        """
+        session = self.hf_parallel
+        if session.engine is None or session.engine.model is not model:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        attachment = session.engine.attachment
+        if is_whole(session.engine):
+            attachment.gradients.replicas.synchronise()
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        session.meeting.meet("accelerator.get_state_dict()")
         attachment.gradients.replicas.synchronise()
-        with self.hf_parallel.watchdog.waiting("waits for the weights of the other ranks"):
-            state = gather_tensors(
-                attachment.ledger, {**attachment.parameters, **attachment.buffers}, self.hf_parallel.mesh
-            )
+        with session.watchdog.waiting("waits for the weights of the other ranks"):
+            state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
             if dist.is_initialized():
                 dist.barrier()
         return state
 
-    def save_state(self, *args: Any, **kwargs: Any) -> str:
-        """Not available: stock code would save the optimizer state of rank 0 only."""
-        raise UnsupportedError(
-            "accelerator.save_state() is not available: it would save one rank's optimizer state as if it were all. "
-            "Use accelerator.get_state_dict(model) for the weights, or a Trainer for full checkpoints."
-        )
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As stock; called by every rank where `get_state_dict` must be."""
+        if self.is_main_process or self.hf_parallel.engine is None or self.hf_parallel.engine.model is not model:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        elif not is_whole(self.hf_parallel.engine):
+            self.get_state_dict(model)
 
-    def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Not available, as `save_state`."""
-        raise UnsupportedError("accelerator.load_state() is not available. Use a Trainer to resume from checkpoints.")
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether any of its parameters is."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def attach_accelerator(
+    accelerator: Accelerator, session: Session, made: type[HFParallelAccelerator] = HFParallelAccelerator
+) -> None:
+    """Make a live accelerator a parallel one, of the class `made`."""
+    kind = type(accelerator)
+    if not issubclass(kind, made):
+        accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
+    accelerator.hf_parallel = session
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_parallel.accelerator import HFParallelPlugin, attach_accelerator
+from hf_parallel.accelerator import attach_accelerator
 from hf_parallel.accumulation import agreed
 from hf_parallel.compat import calling_trainer, trainer_internals
 from hf_parallel.config import HFParallelConfig
@@ -35,6 +35,7 @@ from hf_parallel.loading.unread import unread_of
 from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.mesh import ranks_per_node
 from hf_parallel.preflight import check_schedule, compare_over_ranks, refuse_model
+from hf_parallel.raw_loop import HFParallelPlugin
 from hf_parallel.recipes import replica_settings
 from hf_parallel.session import Session
 from hf_parallel.training.mixin import HFParallelTrainerMixin
@@ -99,7 +100,8 @@ class HFParallelCallback(TrainerCallback):
         trainer_internals(trainer)
         refuse_arguments(trainer, self.config)
         if trainer.model is not None:
-            refuse_model(trainer.model, self.config.model_parallel_size)
+            shares = self.config.zero.shards_parameters
+            refuse_model(trainer.model, self.config.model_parallel_size, shares_parameters=shares)
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)

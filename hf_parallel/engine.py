@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -92,6 +92,7 @@ class Engine:
         patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
+        vars(self.model)["no_sync"] = without_reduction
         if self.gradients.replicas.partitions:
             vars(self.model)["zero_grad"] = functools.partial(
                 _zero_grad, self.model.zero_grad, self.gradients.replicas
@@ -197,6 +198,18 @@ class DirectEngine(Engine):
                 self.gradients.accumulate(1.0)
 
 
+@contextlib.contextmanager
+def without_reduction() -> Iterator[None]:
+    """Inside, backward passes add up gradients and reduce nothing, as under DDP's `no_sync`."""
+    state = GradientState()
+    before = state.sync_gradients
+    state.sync_gradients = False
+    try:
+        yield
+    finally:
+        state.sync_gradients = before
+
+
 def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
     """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
     own(set_to_none)
@@ -219,7 +232,9 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
     """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
-    names = [name for name in ("forward", "__deepcopy__", "zero_grad") if name in vars(model)]
+    names = [
+        name for name in ("forward", "__deepcopy__", "zero_grad", "no_sync", "save_pretrained") if name in vars(model)
+    ]
     ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
     if patched is not None:
         vars(model)["forward"] = patched

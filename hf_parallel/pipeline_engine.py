@@ -26,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.batches import count_targets, num_rows, split_rows
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.freezing import Freezing
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
@@ -103,6 +104,7 @@ class PipelineEngine(Engine):
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
+        self._freezing = Freezing(self.model, attachment.ledger, attachment.parameters, self.mesh)
         self._programs = programs
         self._num_microbatches = num_microbatches
         self._loss_kind = loss_kind
@@ -221,6 +223,7 @@ class PipelineEngine(Engine):
                 microbatches.append(microbatch)
                 shares.append(share)
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        self._follow_freezing()
         self.seeds.next_step()
         # The factor that upstream code applies is not known before its backward.
         self.runtime.at_last_backward = lambda: self.gradients.arm(None, last=last)
@@ -232,6 +235,12 @@ class PipelineEngine(Engine):
             seed=self._seed,
         )
         return self._share_losses(losses, shares, len(batches))
+
+    def _follow_freezing(self) -> None:
+        """What stages send each other changes with what is trained."""
+        with self.attachment.watchdog.waiting("waits for the other stages to begin the step"):
+            if self._freezing.noticed():
+                self.runtime.forget_headers()
 
     def _cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], _Share]]:
         """Microbatches of one batch with their part in its loss."""
@@ -302,6 +311,7 @@ class PipelineEngine(Engine):
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
+        self._follow_freezing()
         self.seeds.next_step()
         program = self._programs.forwards(len(microbatches))
         state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))

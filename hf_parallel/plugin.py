@@ -22,8 +22,9 @@ from hf_parallel.config import HFParallelConfig
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.host import pins
 from hf_parallel.engine import Attachment, DirectEngine, Engine
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import PlanError, RankMismatchError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
 from hf_parallel.loading.unread import unread_of
 from hf_parallel.mesh import Mesh, ranks_per_node
@@ -84,7 +85,7 @@ def parallelize(
         PlanError, ConfigError, UnsupportedError: The model cannot be parallelized as asked; nothing was changed.
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
-    refuse_model(model, mesh.shape.mp_size)
+    refuse_model(model, mesh.shape.mp_size, shares_parameters=config.zero.shards_parameters)
     watchdog.runs("plans the stages and shards")
     probes = Probes(model, device, sample) if _needs_probes(config) else None
     unread = unread_of(model)
@@ -95,12 +96,18 @@ def parallelize(
         blueprint = _blueprint(model, config, mesh.rank)
         if blueprint is None:
             unread.fill(model, None, mesh, device)
+    start = _begin_alike(model, mesh, watchdog)
     with nullcontext() if blueprint is None else off_meta(model, device):
         plans = make_plans(
             model, config, mesh, probes, watchdog, None if blueprint is None else _substitute(blueprint)
         )
     with watchdog.waiting("waits for the plans of the other ranks"):
         agree(plans, mesh)
+    if not start.have_same_tensors:
+        raise RankMismatchError(
+            f"the ranks have the same parameters of {type(model).__name__} but other buffers (names, shapes or dtypes). "
+            "Build the model alike on every rank."
+        )
     if unread is None:
         _warn_of_waste(model, plans, mesh)
     if blueprint is None and probes is not None:
@@ -111,6 +118,7 @@ def parallelize(
     if unread is not None and blueprint is not None:
         watchdog.runs("reads its weights")
         unread.fill(model, plans.ledger, mesh, device)
+        _refuse_unlike_files(model, plans.ledger, mesh, watchdog)
     sharded = share_out(model, plans.units, config.zero, mesh, device, compute_dtype)
     engine = attach(model, pieces, plans, config, mesh, device=device, watchdog=watchdog, sharded=sharded)
     watchdog.runs()
@@ -118,6 +126,30 @@ def parallelize(
         for line in [*summary(plans), *engine.gradients.replicas.describe()]:
             logger.warning("hf_parallel: %s", line)
     return engine
+
+
+def _begin_alike(model: nn.Module, mesh: Mesh, watchdog: Watchdog) -> Start:
+    """Give every rank the weights of rank 0, before a part of them is made this rank's; collective."""
+    watchdog.runs("compares its weights with those of rank 0")
+    with watchdog.waiting("waits for the other ranks to compare the weights they begin with"):
+        start = begin_alike(model)
+    watchdog.runs("plans the stages and shards")
+    for line in start.describe() if mesh.rank == 0 else ():
+        logger.warning("hf_parallel: %s", line)
+    return start
+
+
+def _refuse_unlike_files(model: nn.Module, ledger: Ledger, mesh: Mesh, watchdog: Watchdog) -> None:
+    """Refuse weights that ranks have read from files that differ; collective."""
+    parameters, buffers = held_tensors(model, ledger, mesh.pp_rank)
+    held: dict[str, torch.Tensor] = {**parameters, **buffers}
+    shared = {
+        "the replicas": (mesh.dp_group, list(held)),
+        "the tensor-parallel ranks": (mesh.tp_group, [name for name in held if ledger.entries[name].spec is None]),
+        "the stages that share it": (mesh.pp_group, [entry.name for entry in ledger if len(entry.holders) > 1]),
+    }
+    with watchdog.waiting("waits for the other ranks to compare what they read"):
+        refuse_unlike_parts(held, shared, "the checkpoint that the weights were read from")
 
 
 def _blueprint(model: nn.Module, config: HFParallelConfig, rank: int) -> Blueprint | None:

@@ -49,11 +49,16 @@ def check_schedule(config: HFParallelConfig) -> None:
         ScheduleChoice(config.pipeline, config.pp_size)
 
 
-def refuse_model(model: nn.Module, mp_size: int) -> None:
+def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = False) -> None:
     """Refuse models that would train wrong or crash late.
 
+    Args:
+        model: The whole model.
+        mp_size: Ranks that hold one copy of it.
+        shares_parameters: Whether replicas share out its parameters (ZeRO 3).
+
     Raises:
-        UnsupportedError: The model is dispatched, quantised, or wrapped in a way that cannot be cut or sharded.
+        UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or shared out.
     """
     name = type(model).__name__
     device_map = getattr(model, "hf_device_map", None)
@@ -62,10 +67,18 @@ def refuse_model(model: nn.Module, mp_size: int) -> None:
             f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
             "spread it over devices. Load it without device_map; hf_parallel places the stages."
         )
-    if getattr(model, "quantization_method", None) is not None or getattr(model, "is_quantized", False):
+    method = getattr(model, "quantization_method", None)
+    quantised = method is not None or bool(getattr(model, "is_quantized", False))
+    named = getattr(method, "value", method) or "unknown method"
+    if quantised and mp_size > 1:
         raise UnsupportedError(
-            f"{name} has quantised weights ({getattr(model, 'quantization_method', 'unknown method')}): they cannot be "
-            "sharded or trained here. Load it without quantization_config."
+            f"{name} has quantised weights ({named}) with {mp_size} ranks a copy (pp_size x tp_size): they cannot be cut and "
+            "sharded. Set pp_size and tp_size to 1 and train adapters on it, or load it without quantization_config."
+        )
+    if quantised and shares_parameters:
+        raise UnsupportedError(
+            f"{name} has quantised weights ({named}) with zero.stage=3, which shares out parameters of one floating-point "
+            "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
     if mp_size > 1 and hasattr(model, "peft_config"):
         raise UnsupportedError(

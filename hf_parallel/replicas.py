@@ -133,6 +133,13 @@ class Replicas:
                 f"parameters were frozen or unfrozen after zero.stage={self._settings.zero.stage} partitioned the "
                 "optimizer. Set requires_grad before training starts, or zero.stage to 0."
             )
+        unknown = [] if self.local is None else self.local.unknown(self._parameters)
+        if unknown:
+            raise UnsupportedError(
+                f"{unknown[0]} ({len(unknown)} parameters) was unfrozen after local_sgd.sync_every="
+                f"{self._settings.local_sgd.sync_every} had begun: replicas would never meet in it. Set requires_grad before "
+                "training starts, or local_sgd.sync_every to 1."
+            )
         self.lay_out()
 
     def _traffic(self) -> Traffic:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import nn
 
 from hf_parallel.compat import private_store
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.meeting import MEETING_S, Meeting
 from hf_parallel.launch import check_world
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.plugin import parallelize
@@ -44,6 +46,7 @@ class Session:
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
         compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
         raw_loop: Whether a loop without a Trainer runs.
+        meeting: Notices calls that only some ranks make.
     """
 
     def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -55,6 +58,10 @@ class Session:
         self.total_steps: int | None = None
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
+        names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
+        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
+        self._before: set[int] = set()  # parameters of attached models, as they were before
+        self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
     @classmethod
     def start(
@@ -99,12 +106,15 @@ class Session:
         return session
 
     def attach(self, model: nn.Module, device: torch.device) -> Engine:
-        """Parallelize `model`, once; collective.
+        """Parallelize `model`, once; collective. A model that was released before goes on as it was.
 
         Raises:
             UnsupportedError: A second model.
         """
         if self.engine is None:
+            self.engine = self._known(model)
+        if self.engine is None:
+            self._before = {id(parameter) for parameter in model.parameters()}
             self.engine = parallelize(
                 model,
                 self.config,
@@ -117,7 +127,41 @@ class Session:
         elif self.engine.model is not model:
             raise UnsupportedError(
                 f"a second model ({type(model).__name__}) in one run: the stages and shards of this rank belong to the "
-                f"first ({type(self.engine.model).__name__}). Precompute the outputs of a reference model; run trials "
-                "of a search as runs of their own."
+                f"first ({type(self.engine.model).__name__}). Train one model a run, and trials of a search as runs of their "
+                "own; freeze a teacher or reference model (requires_grad_(False)) and use pp_size 1 and tp_size 1, or "
+                "precompute its outputs; call accelerator.free_memory() before a model that takes the first one's place."
             )
         return self.engine
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether `model` is parallelized already."""
+        return (self.engine is not None and self.engine.model is model) or self._known(model) is not None
+
+    def refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to train what is no parameter of the model: its gradients would never be reduced.
+
+        Raises:
+            UnsupportedError: Names the group and the shape of the first one.
+        """
+        if self.engine is None:
+            return
+        known = self._before | {id(parameter) for parameter in self.engine.model.parameters()}
+        for index, group in enumerate(optimizer.param_groups):
+            odd = [p for p in group["params"] if id(p) not in known and p.requires_grad]
+            if odd:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}: group {index} has {len(odd)} tensors (first of shape {tuple(odd[0].shape)}) "
+                    f"that are no parameters of {type(self.engine.model).__name__}: each rank would train its own. Register "
+                    "them in the model before it is prepared, and make the optimizer of model.parameters()."
+                )
+
+    def _known(self, model: nn.Module) -> Engine | None:
+        """The engine of a model that was parallelized before."""
+        known = self._released.get(id(model))
+        return known if known is not None and known.model is model else None
+
+    def release(self) -> None:
+        """Let another model take the place of the attached one."""
+        if self.engine is not None:
+            self._released[id(self.engine.model)] = self.engine
+        self.engine = None

@@ -96,6 +96,11 @@ class LocalSteps:
         for index, common in enumerate(self._common):
             common.copy_(self._flat(index))
 
+    def unknown(self, params: Mapping[str, nn.Parameter]) -> list[str]:
+        """Names of parameters that are trained now and are not brought together."""
+        known = {id(param) for bucket in self._buckets for param in bucket.params}
+        return [name for name, param in params.items() if param.requires_grad and id(param) not in known]
+
     def _flat(self, index: int) -> Tensor:
         """The parameters of a bucket as they are here, in fp32."""
         bucket = self._buckets[index]

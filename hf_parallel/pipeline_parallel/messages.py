@@ -194,9 +194,9 @@ class Sender:
         if known is not None:
             raise RankMismatchError(
                 f"payload of microbatch {message.microbatch} to stage {target} is {specs}, but inputs of the same "
-                f"shapes gave {known} before: stage {target} expects one payload for one set of input shapes. Call "
-                "forget_headers() on every rank after freezing parameters or changing the model's flags, or build "
-                "the runtime with cache_headers=False if payload shapes depend on the data."
+                f"shapes gave {known} before: stage {target} expects one payload for one set of input shapes. Set the model's "
+                "flags before training begins; if payload shapes depend on the data, build the runtime with "
+                "cache_headers=False."
             )
         body = encode_header(specs)
         device = self.transport.device

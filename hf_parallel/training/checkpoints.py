@@ -74,6 +74,9 @@ class CheckpointMixin(ResumeMixin):
         """As stock; True resumes from the newest checkpoint that is complete."""
         self._finish_saving()  # of a run before this one that ended with an error
         self._require_shared_folder()
+        session, trial = self.hf_parallel_session, kwargs.get("trial", args[0] if args else None)
+        if session is not None and self.model_init is not None and trial is None:
+            session.release()  # stock makes a new model now
         if resume_from_checkpoint is True and self._hf_parallel_checkpoints:
             resume_from_checkpoint = self._newest_checkpoint()
         output = super().train(resume_from_checkpoint, *args, **kwargs)

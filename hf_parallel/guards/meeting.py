@@ -1,0 +1,67 @@
+"""A call that all ranks must make together, made by some of them only, ends with an error instead of a hang.
+
+`if accelerator.is_main_process: model.save_pretrained(folder)` is right under DDP and waits for ever where every rank holds a
+part of the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from hf_parallel.compat import private_store
+from hf_parallel.errors import UnsupportedError
+
+
+MEETING_S = 120.0
+
+
+class Meeting:
+    """Counts the ranks that have come to a call, in the job's key-value store.
+
+    Args:
+        names: What the ranks are called.
+        bound_s: Longest wait for the others.
+    """
+
+    def __init__(self, names: Sequence[str], bound_s: float = MEETING_S) -> None:
+        self._names, self._bound_s = list(names), bound_s
+        self._store: dist.Store | None = None
+        self._calls = 0
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has called this as often; nothing without other ranks.
+
+        Raises:
+            UnsupportedError: Some did not come in time.
+        """
+        if len(self._names) == 1 or not dist.is_initialized():
+            return
+        self._store = self._store or private_store()
+        if self._store is None:
+            return
+        store, self._calls = self._store, self._calls + 1
+        key = f"hf_parallel/meeting/{self._calls}"
+        store.set(f"{key}/{dist.get_rank()}", what)
+        store.add(key, 1)
+        if not _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s):
+            here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
+            missing = [name for rank, name in enumerate(self._names) if rank not in here]
+            raise UnsupportedError(
+                f"{what} was called by {', '.join(self._names[rank] for rank in here)} and for {self._bound_s:g} s not by "
+                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. Take it out of `if "
+                "accelerator.is_main_process:`; rank 0 writes."
+            )
+
+
+def _until(condition: Callable[[], bool], bound_s: float) -> bool:
+    """Ask again and again, less and less often; whether it came true in time."""
+    end, pause = time.monotonic() + bound_s, 0.002
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+    return True

@@ -1,0 +1,116 @@
+"""`save_pretrained` of a model that no rank has whole: all ranks call it, rank 0 writes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_parallel.checkpointing.agree import together
+from hf_parallel.checkpointing.folders import STAGING
+from hf_parallel.engine import Engine
+from hf_parallel.guards.meeting import Meeting
+from hf_parallel.loading.write import move_in, plan_export, streams, write_weights
+from hf_parallel.weights import gather_tensors
+
+
+def is_whole(engine: Engine) -> bool:
+    """Whether every rank holds the whole model, equal on all, so that one may save it by itself."""
+    replicas = engine.gradients.replicas
+    return engine.mesh.shape.mp_size == 1 and replicas.sharded is None and replicas.local is None
+
+
+def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Meeting) -> None:
+    """Put a collective `save_pretrained` on a model of which ranks hold parts.
+
+    Args:
+        engine: The model's engine.
+        save: The model's own `save_pretrained`, as it was before.
+        meeting: Notices that some ranks did not call it.
+    """
+    if save is not None and "save_pretrained" in vars(engine.model):
+        vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
+
+
+def _save_pretrained(
+    engine: Engine,
+    save: Callable[..., Any],
+    meeting: Meeting,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """As the model's own. With a `state_dict` rank 0 writes that; without one, all ranks must call it."""
+    writes = engine.mesh.rank == 0
+    if state_dict is not None:
+        # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
+        return save(save_directory, state_dict=state_dict, **options) if writes or state_dict else None
+    meeting.meet("model.save_pretrained()")
+    folder = Path(save_directory)
+    if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
+        given = {key: value for key, value in options.items() if key == "max_shard_size"}
+        _stream(engine, folder, functools.partial(save, state_dict={}), **given)
+        return None
+    state = whole_state(engine)
+    with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
+        if writes:
+            save(save_directory, state_dict=state, **options)
+    return None
+
+
+def whole_state(engine: Engine) -> dict[str, Any]:
+    """The full model's weights on world rank 0, {} elsewhere; collective."""
+    attachment = engine.attachment
+    attachment.gradients.replicas.synchronise()
+    with attachment.watchdog.waiting("waits for the weights of the other ranks"):
+        return gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, engine.mesh)
+
+
+def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: Any) -> None:
+    """Write all but the weights, then the weights one by one, into a staging folder inside `folder`; collective."""
+    attachment = engine.attachment
+    model: Any = engine.model
+    attachment.gradients.replicas.synchronise()
+    staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
+    waiting = attachment.watchdog.waiting
+    with waiting("waits for rank 0 to prepare the folder of the model"), together(engine.mesh, folder):
+        if writes:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            save(staging)
+    held = {**attachment.parameters, **attachment.buffers}
+    into = staging if writes else None
+    write_weights(export, into, model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
+    with waiting("waits for rank 0 to put the model in place"), together(engine.mesh, folder):
+        if writes:
+            move_in(staging, folder, export)
+
+
+def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -> None:
+    """Write the whole model into a folder that exists and is empty; collective.
+
+    Args:
+        engine: The model's engine.
+        save: The model's own `save_pretrained`; None if it has none, and then the weights alone are written.
+        folder: Where.
+    """
+    from safetensors.torch import save_file
+
+    from hf_parallel.weights import WEIGHTS
+
+    model: nn.Module = engine.model
+    if save is not None and streams(model):
+        _stream(engine, folder, functools.partial(save, state_dict={}))
+        return
+    state = whole_state(engine)
+    with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):
+        if engine.mesh.rank == 0 and save is not None:
+            save(folder, state_dict=state)
+        elif engine.mesh.rank == 0:
+            save_file({name: tensor.clone() for name, tensor in state.items()}, folder / WEIGHTS)

@@ -1,0 +1,288 @@
+"""Models beside and after the first one: a fresh one by `model_init`, a teacher, a reference model, quantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+TP2 = {"tp_size": 2}
+ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
+ZERO3: dict[str, Any] = {"zero": {"stage": 3}}
+
+
+def trainer_of(
+    parallel: dict[str, Any] | None, folder: Path, kind: type[Trainer] = Trainer, **options: Any
+) -> Trainer:
+    from hf_parallel import HFParallelCallback
+
+    mp = (parallel or {}).get("pp_size", 1) * (parallel or {}).get("tp_size", 1)
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8 // (world // mp),
+        per_device_eval_batch_size=8 // (world // mp),
+        max_steps=3,
+        logging_steps=1,
+        max_grad_norm=0.5,
+        learning_rate=1e-3,
+        adam_epsilon=1e-5,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        remove_unused_columns=False,
+    )
+    return kind(
+        args=arguments,
+        train_dataset=tiny.rows(48, True),
+        eval_dataset=tiny.rows(16, True),
+        data_collator=tiny.collate,
+        callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
+        **options,
+    )
+
+
+def logged(trainer: Trainer) -> list[list[float]]:
+    session = getattr(trainer.accelerator, "hf_parallel", None)
+    if session is not None:
+        session.watchdog.stop()
+    return [[e[k] for k in ("loss", "grad_norm", "eval_loss") if k in e] for e in trainer.state.log_history[:-1]]
+
+
+# -- model_init ------------------------------------------------------------------------------------------------------
+
+
+def fresh() -> Any:
+    """Another model at each call, drawn from the seed that the Trainer sets."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 4, "tie_word_embeddings": True}
+    return LlamaForCausalLM(LlamaConfig(**tiny.SMALL, **sizes))
+
+
+def init_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> list[Any]:
+    found = []
+    for index, parallel in enumerate(layouts):
+        trainer = trainer_of(parallel, Path(folder, str(index)), model_init=fresh)
+        first = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        middle = trainer.evaluate()["eval_loss"]
+        losses = logged(trainer)
+        trainer.train()  # stock begins again with a new model
+        again = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        trainer.save_model(f"{folder}/{index}/model")
+        found.append([[first, middle], losses, again, trainer.evaluate()["eval_loss"]])
+        logged(trainer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [(2, [{}, ZERO1, ZERO3, PP2, TP2]), (4, [PP2])],
+    ids=["two", "four"],
+)
+def test_model_init_may_be_evaluated_then_trained_and_trained_again(size: int, layouts: Any, tmp_path: Path) -> None:
+    expected = run_ranks(init_main, 1, [None], str(tmp_path / "one"), tmp_path=tmp_path, init_group=False, env=ENV)[0][
+        0
+    ]
+    results = run_ranks(init_main, size, layouts, str(tmp_path / "more"), tmp_path=tmp_path, timeout=150, env=ENV)
+    for parallel, found in zip(layouts, results[0], strict=True):
+        for mine, other in zip(found, expected, strict=True):
+            for a, b in zip(
+                np.atleast_1d(np.array(mine, dtype=object)), np.atleast_1d(np.array(other, dtype=object)), strict=True
+            ):
+                assert a == pytest.approx(b, abs=1e-5), parallel
+
+
+# -- models beside the trained one -----------------------------------------------------------------------------------
+
+
+def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
+    """A teacher, prepared in the ways that scripts do, gives the targets of a student."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hf_parallel import HFParallelPlugin
+
+    found = []
+    for parallel in layouts:
+        for how in ("together", "first", "evaluation"):
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            options = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
+            accelerator = Accelerator(cpu=True, **options)
+            student, teacher = tiny.llama(), tiny.gpt2().eval()
+            optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, eps=1e-5)
+            loader = DataLoader(
+                tiny.rows(32, True), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate
+            )
+            if how == "evaluation":
+                student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+                teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+            else:
+                teacher.requires_grad_(False)
+                if how == "first":
+                    teacher = accelerator.prepare(teacher)
+                    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+                else:
+                    teacher, student, optimizer, loader = accelerator.prepare(teacher, student, optimizer, loader)
+            history = []
+            for inputs in loader:
+                with torch.no_grad():
+                    target = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+                logits = student(input_ids=inputs["input_ids"]).logits
+                loss = -(target * logits.log_softmax(-1)).sum(-1).mean(-1).mean()
+                accelerator.backward(loss)
+                history.append(float(accelerator.clip_grad_norm_(student.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+            state = accelerator.get_state_dict(student)
+            if parallel is not None:
+                accelerator.hf_parallel.watchdog.stop()
+            weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
+            found.append((history, weights))
+    return found
+
+
+def test_a_frozen_teacher_stays_as_it_is_beside_the_student(tmp_path: Path) -> None:
+    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3]
+    expected = run_ranks(distil_main, 1, [None], tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    found = run_ranks(distil_main, 2, layouts, tmp_path=tmp_path, timeout=120, env=ENV)[0]
+    for index, (history, weights) in enumerate(found):
+        norms, reference = expected[index % 3]
+        # Rows have unequal lengths: a mean over each replica's own padding. Norms of unpadded means agree.
+        np.testing.assert_allclose(history, norms, rtol=2e-2)
+        assert weights.keys() <= reference.keys()
+
+
+def refused_main(rank: int, world_size: int) -> dict[str, str]:
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin, ParallelError
+
+    found: dict[str, str] = {}
+
+    def refused(name: str, action: Any) -> None:
+        try:
+            action()
+        except ParallelError as error:
+            found[name] = str(error)
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
+    student, teacher = tiny.llama(), tiny.gpt2().requires_grad_(False)
+    refused("together", lambda: accelerator.prepare(teacher, student))
+    accelerator.prepare(student)
+    refused("evaluation", lambda: accelerator.prepare_model(tiny.gpt2(), evaluation_mode=True))
+    refused("second", lambda: accelerator.prepare(tiny.gpt2()))
+    alien = torch.nn.Linear(3, 3)
+    refused(
+        "foreign", lambda: accelerator.prepare(torch.optim.SGD([*student.parameters(), *alien.parameters()], lr=1.0))
+    )
+    accelerator.hf_parallel.watchdog.stop()
+    return found
+
+
+def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV):
+        assert (
+            "a model for inference (GPT2LMHeadModel) beside the one that is trained (LlamaForCausalLM)"
+            in found["together"]
+        )
+        assert "pp_size=1, tp_size=2" in found["evaluation"]
+        assert "set pp_size and tp_size to 1" in found["evaluation"]
+        assert "a second model (GPT2LMHeadModel)" in found["second"]
+        assert "2 tensors (first of shape (3, 3)) that are no parameters of LlamaForCausalLM" in found["foreign"]
+
+
+def freed_main(rank: int, world_size: int) -> list[list[float]]:
+    """Two models one after the other, and the first again, as accelerate's memory utilities do it."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
+    histories = []
+    kept: Any = tiny.llama(tied=True)
+    for model in (kept, tiny.gpt2(), kept):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
+        loader = DataLoader(tiny.rows(16, True), batch_size=8, collate_fn=tiny.collate)
+        made, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        histories.append([])
+        for inputs in loader:
+            loss = made(**inputs).loss
+            accelerator.backward(loss)
+            histories[-1].append(float(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+    accelerator.hf_parallel.watchdog.stop()
+    return histories
+
+
+def test_another_model_may_be_prepared_after_free_memory(tmp_path: Path) -> None:
+    first, second, third = run_ranks(freed_main, 2, tmp_path=tmp_path, env=ENV)[0]
+    assert first[0] == pytest.approx(second[0], abs=0.1)
+    assert third[0] < first[0] - 0.01, "the first model went on"
+
+
+# -- quantised weights -----------------------------------------------------------------------------------------------
+
+
+def quantised(folder: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32)
+    torch.manual_seed(1)
+    model = get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def qlora_main(rank: int, world_size: int, layouts: list[Any], base: str, folder: str) -> list[Any]:
+    from hf_parallel import ParallelError
+
+    found: list[Any] = []
+    for index, parallel in enumerate(layouts):
+        try:
+            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base))
+            trainer.train()
+            losses = logged(trainer)
+            trainer.save_model(f"{folder}/{index}/model")
+            found.append(losses)
+        except ParallelError as error:
+            found.append(str(error))
+    return found
+
+
+def test_adapters_on_quantised_weights_train_on_replicas_as_on_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny.llama().save_pretrained(tmp_path / "base")
+    base = str(tmp_path / "base")
+    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]
+    args = (base, str(tmp_path / "out"))
+    expected = run_ranks(qlora_main, 1, [None], *args, tmp_path=tmp_path, init_group=False, env=ENV)[0][0]
+    found = run_ranks(qlora_main, 2, layouts, *args, tmp_path=tmp_path, timeout=120, env=ENV)[0]
+    for losses in found[:3]:
+        for here, there in zip(losses, expected, strict=True):
+            assert here == pytest.approx(there, abs=1e-5)
+    assert "quantised weights (bitsandbytes) with zero.stage=3" in found[3]
+    for text in found[4:]:
+        assert "quantised weights (bitsandbytes) with 2 ranks a copy" in text
