@@ -14,18 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
+from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas, ReplicaSettings
-
-
-# Update rules that treat every element by itself: right on a shard. Others (Adafactor, LAMB, Muon, ...) use norms or
-# factors of the whole tensor and would train silently wrong on a part of it.
-ELEMENTWISE_OPTIMIZERS = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "Rprop", "ASGD"}
-)
 
 
 DEFAULTS = ReplicaSettings()
@@ -125,14 +120,7 @@ class GradientSync:
         device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
         if self.replicas.sharded is not None:
             device = self.replicas.sharded.device  # sums travel from there, wherever the parts are
-        gradients = [gradient for gradient in gradients if gradient.numel()]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        # Half-precision gradients are measured in fp32: their squares overflow or vanish.
-        half = any(piece.dtype in (torch.bfloat16, torch.float16) for piece in gradients)
-        each = torch._foreach_norm(gradients, norm_type, dtype=torch.float32 if half else None)
-        norms = torch.stack([norm.to(device).double() for norm in each])
-        return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+        return power_sum(gradients, norm_type, device)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
@@ -185,21 +173,21 @@ class GradientSync:
         self._reduced = False
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        kind = type(optimizer).__name__
-        if kind in ELEMENTWISE_OPTIMIZERS:
+        if treats_elements_alone(optimizer):
             return
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
         if sharded:
             raise UnsupportedError(
                 f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
                 f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
-                f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or tp_size 1."
+                f"{known_names()}, or tp_size 1."
             )
         if self.replicas.partitions:
             raise UnsupportedError(
                 f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
                 f"whole tensors, but each rank updates a part of them. Use one of "
-                f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}, or zero.stage 0."
+                f"{known_names()}, or zero.stage 0."
             )
 
     def _ranges(self, name: str, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
