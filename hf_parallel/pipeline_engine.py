@@ -112,6 +112,7 @@ class PipelineEngine(Engine):
         self._loss_kind = loss_kind
         self._judged = loss_functions(self.model)
         self._loss_function: LossFunction | None = None
+        self._loss_shifts = True
         self._window: _Window | None = None
         self._pending = False
         self._seed = 1.0
@@ -140,12 +141,14 @@ class PipelineEngine(Engine):
         self._window = _Window([{k: v for k, v in batch.items() if v is not None} for batch in batches])
 
     @contextmanager
-    def loss_function(self, function: LossFunction) -> Iterator[None]:
+    def loss_function(self, function: LossFunction, *, shifted: bool = True) -> Iterator[None]:
         """Inside, the last stage uses `function(outputs, labels, num_items_in_batch=n)` instead of the model's loss.
 
-        It must be a sum over label positions divided by `num_items_in_batch`.
+        Args:
+            function: A sum over label positions divided by `num_items_in_batch`.
+            shifted: Whether the first label of a row is none of them; counts where nobody gave a number.
         """
-        self._loss_function = function
+        self._loss_function, self._loss_shifts = function, shifted
         try:
             yield
         finally:
@@ -258,7 +261,11 @@ class PipelineEngine(Engine):
             return
         whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         averages = self._loss_function is None and self._loss_kind == "mean"
-        total = count_targets(whole, self._shifted) if given is None or averages else given
+        if given is None or averages:
+            named = {"labels": whole["labels"]} if self._loss_function is not None else whole
+            total = count_targets(named, self._shifted if named is whole else self._loss_shifts)
+        else:
+            total = given
         num_items = total if given is None else given
         for microbatch in split_rows(whole, self._num_microbatches):
             labels = microbatch.get("labels")

@@ -28,7 +28,20 @@ IGNORED = -100
 COUNT = 1009.0  # a number of items that no batch of a probe has
 # Functions whose result has the labels that they were given, in another place, shape or type.
 KEEPS_LABELS = frozenset(
-    {"pad", "__getitem__", "contiguous", "view", "reshape", "flatten", "ravel", "to", "long", "clone", "detach", "narrow"}
+    {
+        "pad",
+        "__getitem__",
+        "contiguous",
+        "view",
+        "reshape",
+        "flatten",
+        "ravel",
+        "to",
+        "long",
+        "clone",
+        "detach",
+        "narrow",
+    }
     | {"squeeze", "unsqueeze", "cpu", "cuda"}
 )
 KEEPS_SCALAR = frozenset({"to", "float", "clone", "contiguous", "double"})

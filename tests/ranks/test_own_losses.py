@@ -104,7 +104,7 @@ class WithPenalty(LlamaForCausalLM):
 class OwnFunction(LlamaForCausalLM):
     """`loss_function` as a method."""
 
-    def loss_function(self, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def loss_function(self, logits: Any, labels: Any, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         return special_sum(logits, labels, vocab_size, **kwargs)
 
 
@@ -212,6 +212,7 @@ def run_case(case: Case, folder: Path, world_size: int) -> dict[str, Any]:
     snapshots = Snapshots(folder)
     if case.loss.startswith("late_"):
         extra.append(Replaces({"late_row_mean": row_mean, "late_special_sum": special_sum}[case.loss]))
+    case = dataclasses.replace(case, arguments={**case.arguments, "remove_unused_columns": False})
     trainer = snapshots.trainer = make_trainer(case, folder, world_size, [snapshots, *extra])
     if case.loss == "stateful":
         trainer.compute_loss_func = Warming()
