@@ -11,10 +11,13 @@ import inspect
 import re
 import sys
 import threading
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_parallel.errors import UnsupportedError
 
+
+IGNORED_LABEL = -100
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -280,6 +283,45 @@ def loss_shifts_labels(model: Any) -> bool:
         return any(name.startswith("shift") for name in code.co_varnames)
     # transformers takes the causal loss for a class name that it cannot place (GPT2LMHeadModel).
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss
+
+
+def is_cross_entropy(function: Any) -> bool:
+    """Whether `function` is `torch.nn.functional.cross_entropy` as torch ships it."""
+    from torch.nn import functional
+
+    return _is_shipped(function, "cross_entropy", functional.__file__)
+
+
+def is_causal_loss(function: Any) -> bool:
+    """Whether `function` is transformers' loss of causal language models, it and what it calls as they are shipped."""
+    from torch import nn
+    from transformers.loss import loss_utils
+
+    source, parts = loss_utils.__file__, vars(loss_utils)
+    return (
+        _is_shipped(function, "ForCausalLMLoss", source)
+        and function.__defaults__ == (None, IGNORED_LABEL, None)
+        and _is_shipped(parts.get("fixed_cross_entropy"), "fixed_cross_entropy", source)
+        and parts["fixed_cross_entropy"].__defaults__ == (None, IGNORED_LABEL)
+        and parts.get("nn") is nn
+        and is_cross_entropy(nn.functional.cross_entropy)
+    )
+
+
+def _is_shipped(function: Any, name: str, source: str) -> bool:
+    """Whether a plain function is the one of that name in a source file: a wrapper or a replacement is not."""
+    code = getattr(function, "__code__", None) if isinstance(function, FunctionType) else None
+    return code is not None and code.co_name == name and code.co_filename == source
+
+
+def loss_functions(model: Any) -> tuple[Any, ...]:
+    """What decides what the model's own loss computes and may be replaced; the same objects as long as nothing is."""
+    from torch.nn import functional
+    from transformers.loss import loss_utils
+
+    own = getattr(model, "loss_function", None)
+    bound = (getattr(own, "__func__", own), getattr(own, "__self__", None))
+    return (*bound, loss_utils.fixed_cross_entropy, functional.cross_entropy)
 
 
 def connect_deepspeed_by_gloo() -> None:

@@ -12,6 +12,7 @@ and applies it once, to the summed gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,14 +25,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from hf_parallel.batches import count_targets, num_rows, split_rows
+from hf_parallel.compat import loss_functions
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.freezing import Freezing
+from hf_parallel.pipeline_parallel.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
-from hf_parallel.pipeline_parallel.selfcheck import LossKind
 
+
+logger = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
 # Arguments that change what a model returns or keeps; a pipeline returns loss and logits only.
@@ -87,7 +91,7 @@ class PipelineEngine(Engine):
         runtime: Executor of this rank's stages.
         programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
-        loss_kind: How the model's own loss is normalised (see `selfcheck.loss_normalisation`).
+        loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
     """
 
     def __init__(
@@ -108,7 +112,9 @@ class PipelineEngine(Engine):
         self._programs = programs
         self._num_microbatches = num_microbatches
         self._loss_kind = loss_kind
+        self._judged = loss_functions(self.model)
         self._loss_function: LossFunction | None = None
+        self._loss_shifts = True
         self._window: _Window | None = None
         self._pending = False
         self._seed = 1.0
@@ -137,12 +143,14 @@ class PipelineEngine(Engine):
         self._window = _Window([{k: v for k, v in batch.items() if v is not None} for batch in batches])
 
     @contextmanager
-    def loss_function(self, function: LossFunction) -> Iterator[None]:
+    def loss_function(self, function: LossFunction, *, shifted: bool = True) -> Iterator[None]:
         """Inside, the last stage uses `function(outputs, labels, num_items_in_batch=n)` instead of the model's loss.
 
-        It must be a sum over label positions divided by `num_items_in_batch`.
+        Args:
+            function: A sum over label positions divided by `num_items_in_batch`.
+            shifted: Whether the first label of a row is none of them; counts where nobody gave a number.
         """
-        self._loss_function = function
+        self._loss_function, self._loss_shifts = function, shifted
         try:
             yield
         finally:
@@ -215,6 +223,7 @@ class PipelineEngine(Engine):
             last: Whether no other schedule follows in this optimizer step.
         """
         self.attachment.batch_check.check(batches)
+        self._check_loss()
         microbatches: list[dict[str, Any]] = []
         shares: list[_Share] = []
         for index, batch in enumerate(batches):
@@ -242,12 +251,30 @@ class PipelineEngine(Engine):
             if self._freezing.noticed():
                 self.runtime.forget_headers()
 
+    def _check_loss(self) -> None:
+        """A loss function that was replaced since it was judged gets whole batches, which is always right."""
+        now = loss_functions(self.model)
+        if self._loss_kind != "whole" and any(a is not b for a, b in zip(now, self._judged, strict=True)):
+            self._loss_kind = "whole"
+            logger.warning(
+                "hf_parallel: the loss function of %s was replaced after the model was parallelized, so every batch runs "
+                "as one microbatch. Replace it before trainer.train(), so that its kind can be found out.",
+                type(self.model).__name__,
+            )
+
     def _cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], _Share]]:
         """Microbatches of one batch with their part in its loss."""
         given = batch.get("num_items_in_batch")
+        if self._loss_function is None and self._loss_kind == "whole":
+            yield dict(batch), _Share(index, batch["labels"], given, 1.0)
+            return
         whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         averages = self._loss_function is None and self._loss_kind == "mean"
-        total = count_targets(whole, self._shifted) if given is None or averages else given
+        if given is None or averages:
+            named = {"labels": whole["labels"]} if self._loss_function is not None else whole
+            total = count_targets(named, self._shifted if named is whole else self._loss_shifts)
+        else:
+            total = given
         num_items = total if given is None else given
         for microbatch in split_rows(whole, self._num_microbatches):
             labels = microbatch.get("labels")
@@ -343,6 +370,7 @@ class PipelineEngine(Engine):
         if not isinstance(batch.get("labels"), torch.Tensor):
             microbatches = split_rows(batch, self._num_microbatches)
             return CausalLMOutputWithPast(logits=self._broadcast_logits(self._outputs_of(microbatches, "logits")))
+        self._check_loss()
         parts = list(self._cut(0, batch))
         shares = [share for _, share in parts]
         outputs = self._outputs_of([microbatch for microbatch, _ in parts], None)

@@ -21,12 +21,12 @@ from hf_parallel.mesh import Mesh
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.costs import StageCosts
 from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.loss_kind import LossKind, Verdict, judge_loss
 from hf_parallel.pipeline_parallel.partition import partition
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, spans_of
 from hf_parallel.pipeline_parallel.predict import Holding, Prediction, describe, predict
 from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import groups_for
-from hf_parallel.pipeline_parallel.selfcheck import LossKind, loss_normalisation
 from hf_parallel.preflight import Probes, compare_over_ranks, cut_costs
 from hf_parallel.sections import ActivationCheckpointingConfig, TensorParallelConfig
 from hf_parallel.tensor_parallel.complete import plan_model
@@ -59,7 +59,7 @@ class Plans:
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
-        loss_kind: How the model's own loss is normalised (see `loss_normalisation`).
+        loss_kind: How the model's own loss may be computed (see `judge_loss`).
     """
 
     forward: Callable[..., Any]
@@ -132,7 +132,7 @@ def make_plans(
                 stages, schedule = found, ScheduleChoice(config.pipeline, shape.pp_size)
                 costs = cut_costs(model, stages, config, probes, watchdog)
                 bounds = _bounds(stages, schedule, costs)
-                loss_kind = _loss_kind(model, probes.batch, substitute, watchdog)
+                loss_kind = _loss_kind(model, probes.batch, substitute, watchdog, mesh.rank)
             if found is not None and recompute.every is not None:
                 cuts = bounds if stages is not None else [0, found.num_blocks]
                 recomputed = (found.stack, groups_for(cuts, recompute.every, recompute.mode, found))
@@ -169,16 +169,36 @@ def make_plans(
 
 
 def _loss_kind(
-    model: nn.Module, sample: Mapping[str, Any], substitute: Substitute | None, watchdog: Watchdog
+    model: nn.Module, sample: Mapping[str, Any], substitute: Substitute | None, watchdog: Watchdog, rank: int
 ) -> LossKind:
-    """How the model's loss is normalised; with a substitute collective: rank 0 finds it out."""
+    """How the model's loss may be computed, said aloud where it needs whole batches."""
+    verdict = _verdict_on_loss(model, sample, substitute, watchdog)
+    if verdict.kind == "whole" and rank == 0:
+        logger.warning("hf_parallel: %s", whole_loss(type(model).__name__, verdict.why))
+    return verdict.kind
+
+
+def whole_loss(model_name: str, why: str) -> str:
+    """What it costs that a loss cannot be put together from those of microbatches."""
+    return (
+        f"the loss of {model_name} is not known to add up over microbatches ({why}), so every batch runs as one "
+        "microbatch: right, but the stages wait for each other within a batch. To overlap them give smaller batches "
+        "and a larger gradient_accumulation_steps, or compute the loss in a compute_loss_func that divides by "
+        "num_items_in_batch."
+    )
+
+
+def _verdict_on_loss(
+    model: nn.Module, sample: Mapping[str, Any], substitute: Substitute | None, watchdog: Watchdog
+) -> Verdict:
+    """With a substitute collective: rank 0 finds it out."""
     if substitute is None:
-        return loss_normalisation(model, sample)
+        return judge_loss(model, sample)
     stand_in = substitute.model
 
-    def look() -> LossKind:
+    def look() -> Verdict:
         here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-        return loss_normalisation(stand_in(), here)
+        return judge_loss(stand_in(), here)
 
     def explain(what: str) -> PlanError:
         return PlanError(f"the loss of {type(model).__name__} cannot be looked at on a small model like it ({what}).")
@@ -314,5 +334,6 @@ def agree(plans: Plans, mesh: Mesh) -> None:
         str(plans.bounds),
         str(plans.schedule.stages_of_ranks) if plans.schedule else "",
         str(plans.units),
+        plans.loss_kind,
     ]
     compare_over_ranks("plan", "|".join(mine), mesh.shape.describe)

@@ -30,13 +30,13 @@ from hf_parallel.loading.unread import unread_of
 from hf_parallel.mesh import Mesh, ranks_per_node
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.pipeline_parallel.host_copies import Follow
+from hf_parallel.pipeline_parallel.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.messages import Probe
 from hf_parallel.pipeline_parallel.meta import off_meta
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
 from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.selfcheck import LossKind
 from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.transport import make_transport

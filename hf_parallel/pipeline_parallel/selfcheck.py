@@ -7,11 +7,10 @@ and custom autograd functions are invisible to it; running both forms on two tin
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
 
 ForwardOf = Callable[[nn.Module], Callable[..., Any]]
 Gradients = dict[str, Tensor | None]
-LossKind = Literal["sum_over_items", "sum_and_extra", "mean"]
 
 # Largest difference allowed, relative to the largest element of the gradient. Stages run the same kernels on the same
 # values, so only a parameter read on several stages differs: its gradient is summed in another order, one or two
@@ -235,41 +233,3 @@ def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> 
             "function or depend on state that does not cross the cut. Nothing was changed. Use tensor parallel or ZeRO "
             "instead."
         )
-
-
-def loss_normalisation(
-    model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
-) -> LossKind:
-    """How the model's own loss is normalised, found by calling it.
-
-    With `num_items_in_batch=N` a loss that honours it is c / N + a, where a holds terms (a router's auxiliary loss)
-    that do not depend on N: then L(N) - L(2N) is twice L(2N) - L(4N), and not 0.
-
-    Args:
-        model: the whole model, not cut.
-        sample: a tiny batch with labels.
-        forward: called with the sample instead of `model`.
-
-    Returns:
-        "sum_over_items": microbatch losses computed with the global item count add up to the batch's loss.
-        "sum_and_extra": so they do, but for terms that do not depend on the count: those must be averaged.
-        "mean": the model averages over the batch it sees; the caller must weight microbatches.
-    """
-    accepted = inspect.signature(model.forward if forward is None else forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    if not takes_any and "num_items_in_batch" not in accepted:
-        return "mean"
-    run = model if forward is None else forward
-    losses = []
-    for count in (16, 32, 64):
-        with unchanged(model), no_dropout(), torch.no_grad():
-            torch.manual_seed(0)
-            losses.append(float(loss_of(run(**{**sample, "num_items_in_batch": count}))))
-    first, second = losses[0] - losses[1], losses[1] - losses[2]
-    scale = max(abs(loss) for loss in losses)
-    if abs(first) <= 1e-3 * scale:
-        return "mean"
-    if abs(first - 2 * second) > 0.02 * abs(first):
-        return "mean"
-    extra = 2 * losses[1] - losses[0]
-    return "sum_and_extra" if abs(extra) > 1e-5 * scale else "sum_over_items"

@@ -2,13 +2,15 @@
 
 In training with labels the logits of a model never exist as a whole: the head leaves its output local, the model's own
 code after it works on the part, and the model's `loss_function` is one that communicates. In every other call
-(evaluation, no labels) the head gathers its output and the model's own loss runs.
+(evaluation, no labels, a loss function that somebody put over ours) the head gathers its output and the model's own
+loss runs.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -18,8 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
+from hf_parallel.compat import is_causal_loss
 from hf_parallel.tensor_parallel.functions import SharedCopy, reduce_from_tp
 from hf_parallel.tensor_parallel.vocab_loss import vocab_parallel_loss
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +33,7 @@ class VocabMode:
     """Whether the head leaves its output local now; one object a model, kept as `tp_vocab` on model and head."""
 
     local: bool = False
+    told: bool = False  # that the loss function is another one
 
 
 @dataclass
@@ -152,12 +159,29 @@ def _run_labelled(
     mode: VocabMode | None = vars(model).get("tp_vocab")
     if mode is None or not (model.training and torch.is_grad_enabled() and _wants_loss(model, forward, args, kwargs)):
         return forward(*args, **kwargs)
+    if not _is_ours(model, mode):
+        return forward(*args, **kwargs)
     mode.local = True
     try:
         output = forward(*args, **kwargs)
     finally:
         mode.local = False
     return _without_logits(output) if hides else output
+
+
+def _is_ours(model: nn.Module, mode: VocabMode) -> bool:
+    """Whether the model's loss function is still the one that works on parts, in place of transformers' own."""
+    loss = getattr(model, "loss_function", None)
+    if isinstance(loss, VocabLoss) and loss.mode is mode and is_causal_loss(loss.whole):
+        return True
+    if not mode.told:
+        mode.told = True
+        logger.warning(
+            "hf_parallel: the loss function of %s was replaced after its head was sharded over the vocabulary, so the "
+            "logits are gathered for it in every forward.",
+            type(model).__name__,
+        )
+    return False
 
 
 def _wants_loss(

@@ -2,8 +2,9 @@
 
 An embedding qualifies if the parts that the ranks look up sum to what it returns. A head qualifies if everything that
 the model does to its output before `loss_function` commutes with cutting the vocabulary (scales, caps, biases do; a
-softmax does not), and if that function is the cross-entropy that `vocab_loss` computes. A head that does not qualify
-keeps its gathered output, with the reason.
+softmax does not), if that function is transformers' own, which `vocab_loss` computes, and if nothing else in the loss
+depends on the logits. The function is known by identity: one that weighs a special token gives the numbers of a plain one
+wherever that token does not occur. A head that does not qualify keeps its gathered output, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from hf_parallel.compat import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.sections import Treatment
 from hf_parallel.tensor_parallel.functions import VirtualGroup
@@ -245,6 +249,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     """The tail of the model, run as every rank, gives the parts of what it gives as a whole."""
     if not callable(getattr(model, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
+    _check_loss_function(model.loss_function)  # type: ignore[arg-type]
     head = model.get_submodule(name)
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
@@ -261,7 +266,6 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     ):
         raise _RefusedError("what the model does to the logits does not commute with cutting the vocabulary")
     _check_tail_gradients(model, whole, parts, rows)
-    _check_loss_function(model.loss_function)  # type: ignore[arg-type]
 
 
 def _same(labels: Tensor | None, others: Tensor | None) -> bool:
@@ -308,21 +312,69 @@ def _run_tail(
     def forward(*args: Tensor, **named: Tensor) -> Tensor:
         x = only_tensor(args, named) if hidden is None else hidden
         inputs.append(x.detach().to(weights[0].dtype).requires_grad_())
-        return F.linear(inputs[-1], weights[0], weights[1] if len(weights) > 1 else None)
+        made = F.linear(inputs[-1], weights[0], weights[1] if len(weights) > 1 else None)
+        followed.mark(made)
+        return made
 
     def loss(logits: Tensor, labels: Tensor | None = None, vocab_size: Any = None, **_: Any) -> Tensor:
         calls.append((logits, labels, vocab_size))
-        return logits.sum() * 0.0
+        return torch.ones((), device=logits.device)
 
     given = dict(sample)
     given.setdefault("labels", sample.get("input_ids"))
     if given["labels"] is None:
         raise _RefusedError("the sample has neither labels nor input_ids")
-    with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss):
-        run(model, given)
+    followed = _Followed()
+    with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss), followed:
+        output = run(model, given)
+    if followed.read or followed.reaches(_loss_in(output)):
+        raise _RefusedError("beside loss_function something else in the loss depends on the logits")
     if len(inputs) != 1 or len(calls) != 1:
         raise _RefusedError(f"one forward calls the head {len(inputs)} times and loss_function {len(calls)} times")
     return _Tail(inputs[0], weights, *calls[0])
+
+
+def _loss_in(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", output)
+
+
+class _Followed(TorchFunctionMode):
+    """Follows the head's output through the model's code after it, by the memory that it reaches.
+
+    Attributes:
+        read: Whether Python code looked at one of its values.
+    """
+
+    READS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__"})
+    WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, Tensor] = {}  # memory is taken again when its tensor is gone
+        self.read = False
+
+    def mark(self, tensor: Tensor) -> None:
+        """Follow this tensor too."""
+        self._alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    def reaches(self, value: Any) -> bool:
+        """Whether `value` holds a tensor that was computed from those followed."""
+        found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
+        return any(leaf.untyped_storage().data_ptr() in self._alive for leaf in found)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._alive and self.reaches([args, kwargs]):
+            name = getattr(func, "__name__", "")
+            self.read = self.read or name in self.READS
+            written = args[:1] if name in self.WRITES or (name.endswith("_") and not name.endswith("__")) else ()
+            for leaf in pytree.tree_leaves([out, written]):
+                if isinstance(leaf, Tensor) and leaf.numel():
+                    self.mark(leaf)
+        return out
 
 
 @contextlib.contextmanager
@@ -338,7 +390,10 @@ def _replaced(module: nn.Module, key: str, value: Any) -> Iterator[None]:
 
 
 def _check_loss_function(function: Callable[..., Tensor]) -> None:
-    """The model's loss function gives what ours gives, with each of the arguments that it may be called with."""
+    """The model's loss function is transformers' own, and it gives what ours gives, however it is called."""
+    name = getattr(function, "__name__", function)
+    if not is_causal_loss(function):
+        raise _RefusedError(f"{name} is not the loss of a causal language model as transformers ships it")
     generator = torch.Generator().manual_seed(NOISE_SEED)
     logits = torch.randn(2, 5, 11, generator=generator)
     labels = torch.randint(0, 11, (2, 5), generator=generator).index_fill_(1, torch.tensor([2]), -100)
@@ -354,9 +409,7 @@ def _check_loss_function(function: Callable[..., Tensor]) -> None:
             (grad,) = torch.autograd.grad(value, leaf)
             results.append((value.detach(), grad))
         if not all(agree(a, b) for a, b in zip(*results, strict=True)):
-            raise _RefusedError(
-                f"{getattr(function, '__name__', function)} is not the loss of a causal language model"
-            )
+            raise _RefusedError(f"{name} of this transformers computes something else")
 
 
 def _noise(tensor: Tensor) -> Tensor:

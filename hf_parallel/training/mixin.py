@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_parallel.accelerator import HFParallelAccelerator
+from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training.checkpoints import CheckpointMixin
 
@@ -30,7 +32,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     accelerator: HFParallelAccelerator
     _hf_parallel_window: list[tuple[Any, dict[str, Any]]]
-    _hf_parallel_additive: bool | None
+    _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
 
     # -- attaching -----------------------------------------------------------------------------------------------
 
@@ -114,11 +116,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
     ) -> Any:
         """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
         pipeline = self._pipeline
-        function = self._last_stage_loss()
-        if pipeline is None or function is None or not pipeline.trains or "labels" not in inputs:
+        function = self._last_stage_loss() if pipeline is not None and pipeline.trains else None
+        uncounted = num_items_in_batch is None and self.compute_loss_func is not None  # it may do anything then
+        if pipeline is None or function is None or uncounted or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
-        with pipeline.loss_function(function):
+        with pipeline.loss_function(function, shifted=self._smoother_shifts):
             outputs = model(**inputs, **counted)
         loss = outputs["loss"]
         normalised = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -153,18 +156,35 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if not self._has_stock_loss():
             return None
         if self.compute_loss_func is None:
-            return None if self.label_smoother is None else functools.partial(self._smoothed, self.label_smoother)
-        if getattr(self, "_hf_parallel_additive", None) is None:
-            self._hf_parallel_additive = is_additive(self.compute_loss_func, self.model)
-            if not self._hf_parallel_additive:
-                warn_not_additive(self.compute_loss_func)
-        return self.compute_loss_func if self._hf_parallel_additive else None
+            stock = type(self.label_smoother) is LabelSmoother
+            return functools.partial(self._smoothed, self.label_smoother) if stock else None
+        judged = getattr(self, "_hf_parallel_additive", None)
+        if judged is None or judged[0] is not self.compute_loss_func:
+            judged = self._hf_parallel_additive = (self.compute_loss_func, self._adds_up(self.compute_loss_func))
+        return self.compute_loss_func if judged[1] else None
+
+    def _adds_up(self, function: Callable[..., Any]) -> bool:
+        """Whether every stage believes that `function` may be computed microbatch by microbatch; collective."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return False
+        why = why_not_additive(function, self.model.config, self.args.device)
+        believed = torch.tensor(int(not why), device=self.args.device)
+        with self.hf_parallel_session.watchdog.waiting("waits for what other stages think of compute_loss_func"):
+            dist.all_reduce(believed, dist.ReduceOp.MIN, group=pipeline.mesh.mp_group)
+        if not believed:
+            warn_not_additive(function, why)
+        return bool(believed)
 
     def _smoothed(
         self, smoother: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        shifted = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        return smoother(outputs, labels, shift_labels=shifted, num_items_in_batch=num_items_in_batch)
+        return smoother(outputs, labels, shift_labels=self._smoother_shifts, num_items_in_batch=num_items_in_batch)
+
+    @property
+    def _smoother_shifts(self) -> bool:
+        """Whether stock label smoothing predicts token i + 1 at position i: it goes by the name of the class."""
+        return type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     # -- clipping ------------------------------------------------------------------------------------------------
 
@@ -179,32 +199,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
 
 
-def is_additive(function: Callable[..., Any], model: Any) -> bool:
-    """Whether a `compute_loss_func` divides by `num_items_in_batch`, so that microbatch losses add up.
-
-    Asked on made-up logits: doubling the count must halve the loss. A function that needs more than logits and labels
-    counts as not additive.
-    """
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 6, vocab_size, generator=generator)
-    labels = torch.randint(0, vocab_size, (2, 6), generator=generator)
-    try:
-        with torch.no_grad():
-            once, twice = (
-                float(function(CausalLMOutputWithPast(logits=logits), labels.clone(), num_items_in_batch=count))
-                for count in (torch.tensor(10), torch.tensor(20))
-            )
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError):
-        return False
-    return abs(2 * twice - once) <= 1e-5 * abs(once)
-
-
-def warn_not_additive(function: Callable[..., Any]) -> None:
+def warn_not_additive(function: Callable[..., Any], why: str) -> None:
     """Say that the loss costs GPipe memory because it cannot be split."""
     logger.warning(
-        "compute_loss_func %s is not a sum divided by num_items_in_batch, so it cannot be computed microbatch by "
-        "microbatch: it gets the logits of the whole batch on every stage, and all activations stay in memory until "
-        "its backward. Divide a summed loss by num_items_in_batch to train with 1F1B memory.",
+        "compute_loss_func %s is not known to be a sum over labels divided by num_items_in_batch (%s), so it is not "
+        "computed microbatch by microbatch: it gets the logits of the whole batch on every stage, and all activations "
+        "stay in memory until its backward. Divide a summed loss by num_items_in_batch to train with 1F1B memory.",
         getattr(function, "__qualname__", function),
+        why or "on another rank",
     )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.discover import discover_stages
+from hf_parallel.pipeline_parallel.loss_kind import loss_normalisation
 from hf_parallel.pipeline_parallel.samples import tiny_samples
-from hf_parallel.pipeline_parallel.selfcheck import check_split, loss_normalisation
+from hf_parallel.pipeline_parallel.selfcheck import check_split
 
 
 def forward_of(model: nn.Module) -> Any:
