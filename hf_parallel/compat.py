@@ -126,6 +126,16 @@ def is_connection_loss(error: BaseException) -> bool:
     return type(error) is RuntimeError and "gloo" in str(error)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, through any view of its memory; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at, or changes, what a module is called with."""
+    return bool(module._forward_pre_hooks)
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass now running has finished (as DDP and FSDP do)."""
     from torch.autograd import Variable
