@@ -120,16 +120,29 @@ class BatchCheck:
         mine = torch.tensor([digest(batches)], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
         dist.all_gather(everyone, mine, group=group)
-        values = [int(value) for value in everyone]
-        if len(set(values)) == 1:
-            return
-        first = self._mesh.dp_rank * self._mesh.shape.mp_size
-        odd = [self._mesh.shape.describe(first + i) for i, value in enumerate(values) if value != values[0]]
-        raise RankMismatchError(
-            f"{', '.join(odd)} read a different batch than {self._mesh.shape.describe(first)}, but all ranks of one "
-            "model copy must read the same rows. A collator or dataset that draws random numbers must be seeded alike "
-            "on all of them; an IterableDataset must yield the same stream on all of them."
-        )
+        refuse_unlike(self._mesh, [int(value) for value in everyone])
+
+
+def refuse_unlike(mesh: Mesh, digests: Sequence[int]) -> None:
+    """Refuse batches that differ over the ranks of one model copy.
+
+    Args:
+        mesh: This rank's mesh.
+        digests: Of the batches of each rank of this copy, in rank order.
+
+    Raises:
+        RankMismatchError: On every rank that compares, naming those that differ.
+    """
+    if len(set(digests)) == 1:
+        return
+    first = mesh.dp_rank * mesh.shape.mp_size
+    odd = [mesh.shape.describe(first + i) for i, value in enumerate(digests) if value != digests[0]]
+    raise RankMismatchError(
+        f"{', '.join(odd)} read a different batch than {mesh.shape.describe(first)}, but all ranks of one "
+        "model copy must read the same rows. A collator or dataset that draws random numbers must be seeded alike "
+        "on all of them; an IterableDataset must yield the same stream on all of them; what is done to a batch in "
+        "training_step or compute_loss must not depend on the rank."
+    )
 
 
 class RandomCheck:

@@ -156,6 +156,16 @@ def _raised_by_python(error: BaseException) -> bool:
     return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to, through any view of its memory; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at, or changes, what a module is called with."""
+    return bool(module._forward_pre_hooks)
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass now running has finished (as DDP and FSDP do)."""
     from torch.autograd import Variable

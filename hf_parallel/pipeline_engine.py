@@ -6,8 +6,9 @@ without labels, for losses computed by the user on logits): all forwards in the 
 user's loss is backpropagated; every microbatch's activations live in between. *Forward only* (evaluation).
 
 The Trainer multiplies the loss it gets by factors of its own (accumulation, replicas, loss scale). Fused backwards run
-before those are known, so they are seeded with 1 (or the fp16 loss scale); the checked backward receives the factor
-and applies it once, to the summed gradients.
+before those are known, so they are seeded with 1 (or the fp16 loss scale). Where stock code alone stands between the
+data loader and the model (an announced window), one factor is applied once, to the summed gradients. Where user code
+does, the gradients of each forward are held apart until its loss is backpropagated, and take the factor then.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils.generic import ModelOutput
 
-from hf_parallel.batches import count_targets, num_rows, split_rows
-from hf_parallel.compat import loss_functions
+from hf_parallel.batches import count_targets, num_rows, refuse_unlike, split_rows
+from hf_parallel.compat import loss_functions, queue_after_backward
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.aside import Made, add, apart
+from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.batches import Announced, Digests
+from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
+from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.pipeline_parallel.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
@@ -38,39 +42,26 @@ from hf_parallel.pipeline_parallel.seeds import StepSeeds
 logger = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
+# What the Trainer adds to a batch when it calls the model.
+COUNTS = frozenset({"num_items_in_batch", "use_cache"})
 # Arguments that change what a model returns or keeps; a pipeline returns loss and logits only.
 REFUSED = ("past_key_values", "output_hidden_states", "output_attentions")
-
-
-@dataclass
-class PipelineTrainingOutput(ModelOutput):
-    """Output of a fused training forward: the loss; the logits exist on the last stage only, and only briefly."""
-
-    loss: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "logits":
-            raise AttributeError(
-                "logits do not exist in a fused pipeline step: the backward has already run. A loss of your own on "
-                "logits works when the model is called without labels (labels = inputs.pop('labels')), or as "
-                "Trainer(compute_loss_func=...)."
-            )
-        raise AttributeError(name)
 
 
 @dataclass
 class _Window:
     """Batches of one accumulation window, the losses of those already run, and the next one to be asked for."""
 
-    batches: list[dict[str, Any]]
+    batches: list[Announced]
     losses: list[torch.Tensor] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
     position: int = 0
 
     def holds(self, batch: dict[str, Any]) -> bool:
-        """Whether `batch` is the next one, with the very tensors announced (extra arguments allowed)."""
-        if self.position >= len(self.batches):
+        """Whether `batch` is the next one, with the very tensors announced, unchanged."""
+        if self.position >= len(self.batches) or not self.batches[self.position].is_in(batch, COUNTS):
             return False
-        return all(batch.get(name) is value for name, value in self.batches[self.position].items())
+        return self.position == 0 or all(batch.get(name) is value for name, value in self.extras.items())
 
 
 @dataclass(frozen=True)
@@ -119,8 +110,19 @@ class PipelineEngine(Engine):
         self._pending = False
         self._seed = 1.0
         self._factors: list[float] = []
+        self._passed: list[tuple[Made, torch.Tensor]] = []
+        self._queued = False
+        self._digests = Digests()
+        self._unread: list[torch.Tensor] = []
+        self._backwards = Backwards(self.mesh, attachment.device)
+        self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
         self._needs_logits = True
+
+    def _watch_direct(self) -> DirectGradients:
+        entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
+        everywhere = frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
+        return DirectGradients(self.attachment.parameters, everywhere, size, self._queue)
 
     def _common_seed(self) -> int:
         """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""
@@ -138,9 +140,12 @@ class PipelineEngine(Engine):
     # -- what the Trainer side sets ------------------------------------------------------------------------------
 
     def begin_window(self, batches: list[dict[str, Any]]) -> None:
-        """The next training forwards are these batches: run them as the microbatches of one schedule."""
+        """The next training forwards are these batches: run them as the microbatches of one schedule.
+
+        Only where stock code alone stands between here and the model: the first call runs all of them as they are then.
+        """
         self._pending, self._factors = False, []  # a window that training broke off leaves nothing behind
-        self._window = _Window([{k: v for k, v in batch.items() if v is not None} for batch in batches])
+        self._window = _Window([Announced(batch) for batch in batches])
 
     @contextmanager
     def loss_function(self, function: LossFunction, *, shifted: bool = True) -> Iterator[None]:
@@ -198,10 +203,12 @@ class PipelineEngine(Engine):
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
         window = self._window
+        made: Made | None = None
         if window is not None and window.holds(batch):
             if window.position == 0:
-                extras = {name: value for name, value in batch.items() if name not in window.batches[0]}
-                window.losses = self._run_schedule([{**other, **extras} for other in window.batches], last=True)
+                window.extras = {name: value for name, value in batch.items() if name in COUNTS}
+                batches = [{**other.batch, **window.extras} for other in window.batches]
+                window.losses = self._run_schedule(batches, arms=True)
             loss = window.losses[window.position]
             window.position += 1
         elif window is not None and 0 < window.position < len(window.batches):
@@ -210,17 +217,21 @@ class PipelineEngine(Engine):
                 "the schedule of the whole window has already run. Change batches in the collator instead."
             )
         else:
-            loss = self._run_schedule([batch], last=GradientState().sync_gradients)[0]
+            self._window = None
+            with apart(list(self.attachment.parameters.values())) as made:
+                loss = self._run_schedule([batch], arms=False)[0]
+            self._direct.watch()
         self._pending = True
-        checked: torch.Tensor = _FusedLoss.apply(self._anchor.to(loss.device), loss, self)  # type: ignore[no-untyped-call]
+        anchor = self._anchor.to(loss.device)
+        checked: torch.Tensor = _FusedLoss.apply(anchor, loss, self, made, self._seed)  # type: ignore[no-untyped-call]
         return PipelineTrainingOutput(loss=checked)
 
-    def _run_schedule(self, batches: list[dict[str, Any]], *, last: bool) -> list[torch.Tensor]:
+    def _run_schedule(self, batches: list[dict[str, Any]], *, arms: bool) -> list[torch.Tensor]:
         """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
 
         Args:
             batches: The batches.
-            last: Whether no other schedule follows in this optimizer step.
+            arms: Whether these are the only gradients of their step, so that they may leave in the last backward.
         """
         self.attachment.batch_check.check(batches)
         self._check_loss()
@@ -234,8 +245,9 @@ class PipelineEngine(Engine):
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
         self._follow_freezing()
         self.seeds.next_step()
+        self._direct.stop()
         # The factor that upstream code applies is not known before its backward.
-        self.runtime.at_last_backward = lambda: self.gradients.arm(None, last=last)
+        self.runtime.at_last_backward = (lambda: self.gradients.arm(None, last=True)) if arms else None
         losses = self.runtime.run(
             microbatches,
             self._programs.training(len(microbatches)),
@@ -243,7 +255,7 @@ class PipelineEngine(Engine):
             loss_of=lambda output, index: self._loss_of(output, shares[index]),
             seed=self._seed,
         )
-        return self._share_losses(losses, shares, len(batches))
+        return self._share_losses(losses, shares, batches)
 
     def _follow_freezing(self) -> None:
         """What stages send each other changes with what is trained."""
@@ -300,32 +312,74 @@ class PipelineEngine(Engine):
         loss: torch.Tensor = output["loss"]
         return loss if share.weight == 1.0 else loss * share.weight
 
-    def _share_losses(self, losses: Sequence[Any], shares: list[_Share], num_batches: int) -> list[torch.Tensor]:
-        total = torch.zeros(num_batches, dtype=torch.float64, device=self.attachment.device)
-        for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
-            total[share.batch] += loss.double()
+    def _share_losses(
+        self, losses: Sequence[Any], shares: list[_Share], batches: Sequence[dict[str, Any]]
+    ) -> list[torch.Tensor]:
+        """The loss of each batch on all ranks of the model copy; what each rank has read rides on the message."""
+        device, shape = self.attachment.device, self.mesh.shape
+        told = torch.zeros(len(batches) + shape.mp_size, dtype=torch.float64, device=device)
+        if self.mesh.tp_rank == 0:
+            for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
+                told[share.batch] += loss.double()
+        told[len(batches) + self.mesh.rank % shape.mp_size] = self._digests.of(batches).to(device)
         with self.attachment.watchdog.waiting("waits for the loss of the last stage"):
-            dist.broadcast(total, src=self._loss_rank, group=self.mesh.pp_group)
-        return list(total.float().unbind())
+            dist.all_reduce(told, group=self.mesh.mp_group)
+        self._compare_batches(told[len(batches) :])
+        return list(told[: len(batches)].float().unbind())
 
-    def finish_backward(self, gradient: torch.Tensor) -> None:
-        """Backward of the returned loss: note the factor upstream code applied; on the last one, finish the step."""
+    def _compare_batches(self, digests: torch.Tensor) -> None:
+        """Refuse batches that differ over the ranks; on a GPU only where a backward waits for the device anyway."""
+        self._unread.append(digests)
+        if digests.device.type == "cpu" or not torch.is_grad_enabled():
+            self._read_digests()
+
+    def _read_digests(self) -> None:
+        unread, self._unread = self._unread, []
+        for values in unread:
+            refuse_unlike(self.mesh, [int(value) for value in values.tolist()])
+
+    def finish_backward(self, gradient: torch.Tensor, made: Made | None, seed: float) -> None:
+        """Backward of a returned loss: apply the factor of upstream code; on the last one, finish the step."""
         self._pending = False
-        self._factors.append(float(gradient) / self._seed)
+        if made is not None:
+            self._passed.append((made, gradient / seed))
+            self._queue()
+            return
+        self._read_digests()
+        self._factors.append(float(gradient) / seed)
         first = self._factors[0]
-        if any(abs(factor - first) > 1e-6 * abs(first) for factor in self._factors):
+        if not all(abs(factor - first) <= 1e-6 * abs(first) for factor in self._factors):
             raise UnsupportedError(
                 f"the losses of one accumulation window were scaled differently: {self._factors}. A fused pipeline "
                 "step applies one factor to the gradients of the whole window; scale inside compute_loss_func, or "
-                "compute the loss on logits (call the model without labels)."
+                "in a compute_loss or training_step of a Trainer subclass."
             )
         if GradientState().sync_gradients:
             self._factors = []
             self._window = None
             self._reduce(first)
-        elif self._window is None:  # a window's gradients are all here by its first backward
-            with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
-                self.gradients.accumulate(first)
+
+    def _queue(self) -> None:
+        """Finish the backward pass that now runs when it is over: gradients may still arrive."""
+        if not self._queued:
+            self._queued = True
+            queue_after_backward(self._finish_pass)
+
+    def _finish_pass(self) -> None:
+        self._queued = False
+        passed, self._passed = self._passed, []
+        for made, factor in passed:
+            self._backwards.scaled(factor)
+            add(made.take(), factor)
+        last = GradientState().sync_gradients
+        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
+            if last:
+                found, self._direct.found = self._direct.found, []
+                self._backwards.agree(found, tolerates_nan=self.scaler is not None)
+                self._read_digests()
+                self.gradients.reduce(1.0)
+            else:
+                self.gradients.accumulate(1.0)
 
     def _reduce(self, factor: float) -> None:
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
@@ -333,22 +387,26 @@ class PipelineEngine(Engine):
 
     # -- split ---------------------------------------------------------------------------------------------------
 
-    def _split(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
+    def _split(self, batch: dict[str, Any]) -> PipelineOutput:
         self.attachment.batch_check.check([batch])
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
         self._follow_freezing()
         self.seeds.next_step()
+        self._direct.stop()
         program = self._programs.forwards(len(microbatches))
         state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
-        logits = self._broadcast_logits([parts[0] for parts in state.outputs])
+        logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
+        self._direct.watch()
         self._pending = self.trains
-        return CausalLMOutputWithPast(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
+        return PipelineOutput(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
 
     def backward_split(self, gradient: torch.Tensor, state: PhaseState) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""
         self._pending = False
+        self._queue()
+        self._backwards.arrived(gradient)
         rows = [parts[0].shape[0] for parts in state.outputs]  # empty on all but the last stage
         gradients = (
             [(part.to(parts[0].dtype),) for part, parts in zip(gradient.split(rows), state.outputs, strict=True)]
@@ -357,49 +415,51 @@ class PipelineEngine(Engine):
         )
         last = GradientState().sync_gradients
         self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
-        self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
+        with self._direct.resting():
+            self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
-        if last:
-            self._reduce(1.0)
-        else:
-            self.gradients.accumulate(1.0)
 
     # -- forward only --------------------------------------------------------------------------------------------
 
-    def _forward_only(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
+    def _forward_only(self, batch: dict[str, Any]) -> PipelineOutput:
         if not isinstance(batch.get("labels"), torch.Tensor):
             microbatches = split_rows(batch, self._num_microbatches)
-            return CausalLMOutputWithPast(logits=self._broadcast_logits(self._outputs_of(microbatches, "logits")))
+            return PipelineOutput(logits=self._broadcast_logits(self._outputs_of(microbatches, "logits"), batch))
         self._check_loss()
         parts = list(self._cut(0, batch))
         shares = [share for _, share in parts]
         outputs = self._outputs_of([microbatch for microbatch, _ in parts], None)
         losses = [self._loss_of(output, share) for output, share in zip(outputs, shares, strict=False)]
-        loss = self._share_losses(losses, shares, 1)[0]
-        logits = self._broadcast_logits([output["logits"] for output in outputs]) if self._needs_logits else None
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        loss = self._share_losses(losses, shares, [batch])[0]
+        logits = self._broadcast_logits([output["logits"] for output in outputs], {}) if self._needs_logits else None
+        return PipelineOutput(loss=loss, logits=logits)
 
     def _outputs_of(self, microbatches: list[dict[str, Any]], key: str | None) -> list[Any]:
         """Forward of all microbatches without autograd; the last stage's outputs (or their `key`), else empty."""
         outputs = self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
         return outputs if key is None else [output[key] for output in outputs]
 
-    def _broadcast_logits(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits f[B S V] of the last stage on every stage; `parts` are its microbatches' logits, empty elsewhere."""
+    def _broadcast_logits(self, parts: Sequence[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
+        """Logits f[B S V] of the last stage on every stage; `parts` are its microbatches' logits, empty elsewhere.
+
+        What each rank has read of `batch` rides on the message that tells the shape.
+        """
         watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
+            header = torch.zeros(4 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
             if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
-                double = int(logits.dtype is torch.float64)
-                header = torch.tensor([double, *logits.shape], device=self.attachment.device)
-            else:
-                header = torch.empty(4, dtype=torch.int64, device=self.attachment.device)
-            dist.broadcast(header, src=source, group=group)
+                if self.mesh.tp_rank == 0:
+                    double = int(logits.dtype is torch.float64)
+                    header[:4] = torch.tensor([double, *logits.shape], device=header.device)
+            header[4 + self.mesh.rank % self.mesh.shape.mp_size] = self._digests.of([batch]).to(header.device)
+            dist.all_reduce(header, group=self.mesh.mp_group)
             if not self.runtime.has_last_stage:
-                double, *shape = header.tolist()
+                double, *shape = header[:4].tolist()
                 logits = torch.empty(
                     shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device
                 )
+            self._compare_batches(header[4:])
             dist.broadcast(logits, src=source, group=group)
         return logits
 
@@ -408,14 +468,16 @@ class _FusedLoss(torch.autograd.Function):
     """A loss whose backward has already run: its own backward hands the upstream factor to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, engine: PipelineEngine) -> torch.Tensor:
-        ctx.engine = engine
+    def forward(
+        ctx: Any, anchor: torch.Tensor, value: torch.Tensor, engine: PipelineEngine, made: Made | None, seed: float
+    ) -> torch.Tensor:
+        ctx.engine, ctx.made, ctx.seed = engine, made, seed
         return value.clone()  # callers scale it in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.engine.finish_backward(gradients[0])
-        return torch.zeros_like(gradients[0]), None, None
+        ctx.engine.finish_backward(gradients[0], ctx.made, ctx.seed)
+        return torch.zeros_like(gradients[0]), None, None, None, None
 
 
 class _SplitLogits(torch.autograd.Function):

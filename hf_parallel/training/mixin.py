@@ -19,12 +19,23 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_parallel.accelerator import HFParallelAccelerator
+from hf_parallel.compat import has_pre_hooks
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training.checkpoints import CheckpointMixin
 
 
 logger = logging.getLogger(__name__)
+
+# What a batch passes on its way from `get_batch_samples` to the model, and its loss on the way to the gradients.
+AFTER_DATA = (
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_prepare_context_parallel_inputs",
+)
 
 
 class HFParallelTrainerMixin(CheckpointMixin):
@@ -71,7 +82,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self._hf_parallel_window = []
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         pipeline = self._pipeline
-        if pipeline is not None and self._has_stock_loss() and all(isinstance(sample, dict) for sample in samples):
+        if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
             prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
             self._hf_parallel_window = list(zip(samples, prepared, strict=True))
             pipeline.begin_window(prepared)
@@ -147,9 +158,18 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     def _has_stock_loss(self) -> bool:
         """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
+        return self._is_stock("compute_loss")
+
+    def _is_stock(self, name: str) -> bool:
+        """Whether a method is the one that transformers ships: not overridden, replaced on the object or patched."""
         order = type(self).__mro__
         after = order[order.index(HFParallelTrainerMixin) + 1 :]
-        return next(kind for kind in after if "compute_loss" in vars(kind)) is Trainer
+        kind = next(kind for kind in after if name in vars(kind))
+        return name not in vars(self) and kind is Trainer and vars(kind)[name].__module__ == Trainer.__module__
+
+    def _leaves_batches_alone(self) -> bool:
+        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call."""
+        return all(self._is_stock(name) for name in AFTER_DATA) and not has_pre_hooks(self.model)
 
     def _last_stage_loss(self) -> Callable[..., torch.Tensor] | None:
         """The loss function to hand to the last stage, or None when the model's own or the user's code is the loss."""

@@ -1,0 +1,79 @@
+"""Gradients of a schedule that has run in a forward call, kept apart until the loss of that call is backpropagated.
+
+A fused step makes its gradients before upstream code has said what the loss is multiplied with, and before it is known
+whether the loss is backpropagated at all. Until then they are not in `p.grad`, where gradients of other losses are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.errors import UnsupportedError
+
+
+class Made:
+    """The gradients of one schedule, as they are for the loss times what it was seeded with."""
+
+    def __init__(self) -> None:
+        self._gradients: list[tuple[nn.Parameter, Tensor]] | None = []
+
+    def hold(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take over the gradients that the parameters have."""
+        self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+
+    def take(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The gradients, once.
+
+        Raises:
+            UnsupportedError: They were given away before.
+        """
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            raise UnsupportedError(
+                "the loss of one training forward was backpropagated twice with pp_size above 1: a fused pipeline step "
+                "keeps no graph, and its gradients were added up the first time. Add the losses up before one backward, "
+                "or call the model again."
+            )
+        return gradients
+
+
+@contextmanager
+def apart(parameters: Sequence[nn.Parameter]) -> Iterator[Made]:
+    """Inside, the parameters have no gradients; afterwards they have those from before, and those made inside are held.
+
+    Args:
+        parameters: Of this rank.
+    """
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    made = Made()
+    try:
+        yield made
+        made.hold(parameters)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@torch.no_grad()
+def add(gradients: Sequence[tuple[nn.Parameter, Tensor]], factor: Tensor) -> None:
+    """Add `factor` times the gradients to those that the parameters have; consumes them.
+
+    Args:
+        gradients: Of parameters.
+        factor: A number on their device (0-d), not read here.
+    """
+    if not gradients:
+        return
+    torch._foreach_mul_([gradient for _, gradient in gradients], factor.to(gradients[0][1].device))
+    both = [(parameter.grad, gradient) for parameter, gradient in gradients if parameter.grad is not None]
+    if both:
+        torch._foreach_add_([there for there, _ in both], [gradient for _, gradient in both])
+    for parameter, gradient in gradients:
+        if parameter.grad is None:
+            parameter.grad = gradient

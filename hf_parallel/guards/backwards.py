@@ -1,0 +1,134 @@
+"""What the ranks of one model copy backpropagated in an optimizer step, compared once, before the gradients are reduced.
+
+User code computes its loss on every rank, but only one rank's counts: the last stage's gradient of the logits, or each
+rank's own factor on its own stage's gradients. Where they differ (a NaN, a draw, a rank in the formula) nothing else
+would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.mesh import Mesh
+
+
+TOLERANCE = 1e-5  # of one computation on the same kind of device
+
+
+class Backwards:
+    """Notes of the backward passes since the last optimizer step.
+
+    Args:
+        mesh: This rank's mesh.
+        device: Where gradients are.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self._weights: dict[int, Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._marks: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+        self._on_logits = False
+
+    def scaled(self, factor: Tensor) -> None:
+        """A loss was multiplied with `factor` (0-d) before its backward."""
+        self._marks.append(factor.detach().double())
+        self._sizes.append(factor.detach().double().abs())
+
+    def arrived(self, gradient: Tensor) -> None:
+        """The gradient f[B S V] of the logits arrived, which every rank has computed for itself."""
+        self._on_logits = True
+        flat = gradient.detach().reshape(-1, gradient.shape[-1]).float()
+        across, along = self._numbers(flat.shape[1]), self._numbers(flat.shape[0])
+        self._marks.append((flat @ across @ along).double())
+        self._sizes.append(torch.linalg.vector_norm(flat).double())
+
+    def _numbers(self, count: int) -> Tensor:
+        """Fixed numbers to project on: equal norms would hide other labels."""
+        size = 1 << max(count - 1, 1).bit_length()
+        if size not in self._weights:
+            made = torch.randn(size, generator=torch.Generator().manual_seed(size))
+            self._weights[size] = made.to(self._device)
+        return self._weights[size][:count]
+
+    def agree(self, direct: Sequence[str], *, tolerates_nan: bool) -> None:
+        """Compare with the other ranks of this model copy; collective. Waits for the device once.
+
+        Args:
+            direct: Parameters that got a gradient past the stages on this rank.
+            tolerates_nan: Whether a loss scale may overflow.
+
+        Raises:
+            RankMismatchError: On every rank, with what each of them did.
+            UnsupportedError: On every rank: some rank has direct gradients, or all multiplied with a number that is none.
+        """
+        marks, sizes, on_logits = self._marks, self._sizes, self._on_logits
+        self.forget()
+        count = float(len(marks))
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        mark = sum(((1.0 + 0.618 * i) * m.to(self._device) for i, m in enumerate(marks)), zero)
+        size = sum((s.to(self._device) for s in sizes), zero)
+        head = torch.tensor([count, float(bool(direct))], dtype=torch.float64, device=self._device)
+        mine = torch.cat([head, torch.stack([mark, size])])
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
+        dist.all_gather(everyone, mine, group=self._mesh.mp_group)
+        values = torch.stack(everyone).tolist()
+        if any(found for _, found, _, _ in values):
+            self._refuse_direct(direct)
+        self._compare([(int(n), mark, size) for n, _, mark, size in values], on_logits, tolerates_nan)
+
+    def _compare(self, values: Sequence[tuple[int, float, float]], on_logits: bool, tolerates_nan: bool) -> None:
+        count, mark, size = values[0]
+        finite = [_is_finite(m) and _is_finite(s) for _, m, s in values]
+        if not any(finite):
+            if on_logits or tolerates_nan:
+                return  # the model's own doing, and the same everywhere
+            raise UnsupportedError(
+                f"the loss was multiplied by {size} on every rank before its backward: no gradient can be computed from "
+                "it. Look at what compute_loss or the loop does to outputs.loss (0 / 0 of a batch without labels?)."
+            )
+        alike = all(
+            n == count and ok and abs(m - mark) <= TOLERANCE * max(size, s)
+            for (n, m, s), ok in zip(values, finite, strict=True)
+        )
+        if alike:
+            return
+        first = self._mesh.dp_rank * self._mesh.shape.mp_size
+        what = (
+            "the gradient that its loss gave to the logits has the norm" if on_logits else "its losses were scaled by"
+        )
+        told = "; ".join(
+            f"{self._mesh.shape.describe(first + i)}: {what} {s:.6g}"
+            + ("" if n == 1 else f" over {n} backward passes")
+            for i, (n, _, s) in enumerate(values)
+        )
+        raise RankMismatchError(
+            f"the ranks of one model copy backpropagated different losses in one optimizer step ({told}), but all of them "
+            "must compute the same: each stage's gradients follow the loss of its own rank, or of the last stage's. Look "
+            "for a rank, a random draw without a common seed or a parameter of one stage in compute_loss or the loop."
+        )
+
+    def _refuse_direct(self, direct: Sequence[str]) -> None:
+        shape = self._mesh.shape
+        everyone: list[list[str]] = [[] for _ in range(shape.mp_size)]
+        dist.all_gather_object(everyone, list(direct), group=self._mesh.mp_group)
+        names = sorted({name for names in everyone for name in names})
+        raise UnsupportedError(
+            f"the loss gave gradients to {len(names)} parameters past the model's forward (first: {names[0]}), with "
+            f"pp_size={shape.pp_size}: each rank holds the parameters of its own stages only, so a penalty over "
+            "model.parameters() is another loss on every rank. Use weight_decay of the optimizer, add the penalty's "
+            "gradient to p.grad in TrainerCallback.on_pre_optimizer_step, or set pp_size to 1."
+        )
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) < float("inf")

@@ -1,0 +1,102 @@
+"""Batches between the data loader and the model: changed since they were announced, or different on another rank.
+
+A digest here is a few integer operations on the device where the batch is, so that it can be part of every step; it
+rides on a message that is sent anyway. `hf_parallel.batches.digest` hashes every byte, on the first steps only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_parallel.compat import version_of
+
+
+BITS = 52  # a digest is exact as a float64, in which losses travel
+_ODD = 0x5851F42D4C957F2D  # multiplier of a linear congruential generator modulo 2**64
+_CHUNK = 1 << 16
+
+
+class Announced:
+    """The tensors of one announced batch as they were then.
+
+    Identity is not enough to tell that a batch is unchanged: labels may be masked in place. A tensor's version counts
+    what was written to it, through views too; what is written through shared memory (numpy) is not counted.
+    """
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.batch = {name: value for name, value in batch.items() if value is not None}
+        self._seen = {name: _state(value) for name, value in self.batch.items()}
+
+    def is_in(self, batch: Mapping[str, Any], more: frozenset[str]) -> bool:
+        """Whether `batch` is this one, unchanged, with nothing beside it but arguments named in `more`."""
+        if not batch.keys() <= self.batch.keys() | more:
+            return False
+        return all(
+            batch.get(name) is value and _state(value) == self._seen[name] for name, value in self.batch.items()
+        )
+
+
+def _state(value: Any) -> Any:
+    """What changes when somebody writes to a value."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), version_of(value), value.shape
+    if isinstance(value, Mapping):
+        return [(key, id(item), _state(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(id(item), _state(item)) for item in value]
+    return None
+
+
+class Digests:
+    """Makes digests of batches on the device where they are, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._weights: dict[torch.device, Tensor] = {}
+
+    def of(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """A number below 2**52 (0-d int64) of the names, shapes, types and values of all tensors.
+
+        Tensors that a graph made (embeddings of the tokens) are left out: ranks compute them for themselves.
+        """
+        total: Tensor | None = None
+        for batch in batches:
+            for name in sorted(batch):
+                value = batch[name]
+                if isinstance(value, Tensor) and not value.requires_grad:
+                    mine = self._sum(_integers(value)) + _label(name, value)
+                    total = mine if total is None else total.to(mine.device) * _ODD + mine
+        if total is None:
+            return torch.zeros((), dtype=torch.int64)
+        return (total ^ (total >> 29)) & ((1 << BITS) - 1)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Sum of the values times odd numbers, modulo 2**64: another value anywhere, or another order, changes it."""
+        if values.device not in self._weights:
+            generator = torch.Generator().manual_seed(0)
+            numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator) * 2 + 1
+            self._weights[values.device] = numbers.to(values.device)
+        weights = self._weights[values.device]
+        while values.numel() > _CHUNK:
+            padded = torch.nn.functional.pad(values, (0, -values.numel() % _CHUNK))
+            values = (padded.view(-1, _CHUNK) * weights).sum(1)
+        return (values * weights[: values.numel()]).sum()
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _integers(value: Tensor) -> Tensor:
+    """The bits of a tensor as int64, in one dimension."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
+    if flat.is_floating_point():
+        flat = flat.view(_SAME_SIZE[flat.element_size()])
+    return flat.to(torch.int64)
+
+
+def _label(name: str, value: Tensor) -> int:
+    return zlib.crc32(f"{name}{tuple(value.shape)}{value.dtype}".encode())

@@ -1,0 +1,78 @@
+"""Gradients that reach parameters through the user's loss itself, past the stages of a pipeline.
+
+Each rank of a pipeline holds the parameters of its own stages. What a loss reads of them by itself is the same on all
+ranks only where all ranks hold it: there each has the whole gradient, of which the sum over the holders must count one.
+Anything else (a penalty over `model.parameters()`) is another loss on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class DirectGradients:
+    """Watches the backward passes that user code runs.
+
+    Args:
+        parameters: Name -> this rank's parameter.
+        everywhere: Names of parameters that all ranks of the pipeline hold.
+        num_ranks: Ranks of the pipeline.
+        noticed: Called inside the backward pass in which a direct gradient arrives.
+
+    Attributes:
+        found: Names of parameters that not all ranks hold and that got a direct gradient.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        everywhere: frozenset[str],
+        num_ranks: int,
+        noticed: Callable[[], None],
+    ) -> None:
+        self._parameters, self._everywhere, self._num_ranks = parameters, everywhere, num_ranks
+        self._noticed = noticed
+        self._handles: list[RemovableHandle] = []
+        self._resting = False
+        self.found: list[str] = []
+
+    def watch(self) -> None:
+        """From now on backward passes are the user's."""
+        self.stop()
+        self._handles = [
+            parameter.register_hook(self._hook(name))
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def stop(self) -> None:
+        """From now on backward passes are those of a schedule, and nothing is looked at."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside a backward pass of the user a schedule runs its own."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._resting = False
+
+    def _hook(self, name: str) -> Callable[[Tensor], Tensor | None]:
+        def arrives(gradient: Tensor) -> Tensor | None:
+            if self._resting:
+                return None
+            self._noticed()
+            if name in self._everywhere:
+                return gradient / self._num_ranks
+            if name not in self.found:
+                self.found.append(name)
+            return None
+
+        return arrives
