@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.accumulation import agreed
@@ -27,6 +26,7 @@ from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.launch import resolve_config
 from hf_parallel.preflight import check_schedule
+from hf_parallel.replica_view import ReplicaViewMixin
 from hf_parallel.session import Session
 from hf_parallel.weights import gather_tensors
 
@@ -34,7 +34,7 @@ from hf_parallel.weights import gather_tensors
 class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     """Settings of a parallel run as accelerate takes them.
 
-    To accelerate, "tp" means the ranks that read the same batch: here pp_size x tp_size.
+    To accelerate, a model copy is one process: it counts replicas, whatever ranks share a copy.
 
     Args:
         config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
@@ -80,11 +80,12 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     def _present(self, dp_size: int) -> None:
         """Fill in the sizes that accelerate and the Trainer read."""
         self.dp_replicate_size, self.dp_shard_size = dp_size, 1
-        self.tp_size = self.config.model_parallel_size
-        self.cp_size = self.sp_size = 1
+        self.tp_size = self.cp_size = self.sp_size = (
+            1  # the ranks of a copy are counted as one, see `ReplicaViewMixin`
+        )
         self.cp_backend, self.sp_backend = "torch", "deepspeed"
         self.tp_handler = self.cp_handler = self.sp_handler = None
-        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": self.tp_size, "cp": 1, "sp": 1}
+        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": 1, "cp": 1, "sp": 1}
 
     def build_device_mesh(self, device_type: str) -> None:
         """hf_parallel has groups of its own; accelerate gets no mesh."""
@@ -123,7 +124,7 @@ def attach_accelerator(accelerator: Accelerator, session: Session) -> None:
     accelerator.hf_parallel = session
 
 
-class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
+class HFParallelAccelerator(ReplicaViewMixin):
     """Swapped in as the class of a live Accelerator; has no constructor of its own."""
 
     hf_parallel: Session
@@ -296,31 +297,6 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             )
         with self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks"):
             return engine.gradients.clip(float(max_norm), float(norm_type))
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the replicas only (the ranks of a model copy have the same rows) and cut the duplicated tail.
-
-        Raises:
-            UnsupportedError: `use_gather_object`, or data that is not tensors.
-        """
-        if use_gather_object:
-            raise UnsupportedError("gather_for_metrics(use_gather_object=True) is not available: gather tensors.")
-        mesh = self.hf_parallel.mesh
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor[None] if tensor.ndim == 0 else tensor
-            if mesh.dp_group is None:
-                return rows
-            parts = [torch.empty_like(rows) for _ in range(mesh.shape.dp_size)]
-            dist.all_gather(parts, rows.contiguous(), group=mesh.dp_group)
-            return torch.cat(parts)
-
-        with self.hf_parallel.watchdog.waiting("waits for the metrics of the other replicas"):
-            data = recursively_apply(gather, input_data, error_on_other_type=True)
-        state = self.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            data = recursively_apply(lambda tensor: tensor[: state.remainder], data)
-        return data
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full model's weights on world rank 0, {} elsewhere; collective."""

@@ -26,7 +26,7 @@ FLOORS = [
     {"engine", "loading"},
     {"pipeline_engine", "planning", "twin"},
     {"plugin"},
-    {"session"},
+    {"session", "replica_view"},
     {"accelerator"},
     {"training"},
     {"callback"},
