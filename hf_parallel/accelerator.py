@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import recursively_apply
 from torch import nn
 
 from hf_parallel.accumulation import agreed
@@ -25,11 +24,12 @@ from hf_parallel.compat import loss_scale
 from hf_parallel.engine import Engine, without_reduction
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.model_folder import install_saving, is_whole
+from hf_parallel.replica_view import ReplicaViewMixin
 from hf_parallel.session import Session
 from hf_parallel.weights import gather_tensors
 
 
-class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
+class HFParallelAccelerator(ReplicaViewMixin):
     """Swapped in as the class of a live Accelerator; has no constructor of its own."""
 
     hf_parallel: Session
@@ -241,31 +241,6 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             )
         with self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks"):
             return engine.gradients.clip(float(max_norm), float(norm_type))
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the replicas only (the ranks of a model copy have the same rows) and cut the duplicated tail.
-
-        Raises:
-            UnsupportedError: `use_gather_object`, or data that is not tensors.
-        """
-        if use_gather_object:
-            raise UnsupportedError("gather_for_metrics(use_gather_object=True) is not available: gather tensors.")
-        mesh = self.hf_parallel.mesh
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            rows = tensor[None] if tensor.ndim == 0 else tensor
-            if mesh.dp_group is None:
-                return rows
-            parts = [torch.empty_like(rows) for _ in range(mesh.shape.dp_size)]
-            dist.all_gather(parts, rows.contiguous(), group=mesh.dp_group)
-            return torch.cat(parts)
-
-        with self.hf_parallel.watchdog.waiting("waits for the metrics of the other replicas"):
-            data = recursively_apply(gather, input_data, error_on_other_type=True)
-        state = self.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            data = recursively_apply(lambda tensor: tensor[: state.remainder], data)
-        return data
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The full model's weights; collective, and {} except on world rank 0, if they are not whole on every rank.

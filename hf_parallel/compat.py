@@ -186,6 +186,21 @@ def in_backward_pass() -> bool:
     return bool(current() != -1)
 
 
+def no_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Inside, tensor subclasses are treated as plain tensors by functions of torch (its documented way to do so)."""
+    import torch
+
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def plain_torch_function() -> Any:
+    """The `__torch_function__` of a tensor subclass that wants none (documented with `__torch_dispatch__`)."""
+    import torch
+
+    return torch._C._disabled_torch_function_impl
+
+
 def run_inside_checkpoint(
     block: nn.Module, forward: Callable[[], Any], body: Callable[[Callable[[], Any]], Any]
 ) -> Any:

@@ -28,6 +28,7 @@ from hf_parallel.gradients import GradientSync
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas
+from hf_parallel.tensor_parallel.reads import in_lockstep
 from hf_parallel.watchdog import Watchdog
 
 
@@ -85,7 +86,7 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward():
+            with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward(), in_lockstep(engine.model):
                 return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.

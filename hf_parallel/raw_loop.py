@@ -28,7 +28,7 @@ AUTOMATIC = re.compile(r"^checkpoint_(\d+)$")
 class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     """Settings of a parallel run as accelerate takes them.
 
-    To accelerate, "tp" means the ranks that read the same batch: here pp_size x tp_size.
+    To accelerate, a model copy is one process: it counts replicas, whatever ranks share a copy.
 
     Args:
         config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
@@ -74,11 +74,11 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     def _present(self, dp_size: int) -> None:
         """Fill in the sizes that accelerate and the Trainer read."""
         self.dp_replicate_size, self.dp_shard_size = dp_size, 1
-        self.tp_size = self.config.model_parallel_size
-        self.cp_size = self.sp_size = 1
+        # The ranks of a copy are counted as one, see `ReplicaViewMixin`.
+        self.tp_size = self.cp_size = self.sp_size = 1
         self.cp_backend, self.sp_backend = "torch", "deepspeed"
         self.tp_handler = self.cp_handler = self.sp_handler = None
-        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": self.tp_size, "cp": 1, "sp": 1}
+        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": 1, "cp": 1, "sp": 1}
 
     def build_device_mesh(self, device_type: str) -> None:
         """hf_parallel has groups of its own; accelerate gets no mesh."""

@@ -28,6 +28,7 @@ from hf_parallel.tensor_parallel.functions import (
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
+from hf_parallel.tensor_parallel.reads import Scope, install_reads, open_in, own
 from hf_parallel.tensor_parallel.routing import install_routing
 from hf_parallel.tensor_parallel.seeds import PairSeeds, install_seeds
 from hf_parallel.tensor_parallel.sequence import install_regions, leaves_partial
@@ -162,6 +163,29 @@ def apply_tensor_parallel(
             install_seeds(model, pair, seeds, row_is_linear=pair.row in held)
     if plan.sequence is not None:
         install_regions(model, plan.sequence, shared, holds, seeds)
+    _notice_reads(model, plan, shared, tp_rank, holds)
+
+
+def _notice_reads(
+    model: nn.Module, plan: TPPlan, shared: SharedCopy, tp_rank: int, holds: Callable[[str], bool]
+) -> None:
+    """What a pair shares out is meant in parts in all of the pair's root, the table of an embedding in its forward."""
+    scopes: dict[str, Scope] = {}
+    for name, linear in plan.linears.items():
+        if linear.role == "vocab_embedding" and holds(f"{name}.weight"):
+            scopes[f"{name}.weight"] = Scope()
+            open_in(model.get_submodule(name), scopes[f"{name}.weight"])
+    roots: dict[str, Scope] = {}
+    for pair in plan.pairs:
+        if any(holds(name) for name in pair.sliced):
+            scope = roots.get(pair.root)
+            if scope is None:
+                scope = roots[pair.root] = Scope(depth=0 if pair.root else 1)  # a model's own forward may be replaced
+                if pair.root:
+                    open_in(model.get_submodule(pair.root), scope)
+            scopes.update(dict.fromkeys(pair.sliced, scope))
+    specs = {name: spec for name, spec in plan.shard_specs().items() if holds(name)}
+    install_reads(model, specs, scopes, shared, tp_rank, reports=tp_rank == 0)
 
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
@@ -285,8 +309,9 @@ def _summed_where_whole(
 def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    weight = _used(state, self.weight, state.weight_dim)
-    bias = None if self.bias is None else _used(state, self.bias, 0)
+    weight = _used(state, own(self, "weight"), state.weight_dim)
+    bias = own(self, "bias")
+    bias = None if bias is None else _used(state, bias, 0)
     product = column_product if state.entry else plain_product
     return product(state.copy, x, weight, bias, state.transposed)
 
@@ -307,28 +332,32 @@ def _taken(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
 def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(row_product(state.copy, x, self.weight, state.transposed), state.copy.group)
-    return total if self.bias is None else total + self.bias  # after the sum: the bias counts once
+    total = reduce_from_tp(row_product(state.copy, x, own(self, "weight"), state.transposed), state.copy.group)
+    bias = own(self, "bias")
+    return total if bias is None else total + bias  # after the sum: the bias counts once
 
 
 def _reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(row_product(state.copy, x, self.weight, state.transposed), state.copy.group)
-    return _taken(state, copy_to_tp(total if self.bias is None else total + self.bias, state.copy.group), -1)
+    total = reduce_from_tp(row_product(state.copy, x, own(self, "weight"), state.transposed), state.copy.group)
+    bias = own(self, "bias")
+    return _taken(state, copy_to_tp(total if bias is None else total + bias, state.copy.group), -1)
 
 
 def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    local = column_product(state.copy, x, self.weight, self.bias, state.transposed)
+    local = column_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed)
     return gather_from_tp(local, state.copy.group, state.gather_sizes)
 
 
 def _latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    return copy_to_tp(plain_product(state.copy, x, self.weight, self.bias, state.transposed), state.copy.group)
+    return copy_to_tp(
+        plain_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed), state.copy.group
+    )
 
 
 def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -363,7 +392,9 @@ def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
-    return (_column_forward if self.tp_vocab.local else _gather_forward)(self, *args, **named)
+    if self.tp_vocab.local:
+        return self.tp_vocab.left(_column_forward(self, *args, **named))  # type: ignore[no-any-return]
+    return _gather_forward(self, *args, **named)
 
 
 def _partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.reads import in_lockstep
 from hf_parallel.tensor_parallel.trace import (
     NOISE_SEED,
     map_tensors,
@@ -131,7 +132,7 @@ def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), in_lockstep(model):
         output = run(model, sample)
         compared = output["loss"] if model.training else output
         outputs = [t for t in tensors_in(compared) if t.is_floating_point() and t.requires_grad]

@@ -24,6 +24,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.linear import row_product
 from hf_parallel.tensor_parallel.plan import BlockSequence, Place, Region, SequencePlan
+from hf_parallel.tensor_parallel.reads import own
 from hf_parallel.tensor_parallel.seeds import PairSeeds
 from hf_parallel.tensor_parallel.sequence_draws import Draws
 from hf_parallel.tensor_parallel.sequence_functions import (
@@ -345,7 +346,7 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.tp_scatter_inner(*args, **kwargs)
     linear = self.tp_linear
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    total = row_product(linear.copy, x, self.weight, linear.transposed)
+    total = row_product(linear.copy, x, own(self, "weight"), linear.transposed)
     if not state.scatters:
         return total
     if unfolded(total, mode.dim, mode.length).shape[mode.dim] != mode.length:
@@ -354,5 +355,5 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     total = reduce_scatter_to_sequence(total, *mode.along())
     mode.draws.leave_region()
-    bias: Tensor | None = self.bias
+    bias: Tensor | None = own(self, "bias")
     return total if bias is None else total + bias  # after the sum: the bias counts once

@@ -21,19 +21,13 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from hf_parallel.compat import is_causal_loss
+from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, reduce_from_tp
 from hf_parallel.tensor_parallel.vocab_loss import vocab_parallel_loss
+from hf_parallel.tensor_parallel.vocab_watch import LogitsWatch, VocabMode, on_all
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class VocabMode:
-    """Whether the head leaves its output local now; one object a model, kept as `tp_vocab` on model and head."""
-
-    local: bool = False
-    told: bool = False  # that the loss function is another one
 
 
 @dataclass
@@ -83,7 +77,8 @@ class VocabLoss:
             return self.whole(logits, labels, vocab_size, **kwargs)
         known = ("num_items_in_batch", "ignore_index", "shift_labels")
         chosen = {name: kwargs[name] for name in known if name in kwargs}
-        return vocab_parallel_loss(logits, labels, self.copy.group, self.start, **chosen)
+        with self.mode.losing():
+            return vocab_parallel_loss(logits, labels, self.copy.group, self.start, **chosen)
 
 
 def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length: int) -> None:
@@ -97,7 +92,8 @@ def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: i
     """Give head and loss of a model their common mode, and `model.forward` what switches it. In place."""
     mode = vars(model)["tp_vocab"] = vars(head)["tp_vocab"] = VocabMode()
     whole: Any = model.loss_function
-    model.loss_function = VocabLoss(shared, mode, start, whole)  # type: ignore[assignment]  # transformers has a setter
+    loss = vars(model)["tp_vocab_loss"] = VocabLoss(shared, mode, start, whole)
+    model.loss_function = loss  # type: ignore[assignment]  # transformers has a setter
     vars(model)["tp_model_forward"] = model.forward
     vars(model)["forward"] = MethodType(_labelled_forward, model)
 
@@ -157,16 +153,58 @@ def _run_labelled(
     model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hides: bool
 ) -> Any:
     mode: VocabMode | None = vars(model).get("tp_vocab")
-    if mode is None or not (model.training and torch.is_grad_enabled() and _wants_loss(model, forward, args, kwargs)):
+    given = _given(forward, args, kwargs)
+    if mode is None or not (model.training and torch.is_grad_enabled() and _wants_loss(model, given)):
         return forward(*args, **kwargs)
     if not _is_ours(model, mode):
         return forward(*args, **kwargs)
-    mode.local = True
+    names = frozenset(name for name, value in given.items() if value is not None)
+    if not mode.fits.get(names, True):
+        return forward(*args, **kwargs)
+    if names in mode.fits:
+        with mode.running():
+            output = forward(*args, **kwargs)
+        if mode.is_balanced:
+            return _without_logits(output) if hides else output
+        mode.fits[names] = False  # somebody has put another loss in place since
+        _refuse_part(model, names, hides)
+        return forward(*args, **kwargs)
+    return _first_call(model, forward, args, kwargs, names, hides)
+
+
+def _first_call(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: frozenset[str],
+    hides: bool,
+) -> Any:
+    """A forward with arguments that were not seen before: it must use local logits as planned, or gets whole ones."""
+    mode: VocabMode = vars(model)["tp_vocab"]
+    loss: VocabLoss = vars(model)["tp_vocab_loss"]
+    device = next(model.parameters()).device
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    mode.watch, error, output = LogitsWatch(), None, None
     try:
-        output = forward(*args, **kwargs)
+        with mode.running(), mode.watch:
+            output = forward(*args, **kwargs)
+        fits = mode.is_balanced and not mode.watch.strays(output)
+    except Exception as failed:  # the model's own code, on a part of the logits: may raise anything
+        if not mode.heads:
+            raise
+        error, fits = failed, False
     finally:
-        mode.local = False
-    return _without_logits(output) if hides else output
+        mode.watch = None
+    if mode.heads:
+        mode.fits[names] = on_all(fits, device, loss.copy.group)
+    if mode.fits.get(names, True):
+        return _without_logits(output) if hides else output
+    _refuse_part(model, names, hides, error)
+    torch.set_rng_state(before[0])
+    if before[1] is not None:
+        torch.cuda.set_rng_state(before[1], device)
+    return forward(*args, **kwargs)
 
 
 def _is_ours(model: nn.Module, mode: VocabMode) -> bool:
@@ -184,12 +222,26 @@ def _is_ours(model: nn.Module, mode: VocabMode) -> bool:
     return False
 
 
-def _wants_loss(
-    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def _refuse_part(model: nn.Module, names: frozenset[str], hides: bool, error: Exception | None = None) -> None:
+    """Say that the head is gathered for such calls; a stage of a pipeline cannot run again for it."""
+    text = (
+        f"with the arguments {', '.join(sorted(names))} the forward of {type(model).__name__} does more with the logits in "
+        "training than to hand them to model.loss_function once, so they cannot be parts of the vocabulary"
+    )
+    if not hides:
+        raise PlanError(f"{text}. Set tensor_parallel.vocab_parallel_loss: false.") from error
+    loss: VocabLoss = vars(model)["tp_vocab_loss"]
+    if loss.copy.group.rank() == 0:
+        logger.warning("hf_parallel: %s: they are gathered.", text)
+
+
+def _given(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name."""
+    return {**(inspect.signature(forward).bind_partial(*args, **kwargs).arguments if args else {}), **kwargs}
+
+
+def _wants_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether a call gives labels; a tuple, whose second item are the logits, is returned whole."""
-    given = dict(inspect.signature(forward).bind_partial(*args, **kwargs).arguments) if args else {}
-    given |= kwargs
     as_mapping = given.get("return_dict")
     if as_mapping is None:
         as_mapping = getattr(getattr(model, "config", None), "return_dict", True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -22,6 +22,7 @@ from hf_parallel.accelerator import HFParallelAccelerator
 from hf_parallel.compat import has_pre_hooks
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.tensor_parallel.reads import in_lockstep
 from hf_parallel.training.checkpoints import CheckpointMixin
 
 
@@ -96,23 +97,18 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return super()._prepare_inputs(inputs)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """As stock. Without averaging over devices, stock divides a local count by the ranks that share the batch."""
+        """As stock; says what it waits for."""
         session = self.hf_parallel_session
         if session is None:
             return super()._get_num_items_in_batch(batch_samples, device)
         with session.watchdog.waiting("waits for the token counts of the other ranks"):
-            count = super()._get_num_items_in_batch(batch_samples, device)
-        if torch.is_tensor(count) and not self.args.average_tokens_across_devices:
-            count = count * self.get_tp_size()
-        return count
+            return super()._get_num_items_in_batch(batch_samples, device)
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """As stock, counting each batch once, not once for every rank of a model copy."""
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
-        if self.hf_parallel_session is not None:
-            seen = self.state.num_input_tokens_seen - before
-            self.state.num_input_tokens_seen = before + seen // self.get_tp_size()
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """As stock, where `args.world_size` counts the ranks of a model copy as well."""
+        if self.hf_parallel_session is None:
+            return int(super().get_total_train_batch_size(args))
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     # -- loss ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +122,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
+        with in_lockstep(self.model):
+            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         pipeline = self._pipeline
         function = self._last_stage_loss() if pipeline is not None and pipeline.trains else None
         uncounted = num_items_in_batch is None and self.compute_loss_func is not None  # it may do anything then

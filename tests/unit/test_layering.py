@@ -26,7 +26,7 @@ FLOORS = [
     {"engine", "loading"},
     {"pipeline_engine", "planning", "twin"},
     {"plugin"},
-    {"session", "model_folder"},
+    {"session", "model_folder", "replica_view"},
     {"accelerator"},
     {"training"},
     {"raw_loop"},
