@@ -130,7 +130,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         function = self._last_stage_loss() if pipeline is not None and pipeline.trains else None
         uncounted = num_items_in_batch is None and self.compute_loss_func is not None  # it may do anything then
         if pipeline is None or function is None or uncounted or "labels" not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            # By name, as stock calls it: an override may take what follows return_outputs as **kwargs.
+            more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **more)
         counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
         with pipeline.loss_function(function, shifted=self._smoother_shifts):
             outputs = model(**inputs, **counted)

@@ -1,0 +1,462 @@
+"""Random Trainer set-ups as data, and the script that each of them is; drawn and run by `differential`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import differential_parts
+import differential_user
+from differential_parts import HEADER, MODELS
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One set-up. Defaults are the plainest choice: shrinking goes back to them, field by field.
+
+    Args:
+        rows: Rows of a batch of each replica.
+        settings: Settings of hf_parallel beside the sizes of its axes.
+        resume: Settings of the layout that goes on from the checkpoint of step 2; None: no resuming.
+        before: What is done to the model before the Trainer is made.
+        driver: `trainer`, or a raw accelerate loop: `plain`, `half_twice`, `two_losses`, `by_hand`.
+        stock: Whether the reference is stock DDP on as many processes as there are replicas, and not one process.
+    """
+
+    seed: int = 0
+    driver: str = "trainer"
+    resume: dict[str, Any] | None = None
+    callback: str = ""
+    before: str = ""
+    loss: str = ""
+    optimizer: str = ""
+    frozen: str = ""
+    evaluate: bool = False
+    bf16: bool = False
+    recompute: str = ""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    accumulation: int = 1
+    rows: int = 2
+    padding: str = "right"
+    variable: bool = False
+    ignored: str = ""
+    model: str = "llama"
+    clip: float = 1.0
+    scheduler: str = "linear"
+    local_counts: bool = False
+    ragged: bool = False
+    steps: int = 3
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The settings as keyword arguments of the callback."""
+        sizes = {"tp_size": self.tp, "pp_size": self.pp}
+        found: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1} | self.settings
+        if self.recompute not in ("", "stock"):
+            found["activation_checkpointing"] = {
+                "every": 1 if self.recompute == "block" else 2,
+                "mode": self.recompute,
+            }
+        return found
+
+    @property
+    def stock(self) -> bool:
+        nonlinear = self.loss not in ADDITIVE or self.evaluate or self.local_counts or self.ragged
+        return self.dp > 1 and (nonlinear or self.driver != "trainer")
+
+    @property
+    def references(self) -> int:
+        """Processes of the reference."""
+        return self.dp if self.stock else 1
+
+    def as_text(self) -> str:
+        """The fields that are not at their defaults."""
+        plain = Setup()
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps({k: v for k, v in changed.items() if v != getattr(plain, k) or k == "seed"})
+
+    def replaced(self, **changes: Any) -> Setup:
+        return dataclasses.replace(self, **changes)
+
+
+WITHOUT_POSITIONS = frozenset({"mamba", "bloom"})
+ADDITIVE = frozenset({"", "loss_sum", "loss_token_weights", "loss_focal", "smoothing"}) | frozenset(
+    {"patched_token_weights", "patched_z_loss", "ScaledLoss", "EditedLabels", "NewInputs", "Embedded"}
+)
+LOSSES = (
+    *("loss_sum", "loss_token_weights", "loss_focal", "loss_mean", "loss_row_mean", "loss_softmax_rows", "loss_pairs"),
+    *("patched_token_weights", "patched_row_mean", "patched_z_loss", "smoothing"),
+    *("LossOnLogits", "ScaledLoss", "RowWeights", "LossAndEntropy", "Temperature", "Regularised", "Embedded"),
+    *("TwoForwards", "EditedLabels", "NewInputs"),
+)
+CALLBACKS = (
+    *("Clamp", "Average", "Reload", "Rebind", "ClipNorm", "ClipValue", "ScaleGradients", "DropGradients"),
+    *("DecayByHand", "Unfreeze", "FreezeLater", "Rate", "ResetMoments", "StopEarly", "ZeroAtBegin"),
+)
+BEFORE = (
+    *("mask_rows", "halve_gradients", "louder_block", "rolled_ids", "scaled_logits", "wrapped_forward"),
+    *("normalised_head", "uneven_weights"),
+)
+OPTIMIZERS = (
+    *("sgd", "adafactor", "rmsprop", "user_adamw", "user_sgd", "user_groups", "user_lion", "user_normalised"),
+    *("RatesByName", "RatesByAttribute"),
+)
+LOOPS = ("plain", "half_twice", "two_losses", "by_hand")
+FROZEN = ("embedding", "head", "first", "last", "vectors", "matrices")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+LAYOUTS = ((1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1), (1, 3, 1))
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def draw(seed: int) -> Setup:
+    """The set-up of a seed."""
+    rng = random.Random(seed)
+    tp, pp, dp = rng.choices(LAYOUTS, weights=(4, 4, 4, 1, 1, 1, 1, 1, 1))[0]
+
+    def sometimes(share: float, choices: Any, other: Any) -> Any:
+        chosen, picked = rng.random() < share, rng.choice(choices)
+        return picked if chosen else other
+
+    values: dict[str, Any] = {
+        "seed": seed,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "model": rng.choice(sorted(MODELS)),
+        "rows": rng.choice((1, 2, 3, 4)),
+        "accumulation": rng.choice((1, 1, 2, 3, 4)),
+        "padding": rng.choices(("right", "left", "bare", "packed"), weights=(6, 2, 1, 2))[0],
+        "variable": rng.random() < 0.6,
+        "ignored": sometimes(0.5, ("tokens", "rows", "prompt"), ""),
+        "frozen": sometimes(0.25, FROZEN, ""),
+        "loss": sometimes(0.4, LOSSES, ""),
+        "callback": sometimes(0.35, CALLBACKS, ""),
+        "before": sometimes(0.15, BEFORE, ""),
+        "optimizer": sometimes(0.4, OPTIMIZERS, ""),
+        "clip": rng.choice((1.0, 0.0, 0.1)),
+        "scheduler": rng.choice(("linear", "cosine", "constant", "warmup")),
+        "evaluate": rng.random() < 0.15,
+        "bf16": rng.random() < 0.1,
+        "recompute": sometimes(0.25, ("stock", "block", "alternate", "selective"), ""),
+        "driver": sometimes(0.12, LOOPS, "trainer"),
+        "local_counts": rng.random() < 0.08,
+        "ragged": rng.random() < 0.1,
+    }
+    values["settings"] = draw_settings(rng, tp, pp, dp)
+    if rng.random() < 0.12:
+        values["resume"] = draw_resume(rng, tp * pp * dp, dp, values["rows"], dict(values["settings"]), (tp, pp))
+        values["steps"] = 4
+    return consistent(Setup(**values))
+
+
+def draw_settings(rng: random.Random, tp: int, pp: int, dp: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if pp > 1:
+        found["num_microbatches"] = rng.choice((1, 2, 3, 4))
+        schedule = rng.choice(SCHEDULES) if pp == 2 else rng.choice(SCHEDULES[:2])
+        found["schedule"] = schedule
+        if schedule == "interleaved_1f1b":
+            found["num_microbatches"] = 2 * rng.choice((1, 2))
+    if tp > 1 and rng.random() < 0.3:
+        found["sequence_parallel"] = True
+    if tp > 1 and rng.random() < 0.2:
+        found["vocab_parallel_loss"] = False
+    if dp > 1 and rng.random() < 0.6:
+        found["zero"] = draw_zero(rng, pp)
+    elif dp > 1 and rng.random() < 0.3:
+        found["data_parallel"] = {"bucket_cap_mb": 0.01, "overlap": rng.random() < 0.5}
+    return found
+
+
+def draw_zero(rng: random.Random, pp: int) -> dict[str, Any]:
+    stage = rng.choice((1, 1, 2, 3)) if pp == 1 else 1
+    found: dict[str, Any] = {"stage": stage}
+    if stage == 2:
+        found["engine"] = "fsdp2"
+    if rng.random() < 0.3:
+        found["offload_optimizer"] = "cpu"
+        if stage == 3:
+            found["offload_param"] = "cpu"
+    elif stage == 1 and rng.random() < 0.2:
+        found["overlap_gather"] = True
+    return found
+
+
+def draw_resume(
+    rng: random.Random, world_size: int, dp: int, rows: int, own: dict[str, Any], sizes: tuple[int, int]
+) -> dict[str, Any]:
+    """The layout itself, or another one of as many processes with the same rows in a step."""
+    possible = [(t, p, d) for t, p, d in LAYOUTS if t * p * d == world_size and rows * dp % d == 0]
+    if rng.random() < 0.4:
+        tp, pp = sizes
+        return {"tp_size": tp, "pp_size": pp, **own}
+    tp, pp, other = rng.choice(possible)
+    return {"tp_size": tp, "pp_size": pp, **draw_settings(rng, tp, pp, other)}
+
+
+def consistent(setup: Setup) -> Setup:
+    """Without what means nothing together, or what has no reference."""
+    changes: dict[str, Any] = {}
+    if setup.driver != "trainer":
+        changes |= {"callback": "", "evaluate": False, "resume": None, "local_counts": False, "ragged": False}
+        changes |= {"optimizer": setup.optimizer if setup.optimizer.startswith("user") else ""}
+        changes |= {"loss": setup.loss if setup.loss.startswith("patched") else "", "recompute": "", "bf16": False}
+        changes |= {"steps": 3}
+    if setup.padding in ("left", "packed") and (setup.model in WITHOUT_POSITIONS or setup.loss == "Embedded"):
+        changes |= {"padding": "right"}
+    elif setup.padding in ("packed", "bare"):
+        changes |= {"variable": False}
+    if setup.callback in ("Average", "Reload", "Unfreeze", "FreezeLater", "ResetMoments", "StopEarly", "ZeroAtBegin"):
+        changes |= {"resume": None}
+    if setup.callback == "Unfreeze":
+        changes |= {"frozen": setup.frozen or "first"}
+    if setup.bf16 and (setup.loss not in ADDITIVE or setup.ragged or setup.evaluate or setup.local_counts):
+        changes |= {"bf16": False}
+    if setup.resume is not None:  # data in the middle of an epoch, one process as the reference
+        changes |= {"ragged": False, "evaluate": False}
+    if setup.recompute == "stock" and "zero" in setup.settings:
+        changes |= {"recompute": ""}
+    changed = setup.replaced(**changes)
+    resumed = changed.resume is not None and changed.stock
+    return changed.replaced(resume=None, steps=3) if resumed else changed
+
+
+# -- scripts ---------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[..., Any] | type] = {
+    name: part
+    for module in (differential_parts, differential_user)
+    for name, part in vars(module).items()
+    if inspect.getmodule(part) is module
+}
+
+
+def named_in(text: str) -> list[str]:
+    """The parts that a text names."""
+    words = set(re.findall(r"\w+", text))
+    return [name for name in PARTS if name in words]
+
+
+def script(setup: Setup) -> str:
+    """The whole script of a set-up: `run(folder, processes, settings, watch)`, and a command line."""
+    body = trainer_text(setup) if setup.driver == "trainer" else loop_text(setup)
+    wanted = named_in(body)
+    for name in tuple(wanted):
+        wanted += [other for other in named_in(inspect.getsource(PARTS[name])) if other not in wanted]
+    texts = [inspect.getsource(PARTS[name]) for name in PARTS if name in wanted]
+    lines = [f'"""{setup.as_text()}"""', "", "from __future__ import annotations", "", "from typing import Any", ""]
+    settings = f"SETTINGS = {setup.parallel!r}\n"
+    return "\n".join([*lines, HEADER, settings, *texts, body, main_text(setup)])
+
+
+def main_text(setup: Setup) -> str:
+    return f"""
+if __name__ == "__main__":
+    # torchrun --nproc_per_node {setup.world_size} THIS            the mesh
+    # {f"torchrun --nproc_per_node {setup.references} THIS --stock" if setup.stock else "python THIS --stock"}    the reference
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    for entry in run("/tmp/differential", processes, None if "--stock" in sys.argv else SETTINGS):
+        if os.environ.get("RANK", "0") == "0":
+            print(entry)
+"""
+
+
+def model_lines(setup: Setup) -> list[str]:
+    kind, settings = MODELS[setup.model]
+    lines = [f"model = make_model({kind!r}, {settings!r})"]
+    if setup.frozen:
+        lines.append(f"freeze(model, {setup.frozen!r})")
+    if setup.loss.startswith("patched"):
+        lines.append(f"model.loss_function = {setup.loss}")
+    if setup.loss == "Temperature":
+        lines.append("add_temperature(model)")
+    if setup.optimizer == "RatesByAttribute":
+        lines.append("tag_parameters(model)")
+    if setup.before:
+        lines.append(f"{setup.before}(model)")
+    return lines
+
+
+def data_text(setup: Setup) -> tuple[int, str, str]:
+    """Rows in all, and the expressions of dataset and collator."""
+    window = setup.rows * setup.dp * setup.accumulation
+    count = window * (setup.steps - 1) + max(1, window // 2) if setup.ragged else window * (setup.steps + 1)
+    data = f"make_rows({count}, {setup.seed}, {setup.variable}, {setup.ignored!r}, {setup.padding!r})"
+    return count, data, f"Collator({setup.padding!r}, {setup.loss == 'RowWeights'})"
+
+
+def argument_lines(setup: Setup) -> Iterator[str]:
+    yield f"per_device_train_batch_size={setup.rows * setup.dp} // copies"
+    yield f"per_device_eval_batch_size={setup.rows * setup.dp} // copies"
+    yield f"gradient_accumulation_steps={setup.accumulation}"
+    yield f"max_steps={setup.steps}"
+    yield f"max_grad_norm={setup.clip}"
+    names = {"warmup": "constant_with_warmup"}
+    yield f"lr_scheduler_type={names.get(setup.scheduler, setup.scheduler)!r}"
+    yield "learning_rate=2e-3, weight_decay=0.1, adam_epsilon=1e-5, logging_steps=1"
+    yield "use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False"
+    yield "save_strategy='steps', save_steps=2" if setup.resume is not None else "save_strategy='no'"
+    if setup.scheduler == "warmup":
+        yield "warmup_steps=2"
+    if setup.evaluate:
+        yield "eval_strategy='steps', eval_steps=1"
+    if setup.bf16:
+        yield "bf16=True"
+    if setup.local_counts:
+        yield "average_tokens_across_devices=False"
+    if setup.loss == "smoothing":
+        yield "label_smoothing_factor=0.1"
+    if setup.recompute == "stock":
+        yield "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False}"
+    if setup.optimizer in ("sgd", "adafactor", "rmsprop"):
+        yield f"optim={setup.optimizer!r}"
+    if setup.optimizer == "sgd":
+        yield "optim_args='momentum=0.9'"
+    if setup.optimizer == "rmsprop":
+        yield "optim_args='eps=1e-3'"
+    if setup.loss == "RowWeights":
+        yield "remove_unused_columns=False"
+
+
+def kind_text(setup: Setup) -> tuple[str, str]:
+    """The class of the Trainer, and the lines that make it where it is one of two classes at once."""
+    classes = [name for name in (setup.loss, setup.optimizer) if name[:1].isupper()]
+    if len(classes) < 2:
+        return (classes or ["Trainer"])[0], ""
+    return "Both", f"\n\nclass Both({', '.join(classes)}):\n    pass\n\n"
+
+
+def trainer_text(setup: Setup) -> str:
+    kind, more = kind_text(setup)
+    count, data, collator = data_text(setup)
+    options = ["model=model", "args=args", f"train_dataset={data}", f"data_collator={collator}", "callbacks=callbacks"]
+    if setup.evaluate:
+        options.append(f"eval_dataset={data}[: {min(count, 2 * setup.rows * setup.dp)}]")
+    if setup.loss.startswith("loss_"):
+        options.append(f"compute_loss_func={setup.loss}")
+    if setup.optimizer.startswith("user_"):
+        options.append(f"optimizers=({setup.optimizer}(model), None)")
+    lines = [
+        f"def make_trainer(folder: str, processes: int, settings: Any{', resumed: bool = False' if setup.resume else ''}) -> Any:",
+        *(f"    {line}" for line in model_lines(setup)),
+        *(
+            ["    if resumed:", "        for parameter in model.parameters():", "            parameter.data.mul_(0.5)"]
+            if setup.resume
+            else []
+        ),
+        "    parts = (settings or {}).get('pp_size', 1) * (settings or {}).get('tp_size', 1)",
+        "    copies = processes // parts",
+        "    args = TrainingArguments(",
+        "        folder,",
+        *(f"        {line}," for line in argument_lines(setup)),
+        "    )",
+        "    callbacks = [] if settings is None else [HFParallelCallback({}, **settings)]",
+        *([f"    callbacks.append({setup.callback}())"] if setup.callback else []),
+        f"    return {kind}(",
+        *(f"        {option}," for option in options),
+        "    )",
+        "",
+        "",
+        "def run(folder: str, processes: int, settings: Any, watch: Any = lambda trainer: None) -> Any:",
+        "    trainer = make_trainer(folder, processes, settings)",
+        "    watch(trainer)",
+        "    trainer.train()",
+    ]
+    if setup.resume is not None:
+        lines += [
+            f"    settings = settings if settings is None else {setup.resume!r}",
+            "    trainer = make_trainer(folder, processes, settings, True)",
+            "    watch(trainer)",
+            "    trainer.train(resume_from_checkpoint=folder + '/checkpoint-2')",
+        ]
+    lines += ["    trainer.save_model(folder + '/final')", "    return trainer.state.log_history", ""]
+    return more + "\n".join(lines)
+
+
+BACKWARD = {
+    "plain": ["accelerator.backward(loss)"],
+    "half_twice": ["accelerator.backward(loss / 2, retain_graph=True)", "accelerator.backward(loss / 2)"],
+    "two_losses": [
+        "accelerator.backward(loss)",
+        "again = model(**{**inputs, 'labels': inputs['labels'].roll(1, -1)}).loss * 0.5",
+        "accelerator.backward(again)",
+    ],
+    "by_hand": ["accelerator.backward(loss)"],
+}
+
+
+def loop_text(setup: Setup) -> str:
+    _, data, collator = data_text(setup)
+    by_hand = setup.driver == "by_hand"
+    optimizer = (
+        f"{setup.optimizer}(model)" if setup.optimizer else "torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5)"
+    )
+    steps = 1 if by_hand else setup.accumulation
+    lines = [
+        "def run(folder: str, processes: int, settings: Any, watch: Any = None) -> Any:",
+        "    from accelerate import Accelerator",
+        "",
+        "    more = {} if settings is None else {'parallelism_config': HFParallelPlugin({}, **settings)}",
+        f"    accelerator = Accelerator(cpu=True, gradient_accumulation_steps={steps}, **more)",
+        *(f"    {line}" for line in model_lines(setup)),
+        f"    optimizer = {optimizer}",
+        "    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))",
+        f"    loader = torch.utils.data.DataLoader({data}, batch_size={setup.rows}, collate_fn={collator})",
+        "    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)",
+        "    model.train()",
+        "    history = []",
+        "    for index, inputs in enumerate(loader):",
+    ]
+    loss = f"model(**inputs).loss{f' / {setup.accumulation}' if by_hand and setup.accumulation > 1 else ''}"
+    finish = [
+        f"norm = accelerator.clip_grad_norm_(model.parameters(), {setup.clip or 1e9})",
+        "if watch is not None and not history:",
+        "    watch(accelerator, model)",
+        "history.append({'loss': float(accelerator.reduce(loss.detach(), 'mean')), 'grad_norm': float(norm)})",
+    ]
+    update = ["optimizer.step()", "scheduler.step()", "optimizer.zero_grad()"]
+    if by_hand:
+        due = f"(index + 1) % {setup.accumulation} == 0"
+        lines += [
+            "        import contextlib",
+            "",
+            f"        with contextlib.nullcontext() if {due} else accelerator.no_sync(model):",
+            f"            loss = {loss}",
+            "            accelerator.backward(loss)",
+            f"        if {due}:",
+            *(f"            {line}" for line in [*finish, *update]),
+        ]
+    else:
+        lines += [
+            "        with accelerator.accumulate(model):",
+            f"            loss = {loss}",
+            *(f"            {line}" for line in BACKWARD[setup.driver]),
+            "            if accelerator.sync_gradients:",
+            *(f"                {line}" for line in finish),
+            *(f"            {line}" for line in update),
+        ]
+    lines += [
+        f"        if len(history) == {setup.steps}:",
+        "            break",
+        "    state = accelerator.get_state_dict(model)",
+        "    if accelerator.is_main_process:",
+        "        torch.save(dict(state), folder + '/final.pt')",
+        "    return history",
+        "",
+    ]
+    return "\n".join(lines)
