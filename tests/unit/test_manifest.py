@@ -445,7 +445,7 @@ def test_an_index_of_tensors_that_leads_out_of_its_folder_is_refused(tmp_path: P
 def test_two_jobs_do_not_write_checkpoints_to_one_folder_at_once(tmp_path: Path) -> None:
     first, second = Claim(tmp_path / "run"), Claim(tmp_path / "run")
     first.take()
-    with pytest.raises(CheckpointError, match="another process is writing a checkpoint to .* another output_dir"):
+    with pytest.raises(CheckpointError, match=r"another process is writing a checkpoint to .* another output_dir"):
         second.take()
     assert not second.is_held
     first.release()
