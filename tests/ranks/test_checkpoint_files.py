@@ -65,7 +65,7 @@ def stock_main(
 def test_a_stock_trainer_stops_at_a_checkpoint_and_goes_on_exactly_from_the_merged_one(
     layout: str, tmp_path: Path
 ) -> None:
-    saved = Job(layout, str(tmp_path / "saved"), model="llama_tied", arguments={"max_steps": SAVED_AT + 1})
+    saved = Job(layout, str(tmp_path / "saved"), model="llama_tied")
     run_jobs([saved], tmp_path)
     folder, merged = Path(saved.folder) / CHECKPOINT, tmp_path / "merged"
     result = CliRunner().invoke(app, ["merge", str(folder), str(merged), "--trainer-state"])
@@ -244,16 +244,20 @@ class Adds(TrainerCallback):
 
 
 def adds_main(rank: int, world_size: int, jobs: list[Job]) -> list[list[float]]:
+    stock = Trainer._save_checkpoint
+
+    def of_a_subclass(self: Trainer, model: Any, trial: Any) -> None:
+        stock(self, model, trial)
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        if rank == 0:
+            folder.mkdir(exist_ok=True)
+            (folder / "mine.txt").write_text("mine")
+
+    Trainer._save_checkpoint = of_a_subclass  # where a subclass of the user's stands: below what hf_parallel mixes in
     found = []
     for job in jobs:
         trainer = make_trainer(job)
         trainer.add_callback(Adds())
-        save = trainer._save_checkpoint
-
-        def overridden(model: Any, trial: Any, trainer: Trainer = trainer, save: Any = save) -> None:
-            save(model, trial)
-
-        trainer._save_checkpoint = overridden
         trainer.train(resume_from_checkpoint=job.resume)
         trainer.accelerator.hf_parallel.watchdog.stop()
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -272,7 +276,7 @@ def test_files_that_callbacks_add_are_kept_and_listed_and_the_run_resumes(tmp_pa
         for folder in complete_folders(Path(saved.folder)):
             verify(folder)
             manifest = json.loads((folder / MANIFEST).read_text())
-            assert {"extra/of-0.json", "extra/of-1.json"} < manifest["files"].keys()
+            assert {"extra/of-0.json", "extra/of-1.json", "mine.txt"} < manifest["files"].keys()
             assert "open" not in manifest
             assert json.loads((folder / "generation_config.json").read_text()) == {"max_length": 7}
         assert resumed == straight
