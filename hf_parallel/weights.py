@@ -188,10 +188,10 @@ def _indexed(index: Path, listed: Mapping[str, object] | None) -> dict[str, Path
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index} cannot be read: weight_map={names!r:.60}. It is truncated or damaged.")
     files = set(map(str, names.values()))
-    odd = next((file for file in names.values() if not is_bare(file) or not file.endswith(".safetensors")), None)
-    if odd is not None:
+    odd = [file for file in names.values() if not is_bare(file) or not file.endswith(".safetensors")]
+    if odd:
         raise CheckpointError(
-            f"{index} says that tensors are in {odd!r:.200}, which is not the name of a safetensors file beside it. It is "
+            f"{index} says that tensors are in {odd[0]!r:.200}, which is not the name of a safetensors file beside it. It is "
             "damaged, or was not written by a save; copy or save the folder again."
         )
     missing = sorted(str(index.parent / file) for file in files if not (index.parent / file).is_file())

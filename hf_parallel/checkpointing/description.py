@@ -32,6 +32,8 @@ def read_description(folder: Path) -> dict[str, Any]:
         )
     found = read_json(path)
     version = found.get("format")
+    if version is None:
+        raise CheckpointError(f"{path} cannot be read: it has no format. It is truncated or damaged.")
     if version != FORMAT or type(version) is not int:
         raise CheckpointError(
             f"{path} has format {version!r:.60}, this version reads {FORMAT}. Use the version that wrote it."

@@ -38,7 +38,8 @@ STATE = "trainer_state.json"
 REPLACED, REMOVED = ".replaced", ".removed"
 NAME = re.compile(r"^checkpoint-(0|[1-9][0-9]*)$")
 SPARE = re.compile(r"^\.(checkpoint-[0-9]+)\.(replaced|removed)$")
-ASIDE = re.compile(r"^\.checkpoint-[0-9]+\.manifest\.json$")
+PROBE = ".shared-"  # begins the names of files by which ranks look whether they share a folder
+ASIDE = re.compile(rf"^\.checkpoint-[0-9]+\.manifest\.json$|^{re.escape(PROBE)}[0-9a-f]{{16}}(-[0-9]+)?$")
 
 
 def missing_part(folder: Path) -> str | None:

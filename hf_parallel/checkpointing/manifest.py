@@ -151,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
             text = file.read(LONGEST_JSON + 1)
         if len(text) > LONGEST_JSON:
             raise ValueError(f"it has more than {LONGEST_JSON} bytes")
-        found = json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text.decode(), object_pairs_hook=_once)
         if not isinstance(found, dict):
             raise TypeError(f"it holds {found!r:.60} instead of a mapping")
     except (ValueError, TypeError, RecursionError, OSError) as error:

@@ -36,8 +36,8 @@ class Published:
 
 
 def looks_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """Length and time of every file below a folder but its manifest."""
-    found = {}
+    """Length and time of every file below a folder but its manifest; what is not seen yet counts as new later."""
+    found: dict[str, tuple[int, int]] = {}
     for root, _, names in os.walk(folder):
         for name in names:
             path = Path(root, name)

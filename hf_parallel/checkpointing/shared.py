@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import secrets
 import socket
 import time
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_parallel.checkpointing.agree import everyone, together
+from hf_parallel.checkpointing.folders import PROBE
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh import Mesh
 
 
-TOKEN = re.compile(r"\.shared-[0-9a-f]{16}(-[0-9]+)?")
 WAIT_S = 10.0  # for a file system that shows a new file a little later on other machines
 PAUSE_S = 0.05
 
@@ -39,7 +38,7 @@ def require_shared(folder: Path, mesh: Mesh, setting: str = "output_dir", wait_s
     if mesh.shape.world_size == 1:
         return
     token = everyone(secrets.token_hex(8))[0]
-    path = folder / f".shared-{token}"
+    path = folder / f"{PROBE}{token}"
     try:
         with together(mesh, folder):
             if mesh.rank == 0:

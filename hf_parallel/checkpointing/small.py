@@ -90,7 +90,7 @@ def check_scaler(folder: Path, saved: bool | None, has_scaler: bool) -> dict[str
     Args:
         folder: The checkpoint.
         saved: Whether the run that saved it had one, None if the checkpoint does not say.
-        has_scaler: Whether this run has one.
+        has_scaler: Whether this run has one in use.
 
     Raises:
         CheckpointError: It is missing or damaged, or only one of the two runs has one.
@@ -103,12 +103,15 @@ def check_scaler(folder: Path, saved: bool | None, has_scaler: bool) -> dict[str
                 "Resume from another one."
             )
         return None
-    state = load_small(path, OF_SCALER)
+    state = load_small(path)
     if saved is False:
         raise CheckpointError(
             f"{path} is the state of a loss scaler, and the run that saved the checkpoint had none: it is of another one. "
             "Move it away, or resume from another checkpoint."
         )
+    if not state and not has_scaler:
+        return None  # of one that was not in use either
+    state = load_small(path, OF_SCALER)
     if not has_scaler:
         raise CheckpointError(
             f"{path} is the state of a loss scaler, which a run with fp16=True has and this one has not. Resume with "

@@ -25,6 +25,7 @@ from hf_parallel.checkpointing.background import Background, Channels, on_host
 from hf_parallel.checkpointing.dcp import TensorIndex
 from hf_parallel.checkpointing.folders import (
     STAGING,
+    FileRecord,
     clean,
     files_of,
     publish,
@@ -37,6 +38,7 @@ from hf_parallel.checkpointing.relist import Published, adopt, looks_of, relist
 from hf_parallel.checkpointing.shared import Claim, require_shared
 from hf_parallel.checkpointing.small import SCHEDULER
 from hf_parallel.loading.stock import write_note
+from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training.resuming import ResumeMixin
 from hf_parallel.training.state import TENSORS, Snapshot, snapshot, write_snapshot
@@ -52,10 +54,8 @@ class CheckpointMixin(ResumeMixin):
     _hf_parallel_taken: Snapshot | None = None  # of the save that is being made, if it is written in the background
     _hf_parallel_pending: Background | None = None
     _hf_parallel_channels: Channels | None = None
-    _hf_parallel_ready: Callable[[], None] | None = (
-        None  # what is to be written as soon as callbacks have had their turn
-    )
-    _hf_parallel_published: Published | None = None  # what callbacks may add files to
+    _hf_parallel_ready: Callable[[], None] | None = None  # writes a checkpoint, after callbacks had their turn
+    _hf_parallel_published: Published | None = None  # a checkpoint that callbacks may add files to
     _hf_parallel_claim: Claim | None = None
     _hf_parallel_is_new: bool = True  # whether the folder that is being written did not exist
 
@@ -225,25 +225,16 @@ class CheckpointMixin(ResumeMixin):
                 with together(mesh, final, group):
                     if writer and is_new and final.is_dir():
                         adopt(staged, final)
-                with together(mesh, final, group):
-                    here = files_of(staged)
-                # What one machine has just written another may not list yet: all say what they see.
-                said = everyone((here, adds), group)
-                names = sorted({name for here, _ in said for name in here})
-                with together(mesh, final, group):
-                    files = record(staged, names[mesh.rank :: mesh.shape.world_size])
-                for each in everyone(files, group):
-                    files |= each
-                facts = {"step": step, "tensors": _count(staged)}
-                is_open = any(adds for _, adds in said)
+                files, is_open = _list_files(staged, final, mesh, adds, group)
+                facts: dict[str, Any] = {}
                 with together(mesh, final, group):
                     if writer:
+                        facts = {"step": step, "tensors": _count(staged)}
                         write_manifest(staged, files, {**facts, OPEN: True} if is_open else facts)
                         publish(staged, final)
                         rotate(final.parent, args.save_total_limit, final, best)
                 if is_open:
-                    with together(mesh, final, group):
-                        self._hf_parallel_published = Published(final, files, facts, looks_of(final))
+                    self._hf_parallel_published = Published(final, files, facts, looks_of(final))
             finally:
                 self._discard(staged.parent)
 
@@ -289,6 +280,22 @@ class CheckpointMixin(ResumeMixin):
         else:
             with self._waiting("waits for the other ranks to write the training state"):
                 write_snapshot(folder, taken, holdings.mesh)
+
+
+def _list_files(
+    staged: Path, final: Path, mesh: Mesh, adds: bool, group: dist.ProcessGroup | None
+) -> tuple[dict[str, FileRecord], bool]:
+    """All files of a folder, hashed by the ranks in turn, and whether callbacks of any rank will add some; collective."""
+    with together(mesh, final, group):
+        here = files_of(staged)
+    # What one machine has just written another may not list yet: all say what they see.
+    said = everyone((here, adds), group)
+    names = sorted({name for here, _ in said for name in here})
+    with together(mesh, final, group):
+        files = record(staged, names[mesh.rank :: mesh.shape.world_size])
+    for each in everyone(files, group):
+        files |= each
+    return files, any(adds for _, adds in said)
 
 
 def _count(folder: Path) -> dict[str, int]:

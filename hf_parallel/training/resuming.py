@@ -167,11 +167,12 @@ class ResumeMixin(SavingMixin):
             super()._load_scaler(checkpoint)
             return
         folder, scaler = Path(checkpoint), getattr(self.accelerator, "scaler", None)
+        scales = scaler is not None and scaler.is_enabled()
         with self._together(folder, "read the loss scale", writes=False):
-            state = check_scaler(folder, read_description(folder).get("scaler"), scaler is not None)
+            state = check_scaler(folder, read_description(folder).get("scaler"), scales)
             if state is not None and scaler is not None:
                 scaler.load_state_dict(state)
-        if state is None and scaler is not None and self._hf_parallel_mesh.rank == 0:
+        if state is None and scaler is not None and scales and self._hf_parallel_mesh.rank == 0:
             logger.warning(
                 "hf_parallel: %s is of a run without a loss scaler: the loss scale begins at %g.",
                 folder,
