@@ -76,8 +76,7 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
         if session.holds(model) or (is_trained(model) and not evaluation_mode):
             return False
         if first is None and session.raw_loop:
-            shares = session.config.model_parallel_size > 1 or session.config.zero.shards_parameters
-            return not shares or (evaluation_mode and session.config.model_parallel_size == 1)
+            return session.config.model_parallel_size == 1
         if session.config.model_parallel_size > 1:
             raise UnsupportedError(
                 f"a model for inference ({type(model).__name__}) beside the one that is trained"
