@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import nn
 
 from hf_parallel.accumulation import agreed
 from hf_parallel.compat import loss_scale
-from hf_parallel.engine import Engine, without_reduction
+from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.session import Session
@@ -218,8 +218,20 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Any:
         """As stock: backward passes inside add up gradients and reduce nothing."""
-        with without_reduction():
+        engine = self.hf_parallel.engine
+        with contextlib.nullcontext() if engine is None else engine.no_sync():
             yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Not available: ranks with fewer batches would leave the others waiting.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "accelerator.join_uneven_inputs() is not available: every rank must run the same number of batches. Leave it out and "
+            "keep even_batches=True, which fills up the last batch."
+        )
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from accelerate.state import GradientState
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
@@ -202,7 +201,7 @@ class PipelineEngine(Engine):
                 "the schedule of the whole window has already run. Change batches in the collator instead."
             )
         else:
-            loss = self._run_schedule([batch], last=GradientState().sync_gradients)[0]
+            loss = self._run_schedule([batch], last=self.ends_step)[0]
         self._pending = True
         checked: torch.Tensor = _FusedLoss.apply(self._anchor.to(loss.device), loss, self)  # type: ignore[no-untyped-call]
         return PipelineTrainingOutput(loss=checked)
@@ -292,7 +291,7 @@ class PipelineEngine(Engine):
                 "step applies one factor to the gradients of the whole window; scale inside compute_loss_func, or "
                 "compute the loss on logits (call the model without labels)."
             )
-        if GradientState().sync_gradients:
+        if self.ends_step:
             self._factors = []
             self._window = None
             self._reduce(first)
@@ -328,7 +327,7 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
-        last = GradientState().sync_gradients
+        last = self.ends_step
         self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
         self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
