@@ -89,16 +89,16 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
     def attach_model(self, model: nn.Module) -> Engine:
         """Parallelize `model` if it is not yet, on this accelerator's device."""
         known = self.hf_parallel.engine
-        save = getattr(model, "save_pretrained", None)
+        save, is_new = getattr(model, "save_pretrained", None), not self.hf_parallel.holds(model)
         if known is None or known.model is not model:
             # Quantised models that are in place refuse even this.
-            if self.device_placement and any(t.device != self.device for t in [*model.parameters(), *model.buffers()]):
+            if self.device_placement and not _is_on(model, self.device):
                 model.to(self.device)
             self._agree_on_skipped_steps()
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if self.native_amp else None
         self.hf_parallel.compute_dtype = dtype
         engine = self.hf_parallel.attach(model, self.device)
-        if engine is not known:
+        if is_new:
             install_saving(engine, save, self.hf_parallel.meeting)
         if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
@@ -311,6 +311,13 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         elif not is_whole(self.hf_parallel.engine):
             self.get_state_dict(model)
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of it is there; a device without an index is any of its type."""
+    tensors = (*model.parameters(), *model.buffers())
+    kinds, places = {t.device.type for t in tensors}, {t.device.index for t in tensors} - {None}
+    return kinds <= {device.type} and (device.index is None or places <= {device.index})
 
 
 def is_trained(model: nn.Module) -> bool:
