@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
 
 
 VOCAB = 97

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_parallel.accumulation import agreed
 from hf_parallel.compat import loss_scale
-from hf_parallel.engine import Engine, without_reduction
+from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.replica_view import ReplicaViewMixin
@@ -76,8 +76,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if session.holds(model) or (is_trained(model) and not evaluation_mode):
             return False
         if first is None and session.raw_loop:
-            shares = session.config.model_parallel_size > 1 or session.config.zero.shards_parameters
-            return not shares or (evaluation_mode and session.config.model_parallel_size == 1)
+            return session.config.model_parallel_size == 1
         if session.config.model_parallel_size > 1:
             raise UnsupportedError(
                 f"a model for inference ({type(model).__name__}) beside the one that is trained"
@@ -90,16 +89,16 @@ class HFParallelAccelerator(ReplicaViewMixin):
     def attach_model(self, model: nn.Module) -> Engine:
         """Parallelize `model` if it is not yet, on this accelerator's device."""
         known = self.hf_parallel.engine
-        save = getattr(model, "save_pretrained", None)
+        save, is_new = getattr(model, "save_pretrained", None), not self.hf_parallel.holds(model)
         if known is None or known.model is not model:
             # Quantised models that are in place refuse even this.
-            if self.device_placement and any(t.device != self.device for t in [*model.parameters(), *model.buffers()]):
+            if self.device_placement and not _is_on(model, self.device):
                 model.to(self.device)
             self._agree_on_skipped_steps()
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if self.native_amp else None
         self.hf_parallel.compute_dtype = dtype
         engine = self.hf_parallel.attach(model, self.device)
-        if engine is not known:
+        if is_new:
             install_saving(engine, save, self.hf_parallel.meeting)
         if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
@@ -219,8 +218,20 @@ class HFParallelAccelerator(ReplicaViewMixin):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Any:
         """As stock: backward passes inside add up gradients and reduce nothing."""
-        with without_reduction():
+        engine = self.hf_parallel.engine
+        with contextlib.nullcontext() if engine is None else engine.no_sync():
             yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Not available: ranks with fewer batches would leave the others waiting.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "accelerator.join_uneven_inputs() is not available: every rank must run the same number of batches. Leave it out and "
+            "keep even_batches=True, which fills up the last batch."
+        )
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -275,6 +286,13 @@ class HFParallelAccelerator(ReplicaViewMixin):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         elif not is_whole(self.hf_parallel.engine):
             self.get_state_dict(model)
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of it is there; a device without an index is any of its type."""
+    tensors = (*model.parameters(), *model.buffers())
+    kinds, places = {t.device.type for t in tensors}, {t.device.index for t in tensors} - {None}
+    return kinds <= {device.type} and (device.index is None or places <= {device.index})
 
 
 def is_trained(model: nn.Module) -> bool:

@@ -79,6 +79,21 @@ class Engine:
         self._signature = inspect.signature(attachment.forward)
         self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
+        self._holds_back = False
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether a backward pass now is the last of its optimizer step."""
+        return bool(GradientState().sync_gradients) and not self._holds_back
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients and reduce nothing, as under DDP's context of this name."""
+        before, self._holds_back = self._holds_back, True
+        try:
+            yield
+        finally:
+            self._holds_back = before
 
     def install(self) -> None:
         """Replace the instance's forward; its signature stays that of the genuine one (the Trainer inspects it)."""
@@ -93,7 +108,7 @@ class Engine:
         patched = vars(self.model).get("forward")
         self._installed = forward
         self.model.forward = forward
-        vars(self.model)["no_sync"] = without_reduction
+        vars(self.model)["no_sync"] = self.no_sync
         if self.gradients.replicas.partitions:
             vars(self.model)["zero_grad"] = functools.partial(
                 _zero_grad, self.model.zero_grad, self.gradients.replicas
@@ -173,7 +188,7 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
-            self.gradients.arm(1.0, last=GradientState().sync_gradients)
+            self.gradients.arm(1.0, last=self.ends_step)
         context = self.autocast()
         with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
             output = self.attachment.forward(*args, **kwargs)
@@ -193,22 +208,10 @@ class DirectEngine(Engine):
     def _after_backward(self) -> None:
         self._queued = False
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
-            if GradientState().sync_gradients:
+            if self.ends_step:
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)
-
-
-@contextlib.contextmanager
-def without_reduction() -> Iterator[None]:
-    """Inside, backward passes add up gradients and reduce nothing, as under DDP's `no_sync`."""
-    state = GradientState()
-    before = state.sync_gradients
-    state.sync_gradients = False
-    try:
-        yield
-    finally:
-        state.sync_gradients = before
 
 
 def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,33 +26,33 @@ def is_whole(engine: Engine) -> bool:
 
 
 def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Meeting) -> None:
-    """Put a collective `save_pretrained` on a model of which ranks hold parts.
+    """Put a `save_pretrained` on a model that gathers what ranks hold in parts, and waits for what is still arriving.
 
     Args:
         engine: The model's engine.
-        save: The model's own `save_pretrained`, as it was before.
+        save: The model's own `save_pretrained`, as it was before; None if it has none.
         meeting: Notices that some ranks did not call it.
     """
-    if save is not None and "save_pretrained" in vars(engine.model):
+    if save is not None:
         vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
 
 
-def _save_pretrained(
-    engine: Engine,
-    save: Callable[..., Any],
-    meeting: Meeting,
-    save_directory: str | os.PathLike[str],
-    is_main_process: bool = True,
-    state_dict: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """As the model's own. With a `state_dict` rank 0 writes that; without one, all ranks must call it."""
-    writes = engine.mesh.rank == 0
-    if state_dict is not None:
+def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
+    """As the model's own; all ranks must call it where no rank holds the whole model, without a `state_dict`."""
+    if is_whole(engine):
+        engine.gradients.replicas.synchronise()
+        return save(*args, **kwargs)
+    options = dict(inspect.signature(save).bind_partial(*args, **kwargs).arguments)
+    for name, parameter in inspect.signature(save).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            options |= options.pop(name, {})
+    writes, folder = engine.mesh.rank == 0, Path(options.pop("save_directory"))
+    options.pop("is_main_process", None)
+    state = options.pop("state_dict", None)
+    if state is not None:
         # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
-        return save(save_directory, state_dict=state_dict, **options) if writes or state_dict else None
+        return save(folder, state_dict=state, **options) if writes or state else None
     meeting.meet("model.save_pretrained()")
-    folder = Path(save_directory)
     if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
         given = {key: value for key, value in options.items() if key == "max_shard_size"}
         _stream(engine, folder, functools.partial(save, state_dict={}), **given)
@@ -60,7 +60,7 @@ def _save_pretrained(
     state = whole_state(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
         if writes:
-            save(save_directory, state_dict=state, **options)
+            save(folder, state_dict=state, **options)
     return None
 
 

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from accelerate.state import GradientState
 
 from hf_parallel.batches import count_targets, num_rows, refuse_unlike, split_rows
 from hf_parallel.compat import loss_functions, queue_after_backward
@@ -354,7 +353,7 @@ class PipelineEngine(Engine):
                 "step applies one factor to the gradients of the whole window; scale inside compute_loss_func, or "
                 "in a compute_loss or training_step of a Trainer subclass."
             )
-        if GradientState().sync_gradients:
+        if self.ends_step:
             self._factors = []
             self._window = None
             self._reduce(first)
@@ -371,7 +370,7 @@ class PipelineEngine(Engine):
         for made, factor in passed:
             self._backwards.scaled(factor)
             add(made.take(), factor)
-        last = GradientState().sync_gradients
+        last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
                 found, self._direct.found = self._direct.found, []
@@ -413,7 +412,7 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
-        last = GradientState().sync_gradients
+        last = self.ends_step
         self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
         with self._direct.resting():
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)

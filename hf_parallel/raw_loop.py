@@ -128,17 +128,13 @@ class RawLoopAccelerator(HFParallelAccelerator):
         project = self.project_configuration
         if project.automatic_checkpoint_naming:
             folder = Path(str(self.project_dir), "checkpoints", f"checkpoint_{project.iteration}")
-            if folder.exists():
-                raise ConfigError(
-                    f"{folder} exists already. Set accelerator.project_configuration.iteration to the number to go on with."
-                )
         elif output_dir is None:
             raise ConfigError(
                 "accelerator.save_state() has no folder. Pass output_dir, or set automatic_checkpoint_naming."
             )
         else:
             folder = Path(output_dir).expanduser()
-        save_loop_state(self, folder)
+        save_loop_state(self, folder, replaces=not project.automatic_checkpoint_naming)
         if project.automatic_checkpoint_naming and project.total_limit is not None:
             with together(self.hf_parallel.mesh, folder):
                 for _, old in _numbered(folder.parent)[: -project.total_limit] if self.is_main_process else ():

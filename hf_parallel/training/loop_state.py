@@ -46,12 +46,13 @@ def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
     return Holdings(attachment.ledger, attachment.mesh, *held, replicas, compression)
 
 
-def save_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
+def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replaces: bool = True) -> None:
     """Write everything that a loop carries from step to step; collective.
 
     Args:
         accelerator: With the prepared model, optimizers, schedulers and loaders.
         folder: Where; files of others in it stay.
+        replaces: Whether there may be a state already.
 
     Raises:
         CheckpointError: Something cannot be written; the same on every rank.
@@ -61,6 +62,10 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
     engine.gradients.replicas.synchronise()
     with waiting("waits for rank 0 to prepare the folder"), together(mesh, folder):
         if mesh.rank == 0:
+            if not replaces and folder.exists():
+                raise CheckpointError(
+                    "it exists already. Set accelerator.project_configuration.iteration to the next number"
+                )
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
     _write_weights(accelerator, engine, folder, staging)

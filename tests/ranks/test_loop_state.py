@@ -23,6 +23,7 @@ PP2 = {"pp_size": 2, "num_microbatches": 2}
 TP2 = {"tp_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "stock": (1, None),
+    "ddp2": (2, None),
     "one": (1, {}),
     "dp2": (2, {}),
     "dp2_zero1": (2, {"zero": {"stage": 1}}),
@@ -97,10 +98,10 @@ def ended(accelerator: Any, model: Any) -> dict[str, Any]:
 
 
 def other(model: Any) -> Any:
-    """Weights that nothing should be left of."""
+    """Trained weights that nothing should be left of."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(0.5)
+            parameter.mul_(0.5 if parameter.requires_grad else 1.0)
     return model
 
 
@@ -125,9 +126,9 @@ def state_main(rank: int, world_size: int, name: str, kind: str, folder: str, sa
         assert Path(where, f"mine_{rank}.txt").exists()
     parts = start(parallel, other(tiny.MODELS[kind]()))
     accelerator, model, _, loader, *_ = parts
-    torch.rand(3)
+    batches = list(accelerator.skip_first_batches(loader, 3))  # a new iterator draws a random number
     accelerator.load_state(saved or where)
-    found["resumed"] = train(parts, accelerator.skip_first_batches(loader, 3), 3)
+    found["resumed"] = train(parts, batches, 3)
     found["resumed_weights"] = ended(accelerator, model)
     return found
 
@@ -144,26 +145,41 @@ def equal(mine: dict[str, Any], expected: dict[str, Any]) -> None:
         assert np.linalg.norm(mine[key] - tensor) <= 1e-5 * np.linalg.norm(tensor), key
 
 
+def reference_of(name: str) -> str:
+    """Replicas differ from one process where they do under stock DDP: means over rows of their own, scheduler steps."""
+    return "ddp2" if "dp2" in name else "stock"
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return states("stock", "llama_tied", tmp_path_factory.mktemp("stock"))
+    return {name: states(name, "llama_tied", tmp_path_factory.mktemp(name)) for name in ("stock", "ddp2")}
 
 
-@pytest.mark.parametrize("name", ["one", "dp2", "dp2_zero1", "dp2_zero3", "pp2", "tp2", "pp2_dp2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2", "dp2_zero3", "pp2", *(pytest.param(n, marks=SLOW) for n in ("one", "dp2_zero1", "tp2", "pp2_dp2"))],
+)
 def test_a_loop_goes_on_from_its_saved_state(name: str, stock: dict[str, Any], tmp_path: Path) -> None:
-    found = states(name, "llama_tied", tmp_path)
-    np.testing.assert_allclose(found["straight"], stock["straight"], atol=1e-5)
-    np.testing.assert_allclose(found["resumed"], stock["straight"][3:], atol=1e-5)
-    names = found["weights"].keys()
-    equal(found["weights"], {key: stock["weights"][key] for key in names})
-    equal(found["resumed_weights"], {key: stock["weights"][key] for key in names})
+    found, expected = states(name, "llama_tied", tmp_path), stock[reference_of(name)]
+    np.testing.assert_allclose(found["straight"], expected["straight"], atol=1e-5)
+    np.testing.assert_allclose(found["resumed"], expected["straight"][3:], atol=1e-5)
+    names = {key.removeprefix("module.") for key in expected["weights"]} & found["weights"].keys()
+    assert len(names) > 30
+    for weights in (found["weights"], found["resumed_weights"]):
+        equal({key: weights[key] for key in names}, {key: expected["weights"][key] for key in names})
 
 
-@pytest.mark.parametrize(("saver", "loader"), [("pp2", "one"), ("dp2_zero1", "tp2"), ("dp2_zero3", "pp2_dp2")])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("pp2", "one"), pytest.param("one", "tp2", marks=SLOW), pytest.param("dp2_zero3", "pp2_dp2", marks=SLOW)],
+)
 def test_a_state_is_loaded_under_another_layout(saver: str, loader: str, stock: Any, tmp_path: Path) -> None:
     states(saver, "llama_tied", tmp_path)
     found = states(loader, "llama_tied", tmp_path, saved=f"{tmp_path}/{saver}")
-    np.testing.assert_allclose(found["resumed"], stock["straight"][3:], atol=1e-5)
+    np.testing.assert_allclose(found["resumed"], stock[reference_of(loader)]["straight"][3:], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -213,6 +229,7 @@ def naming_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             accelerator.load_state(f"{folder}/checkpoints/{where}")
         except ParallelError as error:
             found[name] = str(error)
+    project.automatic_checkpoint_naming = False
     calls: list[Any] = []
     accelerator.register_save_state_pre_hook(
         lambda models, weights, where: calls.append((len(models), sorted(weights.pop())[:1], where))
@@ -261,7 +278,9 @@ def export_main(rank: int, world_size: int, name: str, folder: str) -> dict[str,
     return state
 
 
-@pytest.mark.parametrize("name", ["dp2", "dp2_zero1", "dp2_zero3", "pp2", "tp2", "pp2_dp2"])
+@pytest.mark.parametrize(
+    "name", ["dp2_zero3", "pp2", *(pytest.param(n, marks=SLOW) for n in ("dp2", "dp2_zero1", "tp2", "pp2_dp2"))]
+)
 def test_save_pretrained_on_every_rank_writes_the_whole_model(name: str, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
@@ -299,7 +318,9 @@ def alone_main(rank: int, world_size: int, call: str, folder: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("call", ["save_pretrained", "get_state_dict", "save_state", "save_model"])
+@pytest.mark.parametrize(
+    "call", ["save_pretrained", *(pytest.param(n, marks=SLOW) for n in ("get_state_dict", "save_state", "save_model"))]
+)
 def test_a_save_on_rank_0_alone_ends_with_what_to_do(call: str, tmp_path: Path) -> None:
     text = run_ranks(alone_main, 2, call, str(tmp_path / "x"), tmp_path=tmp_path, env=ENV)[0]
     assert "was called by rank 0 (pp 0 of 2) and for 2 s not by rank 1 (pp 1 of 2)" in text
@@ -337,9 +358,13 @@ def no_sync_main(rank: int, world_size: int, names: list[str]) -> dict[str, Any]
 def test_no_sync_adds_up_gradients_as_under_stock_ddp(tmp_path: Path) -> None:
     names = ["dp2", "dp2_zero1", "pp2", "tp2", "dp2_zero3"]
     expected = run_ranks(no_sync_main, 1, ["stock"], tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    expected |= run_ranks(no_sync_main, 2, ["ddp2"], tmp_path=tmp_path, env=ENV)[0]
     found = run_ranks(no_sync_main, 2, names, tmp_path=tmp_path, timeout=150, env=ENV)[0]
     for name in names:
         for how in ("accelerator", "model"):
-            np.testing.assert_allclose(found[f"{name}-{how}"], expected["stock-accelerator"], rtol=1e-5, err_msg=name)
-            weights = found[f"{name}-{how}-weights"]
-            equal(weights, {key: expected["stock-accelerator-weights"][key] for key in weights})
+            other = f"{reference_of(name)}-accelerator"
+            np.testing.assert_allclose(found[f"{name}-{how}"], expected[other], rtol=1e-5, err_msg=name)
+            weights, reference = found[f"{name}-{how}-weights"], expected[f"{other}-weights"]
+            names = weights.keys() & reference.keys()
+            assert len(names) > 30
+            equal({key: weights[key] for key in names}, {key: reference[key] for key in names})

@@ -26,9 +26,7 @@ class Gradual(TrainerCallback):
         self.when = when
 
     def change(self, model: Any, step: int) -> None:
-        blocks = [
-            m for n, m in model.named_modules() if n.rpartition(".")[0].endswith(("layers", "h")) and n[-1:].isdigit()
-        ]
+        blocks = [m for n, m in model.named_modules() if n.rpartition(".")[0].endswith("layers") and n[-1:].isdigit()]
         if step == 1:
             for block in blocks[2:]:
                 block.requires_grad_(True)
@@ -83,7 +81,7 @@ def without_ends(model: Any) -> Any:
 
 tiny.MODELS |= {
     "head_llama": lambda: only_head(tiny.llama()),
-    "head_gpt2": lambda: only_head(tiny.gpt2()),
+    "head_qwen3": lambda: only_head(tiny.qwen3()),
     "inner_llama": lambda: without_ends(tiny.llama(tied=True)),
 }
 PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 2}
@@ -91,14 +89,14 @@ TP2: dict[str, Any] = {"tp_size": 2}
 CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "dp2": (2, "head_llama", "step", {}),
     "pp2": (2, "head_llama", "step", PP2),
-    "pp2_epoch": (2, "head_gpt2", "epoch", PP2),
+    "pp2_epoch": (2, "head_qwen3", "epoch", PP2),
     "pp2_tied": (2, "inner_llama", "tied", PP2),
     "pp2_logits": (2, "head_llama", "logits", PP2),
     "pp2_zbv": (2, "head_llama", "step", {**PP2, "pipeline": {"schedule": "zbv_zero_bubble"}}),
     "tp2": (2, "head_llama", "step", TP2),
     "tp2_tied": (2, "inner_llama", "tied", TP2),
     "dp2_tied": (2, "inner_llama", "tied", {}),
-    "pp2_dp2": (4, "head_gpt2", "step", PP2),
+    "pp2_dp2": (4, "head_qwen3", "step", PP2),
 }
 
 
