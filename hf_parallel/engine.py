@@ -177,6 +177,8 @@ class DirectEngine(Engine):
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
+        if self.gradients.replicas.sharded is not None and not torch.is_grad_enabled():
+            self.gradients.replicas.sharded.reshard()  # whoever looks at model.parameters() next finds those that are trained
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -186,6 +188,7 @@ class DirectEngine(Engine):
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if not self._queued:
             self._queued = True
+            self.gradients.begin_backward()
             queue_after_backward(self._after_backward)
 
     def _after_backward(self) -> None:

@@ -224,6 +224,7 @@ class PipelineEngine(Engine):
         self.seeds.next_step()
         # The factor that upstream code applies is not known before its backward.
         self.runtime.at_last_backward = lambda: self.gradients.arm(None, last=last)
+        self.gradients.begin_backward()
         losses = self.runtime.run(
             microbatches,
             self._programs.training(len(microbatches)),
@@ -231,6 +232,7 @@ class PipelineEngine(Engine):
             loss_of=lambda output, index: self._loss_of(output, shares[index]),
             seed=self._seed,
         )
+        self.gradients.end_schedule()
         return self._share_losses(losses, shares, len(batches))
 
     def _cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], _Share]]:
@@ -275,6 +277,7 @@ class PipelineEngine(Engine):
     def finish_backward(self, gradient: torch.Tensor) -> None:
         """Backward of the returned loss: note the factor upstream code applied; on the last one, finish the step."""
         self._pending = False
+        self.gradients.begin_callers_backward()
         self._factors.append(float(gradient) / self._seed)
         first = self._factors[0]
         if any(abs(factor - first) > 1e-6 * abs(first) for factor in self._factors):
@@ -320,6 +323,7 @@ class PipelineEngine(Engine):
         )
         last = GradientState().sync_gradients
         self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
+        self.gradients.begin_backward()
         self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
         if last:

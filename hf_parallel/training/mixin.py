@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -174,9 +174,20 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.hf_parallel_session is None or grad_norm is not None:
+        if self.hf_parallel_session is None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        if grad_norm is None:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        if self._engine is not None and any(map(looks_at_gradients, self.callback_handler.callbacks)):
+            self._engine.gradients.shown.lay_open()
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+
+
+def looks_at_gradients(callback: TrainerCallback) -> bool:
+    """Whether a callback of the user's is called while there are gradients, perhaps to look at them on one rank only."""
+    kind, events = type(callback), ("on_pre_optimizer_step", "on_optimizer_step")
+    ours = kind.__module__.startswith(("transformers.", "hf_parallel."))
+    return not ours and any(getattr(kind, event) is not getattr(TrainerCallback, event) for event in events)
 
 
 def is_additive(function: Callable[..., Any], model: Any) -> bool:
