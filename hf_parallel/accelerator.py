@@ -215,7 +215,11 @@ class HFParallelAccelerator(Accelerator):  # type: ignore[misc]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As stock, on the gradients that the optimizer will step on."""
-        with self.hf_parallel_engine.gradients.shown.withdrawn() if self.scaler is not None else contextlib.nullcontext():
+        with (
+            self.hf_parallel_engine.gradients.shown.withdrawn()
+            if self.scaler is not None
+            else contextlib.nullcontext()
+        ):
             super().unscale_gradients(optimizer)
 
     def prepare_data_loader(

@@ -171,6 +171,7 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
+            self.gradients.begin_forward()
             self.gradients.arm(1.0, last=GradientState().sync_gradients)
         context = self.autocast()
         with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:

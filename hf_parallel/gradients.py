@@ -20,6 +20,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
@@ -53,6 +54,7 @@ class GradientSync:
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
         self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
+        self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counts)
@@ -68,6 +70,12 @@ class GradientSync:
 
     def _now_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def begin_forward(self) -> None:
+        """A training forward pass begins: hooks on parameters run in its backward pass."""
+        self._hooks.check()
+        if self.replicas.sharded is not None:
+            self.replicas.sharded.begin_forward()
 
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
@@ -255,9 +263,7 @@ class GradientSync:
         """As `_counts`, also where another stage counts the parameter in the norm of the model."""
         return self._mask(name, parameter, self._ranges(name, parameter, own=True))
 
-    def _mask(
-        self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None
-    ) -> bool | torch.Tensor:
+    def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:
         spec = self._ledger.entries[name].spec
         if not ranges or spec is None:
             return ranges is None

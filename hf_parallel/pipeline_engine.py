@@ -224,6 +224,7 @@ class PipelineEngine(Engine):
         self.seeds.next_step()
         # The factor that upstream code applies is not known before its backward.
         self.runtime.at_last_backward = lambda: self.gradients.arm(None, last=last)
+        self.gradients.begin_forward()
         self.gradients.begin_backward()
         losses = self.runtime.run(
             microbatches,
@@ -306,6 +307,7 @@ class PipelineEngine(Engine):
         batch.pop("num_items_in_batch", None)
         microbatches = split_rows(batch, self._num_microbatches)
         self.seeds.next_step()
+        self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
         state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs])

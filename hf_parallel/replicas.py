@@ -382,6 +382,11 @@ class Replicas:
             if reducer is not None:
                 reducer.reduce(factor * self._share)
 
+    def let_others_look(self, others: bool) -> None:
+        """Whether code of others may read or change parameters between two forward passes."""
+        if self.zero is not None and self.zero.late is not None:
+            self.zero.late.at_once = others
+
     def synchronise(self) -> None:
         """Make the model one and complete before anybody looks at it; collective."""
         if self.local is not None:

@@ -28,13 +28,16 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "pp2_dp2": {"pp_size": 2, "num_microbatches": 2},
     "pp2_zero1": {"pp_size": 2, "num_microbatches": 2, "zero": {"stage": 1}},
     "tp2_zero1": {"tp_size": 2, "zero": {"stage": 1}},
+    "tp2_zero3": {"tp_size": 2, "zero": {"stage": 3}},
 }
 
 
 class Loop:
     """What user code sees of a loop."""
 
-    def __init__(self, layout: str, dtype: torch.dtype = torch.float32, build: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, layout: str, dtype: torch.dtype = torch.float32, build: Callable[[], Any] | None = None
+    ) -> None:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState
 

@@ -105,7 +105,9 @@ class _Flat:
         if values.dtype == gradient.dtype:
             gradient[piece] = values
         else:  # what was shown rounded and not changed keeps its digits
-            gradient[piece] = torch.where(gradient[piece].to(values.dtype) == values, gradient[piece], values.to(gradient.dtype))
+            gradient[piece] = torch.where(
+                gradient[piece].to(values.dtype) == values, gradient[piece], values.to(gradient.dtype)
+            )
 
 
 class ShownGradients:

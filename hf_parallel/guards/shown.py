@@ -208,7 +208,9 @@ class PartialNorm(_Stand):
                 values = (first.powers, first.names, first.owned, first.norm_type, first.sums)
                 return PartialNorm._make(first.shape, dtype, device, *values)
             if func in NORMS and (len(args) < 3 or not args[2]) and _type_of(args) == first.norm_type and first.ndim:
-                total = first.sums.total(first.powers, dict(zip(first.names, first.owned, strict=True)), first.norm_type)
+                total = first.sums.total(
+                    first.powers, dict(zip(first.names, first.owned, strict=True)), first.norm_type
+                )
                 return total.to(first.device, first.dtype)
         if func in (aten.stack.default, aten.cat.default) and all(isinstance(one, PartialNorm) for one in first):
             if len({(one.norm_type, one.ndim) for one in first}) == 1 and len(set(args[1:]) | {0}) == 1:
@@ -240,7 +242,9 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
     plain = {id(stand): stand.plain() for stand in stands}
-    here = [pytree.tree_map(lambda leaf: plain[id(leaf)] if id(leaf) in plain else leaf, tree) for tree in (args, kwargs)]
+    here = [
+        pytree.tree_map(lambda leaf: plain[id(leaf)] if id(leaf) in plain else leaf, tree) for tree in (args, kwargs)
+    ]
     result = func(*here[0], **here[1])
     back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
     source = next((stand for stand in stands if isinstance(stand, SharedGradient)), None)

@@ -178,16 +178,23 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-        if self._engine is not None and any(map(looks_at_gradients, self.callback_handler.callbacks)):
-            self._engine.gradients.shown.lay_open()
+        others = [callback for callback in self.callback_handler.callbacks if is_users(callback)]
+        if self._engine is not None:
+            self._engine.gradients.replicas.let_others_look(bool(others))
+            if any(map(looks_at_gradients, others)):
+                self._engine.gradients.shown.lay_open()
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
 
 
+def is_users(callback: TrainerCallback) -> bool:
+    """Whether a callback is neither of transformers nor ours."""
+    return not type(callback).__module__.startswith(("transformers.", "hf_parallel."))
+
+
 def looks_at_gradients(callback: TrainerCallback) -> bool:
-    """Whether a callback of the user's is called while there are gradients, perhaps to look at them on one rank only."""
-    kind, events = type(callback), ("on_pre_optimizer_step", "on_optimizer_step")
-    ours = kind.__module__.startswith(("transformers.", "hf_parallel."))
-    return not ours and any(getattr(kind, event) is not getattr(TrainerCallback, event) for event in events)
+    """Whether a callback is called while there are gradients, perhaps to look at them on one rank only."""
+    events = ("on_pre_optimizer_step", "on_optimizer_step")
+    return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
 
 
 def is_additive(function: Callable[..., Any], model: Any) -> bool:

@@ -129,7 +129,8 @@ USES: dict[str, Callable[[Loop], None]] = {
 LAYOUTS = {2: ["dp2", "zero1", "zero2", "pp2", "tp2", "zero1_offload"], 4: ["pp2_zero1", "tp2_zero1", "pp2_dp2"]}
 SOME = ["clip", "clip_values", "freeze", "scale_layers", "read"]  # with 4 ranks
 ROWS = {
-    2: {layout: list(USES) for layout in LAYOUTS[2]} | {"zero3": ["clip", "clip_foreach", "clip_values", "clip_by_hand"]},
+    2: {layout: list(USES) for layout in LAYOUTS[2]}
+    | {"zero3": ["clip", "clip_foreach", "clip_values", "clip_by_hand"]},
     4: {layout: SOME for layout in LAYOUTS[4]},
 }
 
