@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat import queue_after_backward
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
@@ -53,6 +54,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._parts: list[tuple[int, int]] | None = None
         self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
         self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
@@ -124,8 +126,28 @@ class GradientSync:
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
             self.arrivals.settle(self._parameters.values())
+            if self._mesh.mp_group is not None:
+                queue_after_backward(self._remember_parts)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
+
+    def _remember_parts(self) -> None:
+        self._parts = self._parts_now()
+
+    def _parts_now(self) -> list[tuple[int, int]]:
+        locals_ = [local_of(p.grad) for p in self._parameters.values() if p.grad is not None]
+        return [(gradient.data_ptr(), gradient._version) for gradient in locals_]
+
+    def _refuse_changed_parts(self) -> None:
+        """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""
+        known, self._parts = self._parts, None
+        if known is not None and known != self._parts_now():
+            raise UnsupportedError(
+                f"gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
+                f"tp_size={self._mesh.shape.tp_size} and parameters shared out over replicas: a norm of them counts this rank's "
+                "shards only. Use max_grad_norm or accelerator.clip_grad_norm_, hooks on parameters, or zero.stage 1 or 2 of the "
+                "native engine."
+            )
 
     def _reduce_shared(self) -> None:
         for reducer in self._shared:
@@ -181,6 +203,8 @@ class GradientSync:
         for device, gradients in by_device.items():
             torch._foreach_mul_(gradients, factor.to(device))
         self.arrivals.note_all()
+        if self._parts is not None:
+            self._remember_parts()
 
     def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
@@ -216,6 +240,7 @@ class GradientSync:
         if self._weights is not None:
             self._weights.check()
         self.shown.take_back()
+        self._refuse_changed_parts()
         zero = self.replicas.zero
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]

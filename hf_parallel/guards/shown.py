@@ -212,8 +212,10 @@ class PartialNorm(_Stand):
                     first.powers, dict(zip(first.names, first.owned, strict=True)), first.norm_type
                 )
                 return total.to(first.device, first.dtype)
-        if func in (aten.stack.default, aten.cat.default) and all(isinstance(one, PartialNorm) for one in first):
-            if len({(one.norm_type, one.ndim) for one in first}) == 1 and len(set(args[1:]) | {0}) == 1:
+        joins = func in (aten.stack.default, aten.cat.default) and len(set(args[1:]) | {0}) == 1
+        if joins and all(isinstance(one, PartialNorm) for one in first):
+            alike = len({(one.norm_type, one.ndim) for one in first}) == 1
+            if alike:
                 return PartialNorm._joined(first)
         return _carry_out(func, args, kwargs)
 
@@ -242,9 +244,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
     plain = {id(stand): stand.plain() for stand in stands}
-    here = [
-        pytree.tree_map(lambda leaf: plain[id(leaf)] if id(leaf) in plain else leaf, tree) for tree in (args, kwargs)
-    ]
+    here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
     result = func(*here[0], **here[1])
     back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
     source = next((stand for stand in stands if isinstance(stand, SharedGradient)), None)

@@ -174,3 +174,16 @@ def test_a_hook_on_an_accumulated_shard_is_refused_by_name(tmp_path: Path) -> No
         RankError, match=r"UnsupportedError: parameter model.embed_tokens.weight has a hook .*tp_size=2"
     ):
         run_ranks(accumulated_shards, 2, tmp_path=tmp_path, env=ENV)
+
+
+def clipped_parts(rank: int, world_size: int) -> None:
+    loop = Loop("tp2_zero3")
+    loop.prepare()
+    loop.backward(0)
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+    loop.step()
+
+
+def test_parts_of_shards_that_torch_clipped_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"UnsupportedError: gradients were changed .*clip_grad_norm_.*tp_size=2"):
+        run_ranks(clipped_parts, 4, tmp_path=tmp_path, env=ENV)

@@ -131,7 +131,7 @@ SOME = ["clip", "clip_values", "freeze", "scale_layers", "read"]  # with 4 ranks
 ROWS = {
     2: {layout: list(USES) for layout in LAYOUTS[2]}
     | {"zero3": ["clip", "clip_foreach", "clip_values", "clip_by_hand"]},
-    4: {layout: SOME for layout in LAYOUTS[4]},
+    4: dict.fromkeys(LAYOUTS[4], SOME),
 }
 
 

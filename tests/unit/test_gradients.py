@@ -58,6 +58,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
+        sync._parts = None
         sync.arrivals = Arrivals(list(held.values()))
         sync.shown = ShownGradients(ledger, held, mesh, sync._counts_own, lambda text: nullcontext())
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counts)
