@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
@@ -23,6 +24,7 @@ from hf_parallel.accumulation import agreed
 from hf_parallel.compat import loss_scale
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.gradients import GradientSync
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.replica_view import ReplicaViewMixin
 from hf_parallel.session import Session
@@ -148,7 +150,20 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             self.hf_parallel.refuse_foreign(optimizer)
             self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
-        return super().prepare_optimizer(optimizer, device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = HFParallelOptimizer
+            prepared.gradients = self.hf_parallel_engine.gradients
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As stock, on the gradients that the optimizer will step on."""
+        with (
+            self.hf_parallel_engine.gradients.shown.withdrawn()
+            if self.scaler is not None
+            else contextlib.nullcontext()
+        ):
+            super().unscale_gradients(optimizer)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -243,6 +258,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
         """
         self.unscale_gradients()
         engine = self.hf_parallel_engine
+        if engine.gradients.replicas.sharded is not None:
+            engine.gradients.replicas.sharded.reshard()
         given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         left_out = [n for n, p in engine.attachment.parameters.items() if p.grad is not None and id(p) not in given]
         if left_out:
@@ -308,6 +325,18 @@ def attach_accelerator(
     if not issubclass(kind, made):
         accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
     accelerator.hf_parallel = session
+
+
+class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
+
+    gradients: GradientSync
+
+    def step(self, closure: Any = None) -> None:
+        """As stock."""
+        if self.gradient_state.sync_gradients:
+            self.gradients.shown.take_back()
+        super().step(closure)
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]

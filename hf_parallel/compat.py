@@ -176,6 +176,63 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
+    """What `parameter.register_hook` was given, by the ids of their handles; changing it changes what runs."""
+    found: dict[int, Any] | None = parameter._backward_hooks  # type: ignore[assignment]
+    return found if found is not None else {}
+
+
+def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
+    """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
+    found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return found if found is not None else {}
+
+
+class HookCarrier:
+    """Lets hooks on the parameters that `fully_shard` made run where autograd computes: on the gathered ones.
+
+    Args:
+        parts: Modules that `fully_shard` was called on.
+
+    Raises:
+        UnsupportedError: This torch keeps its parameters elsewhere.
+    """
+
+    def __init__(self, parts: Any) -> None:
+        self._pairs: list[tuple[Any, Any, Any]] = []
+        self._accumulation: dict[int, dict[int, Any]] = {}
+        for part in parts:
+            state = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            held = [one for group in groups for one in getattr(group, "fsdp_params", ())]
+            self._pairs += [(part, one, one.sharded_param) for one in held]
+        if not self._pairs:
+            raise UnsupportedError(
+                "this torch does not tell the parameters of fully_shard: install torch >= 2.11,<2.14"
+            )
+
+    def adopt(self, new: Tensor, old: Tensor) -> None:
+        """Hooks of a parameter that `fully_shard` has replaced; their handles go on removing them."""
+        if gradient_hooks(old):
+            new._backward_hooks = old._backward_hooks
+        if accumulation_hooks(old):
+            self._accumulation[id(new)] = accumulation_hooks(old)
+
+    def follow(self) -> None:
+        """A training forward pass begins; collective where hooks were registered before the first."""
+        for part, held, sharded in self._pairs:
+            own, accumulated = sharded._backward_hooks, self._accumulation.get(id(sharded))
+            if not own and not accumulated:
+                continue
+            if not hasattr(held, "_unsharded_param"):
+                part.unshard()
+            gathered = held._unsharded_param
+            if own and gathered._backward_hooks is not own:
+                gathered._backward_hooks = own
+            if accumulated and gathered._post_accumulate_grad_hooks is not accumulated:
+                gathered._post_accumulate_grad_hooks = accumulated
+
+
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward pass in this thread: a forward in it is a recomputation."""
     import torch

@@ -188,12 +188,15 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
+            self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)
         context = self.autocast()
         with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
+        if self.gradients.replicas.sharded is not None and not torch.is_grad_enabled():
+            self.gradients.replicas.sharded.reshard()  # whoever looks at model.parameters() next finds those that are trained
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -203,6 +206,7 @@ class DirectEngine(Engine):
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if not self._queued:
             self._queued = True
+            self.gradients.begin_backward()
             queue_after_backward(self._after_backward)
 
     def _after_backward(self) -> None:

@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat import queue_after_backward
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas, ReplicaSettings
@@ -46,7 +51,12 @@ class GradientSync:
         self._ledger = ledger
         self._parameters = dict(parameters)
         self._mesh = mesh
-        self._reduced = False
+        # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
+        self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
+        self._weights: WeightGuard | None = None
+        self._parts: list[tuple[int, int]] | None = None
+        self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
+        self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counts)
@@ -62,6 +72,26 @@ class GradientSync:
 
     def _now_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def begin_forward(self) -> None:
+        """A training forward pass begins: hooks on parameters run in its backward pass."""
+        self._hooks.check()
+        if self.replicas.sharded is not None:
+            self.replicas.sharded.begin_forward()
+
+    def begin_backward(self) -> None:
+        """Backward passes begin: what they add can be told from what is reduced."""
+        for parameter in self.shown.take_back(before_backward=True):
+            self.arrivals.note(parameter)
+        self.arrivals.set_aside()
+
+    def end_schedule(self) -> None:
+        """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""
+        self.arrivals.hide()
+
+    def begin_callers_backward(self) -> None:
+        """The caller's backward pass for what `end_schedule` hid."""
+        self.arrivals.show()
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins: gradients may leave while it runs.
@@ -80,7 +110,9 @@ class GradientSync:
             self.replicas.accumulate(factor)
 
     def reduce(self, factor: float) -> None:
-        """Once per optimizer step: every gradient becomes `factor` x its sum over holders, averaged over dp.
+        """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
+
+        What was reduced before, in an earlier pass of the same step, is added as it is.
 
         Raises:
             UnsupportedError: A parameter was frozen or unfrozen after ZeRO partitioned the optimizer.
@@ -90,7 +122,32 @@ class GradientSync:
             self._lay_out()
         self._reduce_shared()
         self.replicas.reduce(factor)
-        self._reduced = True
+        zero, sharded = self.replicas.zero, self.replicas.sharded
+        self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
+        if sharded is not None:
+            self.arrivals.settle(self._parameters.values())
+            if self._mesh.mp_group is not None:
+                queue_after_backward(self._remember_parts)  # after `fully_shard` has put its last gradients there
+        else:
+            self.shown.show()
+
+    def _remember_parts(self) -> None:
+        self._parts = self._parts_now()
+
+    def _parts_now(self) -> list[tuple[int, int]]:
+        locals_ = [local_of(p.grad) for p in self._parameters.values() if p.grad is not None]
+        return [(gradient.data_ptr(), gradient._version) for gradient in locals_]
+
+    def _refuse_changed_parts(self) -> None:
+        """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""
+        known, self._parts = self._parts, None
+        if known is not None and known != self._parts_now():
+            raise UnsupportedError(
+                f"gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
+                f"tp_size={self._mesh.shape.tp_size} and parameters shared out over replicas: a norm of them counts this rank's "
+                "shards only. Use max_grad_norm or accelerator.clip_grad_norm_, hooks on parameters, or zero.stage 1 or 2 of the "
+                "native engine."
+            )
 
     def _reduce_shared(self) -> None:
         for reducer in self._shared:
@@ -102,6 +159,11 @@ class GradientSync:
         Args:
             norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
         """
+        self.arrivals.put_back()
+        with self.shown.withdrawn():
+            return self._norm(norm_type)
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         total = self._power_sum([g for n, p in self._parameters.items() for g in self._counted(n, p)], norm_type)
@@ -127,15 +189,22 @@ class GradientSync:
 
         The coefficient is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
         """
-        norm = self.norm(norm_type)
-        if max_norm != float("inf"):
-            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            by_device: dict[torch.device, list[torch.Tensor]] = {}
-            for gradient in self._gradients():
-                by_device.setdefault(gradient.device, []).append(gradient)
-            for device, gradients in by_device.items():
-                torch._foreach_mul_(gradients, factor.to(device))
+        self.arrivals.put_back()
+        with self.shown.withdrawn():
+            norm = self._norm(norm_type)
+            if max_norm != float("inf"):
+                self._scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in self._gradients():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
+        self.arrivals.note_all()
+        if self._parts is not None:
+            self._remember_parts()
 
     def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
         """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
@@ -154,8 +223,12 @@ class GradientSync:
         for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
+        if model is not None and self._weights is None and self.replicas.sharded is None:
+            self._weights = WeightGuard(model, self._parameters)
         optimizer.register_step_pre_hook(self._before_step)
         self.replicas.adopt(optimizer, model)
+        if self.replicas.zero is not None:
+            self.shown.partition(self.replicas.zero)
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -164,14 +237,21 @@ class GradientSync:
         return [local_of(owner.grad) for owner in owners if owner.grad is not None]
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if not self._reduced and self._gradients():
+        if self._weights is not None:
+            self._weights.check()
+        self.shown.take_back()
+        self._refuse_changed_parts()
+        zero = self.replicas.zero
+        left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
                 "parallelized model's forward, or backward ran while gradients were still accumulating. Call "
                 "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
-        self._reduced = False
+        self.arrivals.put_back()  # of a forward pass without a backward pass
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         if treats_elements_alone(optimizer):
@@ -191,10 +271,10 @@ class GradientSync:
                 f"{known_names()}, or zero.stage 0."
             )
 
-    def _ranges(self, name: str, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
+    def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
         """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
         entry: Entry = self._ledger.entries[name]
-        if entry.owner != self._mesh.pp_rank:
+        if entry.owner != self._mesh.pp_rank and not own:
             return []
         if entry.spec is None:
             return None if self._mesh.tp_rank == 0 else []
@@ -203,7 +283,14 @@ class GradientSync:
 
     def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
         """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
-        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
+        return self._mask(name, parameter, self._ranges(name, parameter))
+
+    def _counts_own(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """As `_counts`, also where another stage counts the parameter in the norm of the model."""
+        return self._mask(name, parameter, self._ranges(name, parameter, own=True))
+
+    def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:
+        spec = self._ledger.entries[name].spec
         if not ranges or spec is None:
             return ranges is None
         mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)

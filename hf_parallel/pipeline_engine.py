@@ -247,6 +247,9 @@ class PipelineEngine(Engine):
         self._direct.stop()
         # The factor that upstream code applies is not known before its backward.
         self.runtime.at_last_backward = (lambda: self.gradients.arm(None, last=True)) if arms else None
+        self.gradients.begin_forward()
+        if arms:
+            self.gradients.begin_backward()
         losses = self.runtime.run(
             microbatches,
             self._programs.training(len(microbatches)),
@@ -254,6 +257,8 @@ class PipelineEngine(Engine):
             loss_of=lambda output, index: self._loss_of(output, shares[index]),
             seed=self._seed,
         )
+        if arms:
+            self.gradients.end_schedule()
         return self._share_losses(losses, shares, batches)
 
     def _follow_freezing(self) -> None:
@@ -344,6 +349,7 @@ class PipelineEngine(Engine):
             self._passed.append((made, gradient / seed))
             self._queue()
             return
+        self.gradients.begin_callers_backward()
         self._read_digests()
         self._factors.append(float(gradient) / seed)
         first = self._factors[0]
@@ -362,6 +368,7 @@ class PipelineEngine(Engine):
         """Finish the backward pass that now runs when it is over: gradients may still arrive."""
         if not self._queued:
             self._queued = True
+            self.gradients.begin_backward()
             queue_after_backward(self._finish_pass)
 
     def _finish_pass(self) -> None:
@@ -394,6 +401,7 @@ class PipelineEngine(Engine):
         self._follow_freezing()
         self.seeds.next_step()
         self._direct.stop()
+        self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
         state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
@@ -412,8 +420,7 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
-        last = self.ends_step
-        self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
+        self.runtime.at_last_backward = None  # no bucket leaves early: the loss may still give a parameter a gradient itself
         with self._direct.resting():
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()

@@ -98,6 +98,7 @@ class Replicas:
         self.wire = self._make_wire(settings.local_sgd.compression if self._walks_alone else settings.compression)
         self._warmup: int | None = None  # steps that are not compressed; None: not known yet
         self._steps = 0
+        self._counted_by = False  # an optimizer: with several, the first one's steps are those of the run
         self._reducer: GradientReducer | None = None
         self.lay_out()
 
@@ -283,7 +284,9 @@ class Replicas:
         Raises:
             UnsupportedError: Another optimizer was adopted before.
         """
-        optimizer.register_step_pre_hook(self._count_step)
+        if not self._counted_by:
+            self._counted_by = True
+            optimizer.register_step_pre_hook(self._count_step)
         compression = self._settings.compression
         adaptive = type(optimizer).__name__ in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
         if self.wire is not None and compression.method in BIASED and compression.warmup == 0 and adaptive:
@@ -386,12 +389,17 @@ class Replicas:
             if reducer is not None:
                 reducer.reduce(factor * self._share)
 
+    def let_others_look(self, others: bool) -> None:
+        """Whether code of others may read or change parameters between two forward passes."""
+        if self.zero is not None and self.zero.late is not None:
+            self.zero.late.at_once = others
+
     def synchronise(self) -> None:
         """Make the model one and complete before anybody looks at it; collective."""
         if self.local is not None:
             self.local.synchronise()
-        if self.zero is not None and self.zero.late is not None:
-            self.zero.late.wait_for_all()
+        if self.zero is not None:
+            self.zero.take_edits()
         if self.sharded is not None:
             self.sharded.reshard()
 

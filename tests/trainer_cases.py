@@ -88,7 +88,7 @@ class Snapshots(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
-            self.write("gradients", model, lambda p: p.grad)
+            self.write("gradients", model, lambda p: p.grad.plain() if hasattr(p.grad, "plain") else p.grad)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 3:
@@ -102,7 +102,6 @@ class Snapshots(TrainerCallback):
         held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
         zero = session.engine.gradients.replicas.zero if session is not None else None
         if zero is not None and name == "gradients":
-            assert not held, "parameters kept gradients that the optimizer's parts should have"
             held = zero_gradients(zero)
         if session is not None:
             from hf_parallel.weights import gather_tensors

@@ -16,6 +16,7 @@ from hf_parallel.errors import UnsupportedError
 
 
 PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
+PIECE = 2**22  # elements that are compared at once
 ALIGN = 32  # elements: views of a flat buffer begin at 64 bytes or more, as kernels like it
 
 
@@ -40,6 +41,7 @@ class FlatShard:
         master: What the optimizer updates: `shard` itself, or a copy: in fp32 where the parameters are in half precision, in
             host memory where the optimizer is.
         start: First element of the part.
+        slots: Where the parameters are in `flat`, views in their shapes.
         landing: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
@@ -52,6 +54,7 @@ class FlatShard:
     shard: Tensor
     master: nn.Parameter
     start: int
+    slots: list[Tensor]
     landing: Tensor | None = None
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
@@ -67,6 +70,38 @@ class FlatShard:
         """Whether `master` is more precise than the parameters."""
         return self.master.dtype != self.shard.dtype
 
+    @torch.no_grad()
+    def bring_home(self) -> None:
+        """Parameters that were given other memory (`p.data = ...`) come back to the buffer, with their values.
+
+        Raises:
+            UnsupportedError: One has another shape, dtype or device now.
+        """
+        for name, param, slot in zip(self.bucket.names, self.bucket.params, self.slots, strict=True):
+            same = param.shape == slot.shape and param.dtype == slot.dtype
+            if same and param.data_ptr() == slot.data_ptr() and param.is_contiguous():
+                continue
+            if not same or param.device != slot.device:
+                raise UnsupportedError(
+                    f"parameter {name} was given data of shape {tuple(param.shape)}, {param.dtype} on {param.device} during "
+                    f"training: with ZeRO it lies in a buffer as {tuple(slot.shape)}, {slot.dtype} on {slot.device}. Assign "
+                    "values of that kind, or change the model before it is prepared."
+                )
+            slot.copy_(param.detach().clone())
+            param.data = slot
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Elements of the parameters that differ from what `master` gave them were changed by others: take them over.
+
+        Without waiting for the device: what is compared decides nothing here but what is written.
+        """
+        if not self.is_copy:
+            return
+        for mine, seen in zip(self.master.data.split(PIECE), self.shard.split(PIECE), strict=True):
+            seen = seen.to(mine.device)
+            mine.copy_(torch.where(mine.to(seen.dtype) == seen, mine, seen.to(mine.dtype)))
+
     def inside(self, position: int) -> slice | None:
         """Elements of `master` that belong to a parameter of the bucket; None if none do."""
         offset, count = self.bucket.offsets[position], self.bucket.params[position].numel()
@@ -81,6 +116,17 @@ class FlatShard:
             return None
         begin = self.start + piece.start - self.bucket.offsets[position]
         return piece, whole.reshape(-1)[begin : begin + piece.stop - piece.start]
+
+
+def fingerprint(part: Tensor) -> Tensor:
+    """A number, i64 on the part's device, that changes with any element of `part`, but for one chance in 2^64."""
+    bits = part.view(torch.int16 if part.element_size() == 2 else torch.int32)
+    # Odd, so that a change of one element always shows; different, so that an exchange of two does.
+    weights = torch.arange(1, 2 * min(PIECE, bits.numel()), 2, device=part.device).mul_(-0x61C8864680B583EB)
+    found = torch.zeros((), dtype=torch.int64, device=part.device)
+    for piece in bits.split(PIECE):
+        found = found * 0x5851F42D4C957F2D + (piece * weights[: piece.numel()]).sum()
+    return found
 
 
 def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -114,17 +160,19 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
     if not isinstance(kind, FlatKind):
         raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
     flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
+    slots = []
     for param, offset in zip(bucket.params, bucket.offsets, strict=True):
         slot = flat[offset : offset + param.numel()].view_as(param)
         slot.copy_(param)
         param.data = slot
+        slots.append(slot)
     length = bucket.numel // group.size()
     start = group.rank() * length
     shard = flat[start : start + length]
     if host is not None:
         master, landing = (host.empty(length, bucket.dtype) for _ in range(2))
-        return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, landing)
-    return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start)
+        return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, slots, landing)
+    return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start, slots)
 
 
 def counted_pieces(

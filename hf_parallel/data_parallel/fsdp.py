@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hf_parallel.compat import HookCarrier
 from hf_parallel.errors import UnsupportedError
 
 
@@ -87,6 +88,17 @@ class ShardedModel:
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
+        self._hooks = HookCarrier(self.parts)
+        for name, old in before.items():
+            if old is not after[name]:
+                vars(after[name]).update(
+                    {key: value for key, value in vars(old).items() if key not in vars(after[name])}
+                )
+                self._hooks.adopt(after[name], old)
+
+    def begin_forward(self) -> None:
+        """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
+        self._hooks.follow()
 
     def reshard(self) -> None:
         """Give up what a forward pass without a backward pass left gathered: it would not follow updates."""

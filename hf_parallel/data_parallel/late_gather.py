@@ -25,6 +25,9 @@ class LateGather:
         model: The model.
         shard_of: Id of a parameter -> index of the flat buffer that it is a view of.
         waiting: Context for waits on other ranks.
+
+    Attributes:
+        at_once: Wait for everything as soon as it is under way: somebody may look at parameters between two passes.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class LateGather:
         shard_of: Mapping[int, int],
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
+        self.at_once = False
         self._works: dict[int, dist.Work] = {}
         self._waiting = waiting
         self._running: Counter[int] = Counter()  # ids of parameters whose module is being called
@@ -61,6 +65,8 @@ class LateGather:
     def put(self, works: Sequence[dist.Work | None]) -> None:
         """The gathers of all flat buffers, in order, have begun."""
         self._works = {index: work for index, work in enumerate(works) if work is not None}
+        if self.at_once:
+            self.wait_for_all()
 
     def wait(self, index: int) -> None:
         """Until a flat buffer is complete."""

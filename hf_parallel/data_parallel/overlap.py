@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from hf_parallel.compat import accumulation_hooks
 from hf_parallel.data_parallel.buckets import Bucket
 from hf_parallel.errors import UnsupportedError
 
@@ -40,6 +41,7 @@ class Overlap:
         self._seen: Counter[int] = Counter()
         self._whole: set[int] | None = None  # buckets whose gradients come in one piece; None: not known yet
         self._missing: list[int] = []
+        self._watched: set[int] = set()  # buckets with parameters that have hooks of others
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, position))
             for index, bucket in enumerate(buckets)
@@ -58,6 +60,13 @@ class Overlap:
             self._armed = True
             self._seen.clear()
             self._missing = [len(bucket.params) for bucket in self._buckets]
+            # Hooks that others put on accumulated gradients run after ours: what they change must not have left.
+            own = len(self._handles) > 0
+            self._watched = {
+                index
+                for index, bucket in enumerate(self._buckets)
+                if any(len(accumulation_hooks(param)) > own for param in bucket.params)
+            }
 
     def finish(self) -> None:
         """Start what is left; the backward pass is over.
@@ -83,6 +92,10 @@ class Overlap:
         self._next += 1
         self._start(self._next - 1)
 
+    def _may_start(self, index: int) -> bool:
+        whole = self._whole is not None and index in self._whole
+        return whole and index not in self._watched and not self._missing[index]
+
     def _hook(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
         def arrived(param: nn.Parameter) -> None:
             if self._armed:
@@ -92,7 +105,7 @@ class Overlap:
 
     def _arrived(self, index: int, position: int, param: nn.Parameter) -> None:
         self._seen[id(param)] += 1
-        if self._whole is None or index not in self._whole:
+        if self._whole is None or index not in self._whole or index in self._watched:
             return
         if self._seen[id(param)] > 1:
             raise UnsupportedError(
@@ -101,5 +114,5 @@ class Overlap:
                 "data_parallel.overlap to false."
             )
         self._missing[index] -= 1
-        while self._next < len(self._buckets) and self._next in self._whole and not self._missing[self._next]:
+        while self._next < len(self._buckets) and self._may_start(self._next):
             self._start_next()

@@ -25,6 +25,7 @@ from hf_parallel.data_parallel.flat import (
     FlatKind,
     FlatShard,
     counted_pieces,
+    fingerprint,
     flatten,
     pack_state,
     refuse_overlaps,
@@ -105,11 +106,19 @@ class ZeroPartition:
         self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
         self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
+        # Where the optimizer's part is in other memory than the parameters, values are brought there only if they changed.
+        self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
+        self._prints = self._fingerprints()
 
     @property
     def names(self) -> list[str]:
         """Names of the parameters that are partitioned."""
         return [name for bucket in self._buckets for name in bucket.names]
+
+    @property
+    def absent_names(self) -> frozenset[str]:
+        """Names of parameters that had no gradient on any rank at the last reduction."""
+        return self._absent_names or frozenset()
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
@@ -210,11 +219,31 @@ class ZeroPartition:
         shard_of = {id(param): index for index, shard in enumerate(self.shards) for param in shard.bucket.params}
         self.late = LateGather(model, shard_of, self._waiting)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _fingerprints(self) -> Tensor | None:
+        return torch.stack([fingerprint(shard.shard) for shard in self._apart]) if self._apart else None
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Weights that others changed since the last step (clamped, loaded, assigned) become the optimizer's own."""
         if self.late is not None:
             self.late.wait_for_all()
-        if self.host is not None and self._kernel is not None:
-            self.host.wait()
+        for shard in self.shards:
+            shard.bring_home()
+        now, changed = self._fingerprints(), None
+        if now is not None and self._prints is not None:
+            changed = torch.empty(len(now), dtype=torch.bool, pin_memory=self.host is not None and self.host.pinned)
+            changed.copy_(now != self._prints, non_blocking=True)
+        if self.host is not None:
+            self.host.wait()  # the optimizer waits here anyway
+        flags = iter(changed.tolist() if changed is not None else [])
+        for shard in self.shards:
+            if shard not in self._apart or next(flags):
+                shard.take_edits()
+        self._prints = now
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.take_edits()
+        if self._kernel is not None:
             self._kernel.before(optimizer.param_groups)
         for shard in self.shards:
             kept = [shard.master.data, *_per_element(optimizer, shard)]
@@ -238,6 +267,7 @@ class ZeroPartition:
             if shard.is_copy:
                 shard.shard.copy_(shard.master, non_blocking=True)
             works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
+        self._prints = self._fingerprints()
         if self.late is not None:
             self.late.put(works)
             return
@@ -250,8 +280,10 @@ class ZeroPartition:
     def refresh(self) -> None:
         """Take the model's parameters over into the fp32 copies, after they were loaded from elsewhere."""
         for shard in self.shards:
+            shard.bring_home()
             if shard.is_copy:
                 shard.master.copy_(shard.shard)
+        self._prints = self._fingerprints()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of this rank's parts, without what another rank counts already."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -216,9 +216,27 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self.hf_parallel_session is None or grad_norm is not None:
+        if self.hf_parallel_session is None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        if grad_norm is None:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        others = [callback for callback in self.callback_handler.callbacks if is_users(callback)]
+        if self._engine is not None:
+            self._engine.gradients.replicas.let_others_look(bool(others))
+            if any(map(looks_at_gradients, others)):
+                self._engine.gradients.shown.lay_open()
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+
+
+def is_users(callback: TrainerCallback) -> bool:
+    """Whether a callback is neither of transformers nor ours."""
+    return not type(callback).__module__.startswith(("transformers.", "hf_parallel."))
+
+
+def looks_at_gradients(callback: TrainerCallback) -> bool:
+    """Whether a callback is called while there are gradients, perhaps to look at them on one rank only."""
+    events = ("on_pre_optimizer_step", "on_optimizer_step")
+    return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
 
 
 def warn_not_additive(function: Callable[..., Any], why: str) -> None:

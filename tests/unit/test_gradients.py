@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.arrivals import Arrivals
+from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.replicas import Replicas, ReplicaSettings
@@ -54,7 +57,10 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name] = nn.Parameter(torch.zeros_like(gradient))
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
-        sync._ledger, sync._parameters, sync._mesh, sync._reduced = ledger, held, mesh, False
+        sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
+        sync._parts = None
+        sync.arrivals = Arrivals(list(held.values()))
+        sync.shown = ShownGradients(ledger, held, mesh, sync._counts_own, lambda text: nullcontext())
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counts)
         yield ledger, sync
 

@@ -1,0 +1,105 @@
+"""Which gradients have arrived since the last reduction, parameter by parameter.
+
+A loop may run several backward passes in a step, step several optimizers, or forget to clear gradients. What is reduced
+already must not be reduced again (a sum over the stages that hold a parameter would count it twice), and what was never
+reduced must not be stepped on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Arrivals:
+    """The gradients of one rank's parameters, by what has happened to them.
+
+    Args:
+        parameters: Of the model, in any order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._ready: set[int] = set()  # ids of parameters whose gradients may be stepped on
+        self._reduced: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+
+    def set_aside(self) -> None:
+        """Backward passes begin: take away the gradients that are reduced, so that what arrives can be told from them.
+
+        One that was changed since (a loss beside the model's adds to it) counts as arrived.
+        """
+        self._hidden = []  # of a pass that nobody wanted
+        reduced, self._reduced = self._reduced, {}
+        for parameter in self._parameters if reduced else ():
+            gradient = parameter.grad
+            reference, version = reduced.get(id(parameter), (None, 0))
+            if gradient is None or reference is None:
+                continue
+            self._ready.discard(id(parameter))
+            if reference() is gradient and gradient._version == version:
+                self._aside.append((parameter, gradient))
+                parameter.grad = None
+
+    def hide(self) -> None:
+        """Backward passes ran before the caller's `backward()`: until then gradients are what they were before."""
+        self._hidden = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+        aside, self._aside = self._aside, []
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+            self.note(parameter)
+
+    def show(self) -> None:
+        """The caller's `backward()` runs: what was hidden has arrived."""
+        hidden = self._hidden
+        if hidden:
+            self.set_aside()
+            for parameter, gradient in hidden:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def put_back(self) -> None:
+        """Add what was set aside to what has arrived and is reduced by now."""
+        aside, self._aside = self._aside, []
+        for parameter, gradient in aside:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            self.note(parameter)
+
+    def settle(self, others: Iterable[Tensor] = ()) -> None:
+        """Everything is reduced.
+
+        Args:
+            others: What the optimizer updates in place of parameters.
+        """
+        with torch.no_grad():
+            self.put_back()
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self.note(parameter)
+        self._ready.update(id(other) for other in others)
+
+    def note_all(self) -> None:
+        """Gradients that are reduced were changed by ourselves."""
+        for parameter in self._parameters:
+            if id(parameter) in self._reduced:
+                self.note(parameter)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is reduced as it is now."""
+        gradient = parameter.grad
+        if gradient is not None:
+            self._ready.add(id(parameter))
+            self._reduced[id(parameter)] = (weakref.ref(gradient), gradient._version)
+
+    def use(self, updated: Iterable[Tensor]) -> bool:
+        """An optimizer steps on the gradients of `updated`: whether all of them were reduced."""
+        mine = [parameter for parameter in updated if parameter.grad is not None]
+        if any(id(parameter) not in self._ready for parameter in mine):
+            return False
+        self._ready.difference_update(id(parameter) for parameter in mine)
+        return True

@@ -1,0 +1,329 @@
+"""Shows the reduced gradients to user code as `parameter.grad`, and takes back what user code made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.data_parallel.flat import FlatShard
+from hf_parallel.data_parallel.norms import power_sum
+from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.guards.shown import SharedGradient, refuse_part, root
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
+
+
+Counted: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
+
+
+class _Local:
+    """A gradient that is here, perhaps as a shard."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: ShownGradients) -> None:
+        self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
+        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.arrived = False
+
+    def tensor(self) -> Tensor:
+        return self.gradient
+
+    def whole(self, local: Tensor) -> Tensor:
+        return self._owner.assemble(self.name, local)
+
+    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        function(self.gradient, *args, **kwargs)
+
+    def arrive(self, gradient: Tensor) -> None:
+        self.gradient.add_(gradient)
+        self.arrived = True
+
+    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        return self._owner.power(self.name, self.parameter, self.gradient if local is None else local, norm_type)
+
+
+class _Flat:
+    """A gradient whose parts are with the optimizers of several ranks."""
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: ShownGradients
+    ) -> None:
+        self.name, self.parameter, self._owner = name, parameter, owner
+        self.shard, self.position = place
+        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.gathered: Tensor | None = None
+        self.pending: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self.gathered is None:
+            self._owner.gather(self.shard)
+        if self.gathered is None:
+            raise RuntimeError(f"the gradient of {self.name} was not gathered")
+        return self.gathered
+
+    def whole(self, local: Tensor) -> Tensor:
+        return self._owner.assemble(self.name, local)
+
+    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self.gathered is not None:
+            function(self.gathered, *args, **kwargs)
+            return
+        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
+        if piece is not None and gradient is not None:
+            moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
+            function(gradient[piece], *moved, **kwargs)
+
+    def arrive(self, gradient: Tensor) -> None:
+        self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
+
+    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        source = self.gathered if local is None else local
+        mine = self.shard.part_of(self.position, source) if source is not None else None
+        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
+        values = mine[1] if mine is not None else None
+        if source is None and piece is not None and gradient is not None:
+            values = gradient[piece]
+        counted = self._owner.counted(self.name, self.parameter)
+        if isinstance(counted, Tensor) and values is not None:
+            part = self.shard.part_of(self.position, counted)
+            values = values * part[1].to(values.device) if part is not None else None
+        kept = [values] if values is not None and counted is not False else []
+        return power_sum(kept, norm_type, self.parameter.device)
+
+    @torch.no_grad()
+    def take(self, whole: Tensor) -> None:
+        """This rank's elements of a gradient that user code assigned or changed."""
+        found, gradient = self.shard.part_of(self.position, whole), self.shard.master.grad
+        if found is None or gradient is None:
+            return
+        piece, values = found[0], found[1].to(gradient.device)
+        if values.dtype == gradient.dtype:
+            gradient[piece] = values
+        else:  # what was shown rounded and not changed keeps its digits
+            gradient[piece] = torch.where(
+                gradient[piece].to(values.dtype) == values, gradient[piece], values.to(gradient.dtype)
+            )
+
+
+class ShownGradients:
+    """Stand-ins for the gradients of one rank's parameters, between a reduction and what follows it.
+
+    Args:
+        ledger: The model's ledger.
+        parameters: Ledger name -> this rank's parameter.
+        mesh: This rank's mesh.
+        counted: Which elements of a parameter this rank counts in its norm, whichever stage owns it.
+        waiting: Context for waits on other ranks.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        counted: Counted,
+        waiting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
+        self._waiting = waiting
+        self._flat: dict[str, _Flat] = {}
+        self._zero: ZeroPartition | None = None
+        self._active = False
+
+    # -- what parts ask ------------------------------------------------------------------------------------------
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's stage counts a parameter in the norm of the model."""
+        return self._ledger.entries[name].owner == self._mesh.pp_rank
+
+    def is_shard(self, name: str) -> bool:
+        """Whether tensor-parallel ranks hold different parts of a parameter."""
+        return self._ledger.entries[name].spec is not None and self._mesh.tp_group is not None
+
+    def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
+        """What this rank counts of a gradient that is not partitioned."""
+        counted = self.counted(name, parameter)
+        first = self._zero is None or self._zero.shard_group.rank() == 0
+        values = gradient * counted if isinstance(counted, Tensor) else gradient
+        return power_sum([values] if first and counted is not False else [], norm_type, parameter.device)
+
+    def assemble(self, name: str, local: Tensor) -> Tensor:
+        """The whole of a tensor that is sharded as the parameter is; collective over tp."""
+        spec, group = self._ledger.entries[name].spec, self._mesh.tp_group
+        if spec is None or group is None:
+            return local
+        size = self._mesh.shape.tp_size
+        shards = []
+        for rank in range(size):
+            shape = list(local.shape)
+            shape[spec.dim] = spec.local_size(size, rank)
+            shards.append(local.contiguous() if rank == group.rank() else local.new_empty(shape))
+        with self._waiting("waits for the other shards of a gradient that user code reads"):
+            for rank, shard in enumerate(shards):
+                dist.broadcast(shard, group=group, group_src=rank)
+        return spec.assemble(shards)
+
+    @torch.no_grad()
+    def gather(self, shard: FlatShard) -> None:
+        """The whole gradients of a buffer's parameters; collective over the ranks that share it."""
+        zero = self._zero
+        if zero is None:
+            return
+        mine = shard.master.grad if shard.master.grad is not None else torch.zeros_like(shard.master)
+        mine = mine.to(shard.shard.device)
+        parts = [torch.empty_like(mine) for _ in range(zero.shard_group.size())]
+        with self._waiting("waits for the other parts of a gradient that user code reads"):
+            dist.all_gather(parts, mine, group=zero.shard_group)
+        flat = torch.cat(parts)
+        for name, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
+            self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
+
+    def own(self, powers: Tensor, norm_type: float) -> Tensor:
+        """Norms of single gradients from what ranks count of them; collective."""
+        powers = powers.clone()
+        groups = [self._zero.shard_group if self._zero is not None else None, self._mesh.tp_group]
+        return root(self._summed(powers, groups, norm_type), norm_type)
+
+    def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
+        """Norm over several gradients, over the stages too if they are all of this one; collective."""
+        present = sum(parameter.grad is not None for parameter in self._parameters.values())
+        staged = self._mesh.shape.pp_size > 1
+        alone = staged and len(owned) == 1 < present
+        if staged and not alone and len(owned) != present:
+            refuse_part(list(owned), present, self._mesh.shape.pp_size)
+        if not alone:
+            powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
+        together = powers.max() if math.isinf(norm_type) else powers.sum()
+        groups = [
+            self._zero.shard_group if self._zero is not None else None,
+            self._mesh.tp_group if alone else self._mesh.mp_group,
+        ]
+        return root(self._summed(together, groups, norm_type), norm_type)
+
+    def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
+        operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+        with self._waiting("waits for the gradient norm of the other ranks"):
+            for group in groups:
+                if group is not None:
+                    dist.all_reduce(powers, op=operation, group=group)
+        return powers
+
+    # -- when ----------------------------------------------------------------------------------------------------
+
+    def partition(self, zero: ZeroPartition) -> None:
+        """From now on the optimizer has the gradients of some parameters in parts."""
+        self._zero = zero
+        for shard in zero.shards:
+            for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
+                self._flat[name] = _Flat(name, param, (shard, position), self)
+
+    def show(self) -> None:
+        """Gradients are reduced: user code may look at them, and change them."""
+        self._active = True
+        staged = self._mesh.mp_group is not None
+        absent = self._zero.absent_names if self._zero is not None else frozenset()
+        for name, parameter in self._parameters.items():
+            flat = self._flat.get(name)
+            if flat is not None:
+                flat.gathered = flat.pending = None
+                if name not in absent:
+                    parameter.grad = SharedGradient.of(parameter, flat, self)
+            elif staged and parameter.grad is not None:
+                parameter.grad = SharedGradient.of(parameter, _Local(name, parameter, parameter.grad, self), self)
+
+    def lay_open(self) -> None:
+        """Gather partitioned gradients at once, so that one rank alone may look at them; collective."""
+        if not self._active or self._zero is None:
+            return
+        for shard in self._zero.shards:
+            self.gather(shard)
+        if self._mesh.mp_group is None:
+            for flat in self._flat.values():
+                if type(flat.parameter.grad) is SharedGradient:
+                    flat.parameter.grad = flat.gathered
+
+    def take_back(self, *, before_backward: bool = False) -> list[nn.Parameter]:
+        """What user code left in the stand-ins' places goes to where the optimizer finds it.
+
+        Args:
+            before_backward: Gradients that autograd has added meanwhile are to be reduced with those that follow.
+
+        Returns:
+            Parameters whose gradients are as they were shown or as user code made them, but nothing has arrived.
+        """
+        if not self._active:
+            return []
+        self._active = False
+        settled = []
+        self._give_room()
+        for name, parameter in self._parameters.items():
+            gradient, flat = parameter.grad, self._flat.get(name)
+            if flat is not None:
+                parameter.grad = None
+                self._return(flat, gradient, before_backward)
+            elif type(gradient) is SharedGradient:
+                parameter.grad = gradient.plain()
+                if not getattr(gradient.part, "arrived", False):
+                    settled.append(parameter)
+        return settled
+
+    def _give_room(self) -> None:
+        """Gradients that user code assigned after it had cleared those of the optimizer."""
+        for flat in self._flat.values():
+            gradient, master = flat.parameter.grad, flat.shard.master
+            assigned = gradient is not None and type(gradient) is not SharedGradient
+            if assigned and master.grad is None and flat.gathered is None:
+                master.grad = torch.zeros_like(master)
+
+    def _return(self, flat: _Flat, gradient: Tensor | None, before_backward: bool) -> None:
+        shard, piece = flat.shard, flat.shard.inside(flat.position)
+        if gradient is None:
+            if piece is not None and shard.master.grad is not None and piece not in shard.absent:
+                shard.master.grad[piece] = 0.0
+                shard.absent.append(piece)
+            return
+        if piece is not None and piece in shard.absent:
+            shard.absent.remove(piece)
+        if type(gradient) is not SharedGradient:
+            flat.take(gradient)
+        elif gradient.changed is not None or flat.gathered is not None:
+            flat.take(gradient.plain())
+        if flat.pending is not None and before_backward:
+            flat.parameter.grad = flat.pending
+        elif flat.pending is not None:
+            found = shard.part_of(flat.position, flat.pending)
+            if found is not None and shard.master.grad is not None:
+                shard.master.grad[found[0]].add_(found[1].to(shard.master.grad.device))
+        flat.gathered = flat.pending = None
+
+    @contextmanager
+    def withdrawn(self) -> Iterator[None]:
+        """Inside, gradients are where the optimizer finds them; afterwards user code sees them again."""
+        was = self._active
+        stands = {n: p.grad for n, p in self._parameters.items() if was and type(p.grad) is SharedGradient}
+        self.take_back()
+        try:
+            yield
+        finally:
+            if was:
+                self._show_again(stands)
+
+    def _show_again(self, stands: Mapping[str, Any]) -> None:
+        self._active = True
+        for name, parameter in self._parameters.items():
+            flat, stand = self._flat.get(name), stands.get(name)
+            if flat is not None:
+                piece = flat.shard.inside(flat.position)
+                if flat.shard.master.grad is None or (piece is not None and piece in flat.shard.absent):
+                    continue
+                fresh = stand is None or stand.changed is not None
+                parameter.grad = SharedGradient.of(parameter, flat, self) if fresh else stand
+            elif stand is not None and parameter.grad is not None:
+                same = stand.changed is None and stand.part.tensor() is parameter.grad
+                part = _Local(name, parameter, parameter.grad, self)
+                parameter.grad = stand if same else SharedGradient.of(parameter, part, self)

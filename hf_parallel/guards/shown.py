@@ -1,0 +1,278 @@
+"""What `parameter.grad` is to user code between the reduction and the optimizer step, where a rank does not have it all.
+
+Each rank of a pipeline has the gradients of its stages, each tensor-parallel rank rows of some, and under ZeRO 1 and 2 the
+optimizer's parts have them. User code clips (`torch.nn.utils.clip_grad_norm_`), masks, scales and reads them all the same.
+A `SharedGradient` stands in their place: norms of it are those of the whole tensor, norms over all parameters are those of
+the whole model, and what is written to it reaches the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hf_parallel.compat import in_backward_pass
+from hf_parallel.errors import UnsupportedError
+
+
+aten = torch.ops.aten
+NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim}
+SAME = {aten.detach.default, aten.alias.default}
+COPIES = {aten._to_copy.default, aten.clone.default}
+# Elementwise changes by numbers: right on any part of a tensor.
+IN_PLACE = {
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+    aten.zero_.default,
+    aten.neg_.default,
+    aten.nan_to_num_.default,
+}
+# Reductions to one number, which are computed on the whole of a tensor.
+WHOLE = {
+    aten.sum.default,
+    aten.mean.default,
+    aten.max.default,
+    aten.min.default,
+    aten.std.correction,
+    aten.var.correction,
+    aten.std.default,
+    aten.var.default,
+    aten.any.default,
+    aten.all.default,
+    aten.median.default,
+    aten.prod.default,
+    aten.count_nonzero.default,
+}
+
+
+class Part(Protocol):
+    """Where a gradient really is.
+
+    Attributes:
+        name: Of the parameter.
+        owned: Whether this rank's stage counts it in the norm of the model.
+        is_shard: Whether `tensor` gives a shard of the parameter's gradient.
+    """
+
+    name: str
+    owned: bool
+    is_shard: bool
+
+    def tensor(self) -> Tensor:
+        """The gradient in the parameter's shape on this rank; may be collective."""
+        ...
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole of a tensor that is sharded as the gradient is; collective."""
+        ...
+
+    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Apply an elementwise change by numbers."""
+        ...
+
+    def arrive(self, gradient: Tensor) -> None:
+        """Autograd adds to the gradient."""
+        ...
+
+    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        """What this rank counts of the sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
+        ...
+
+
+class Sums(Protocol):
+    """Adds up what ranks count."""
+
+    def own(self, powers: Tensor, norm_type: float) -> Tensor:
+        """Norms of single gradients, f64[n]; collective over the ranks that hold parts of them."""
+        ...
+
+    def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
+        """Norm over several gradients, 0-d f64, by name and whether this rank's stage counts them; collective."""
+        ...
+
+
+class _Stand(torch.Tensor):
+    """A tensor without memory whose functions are carried out elsewhere."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def plain(self) -> Tensor:
+        """An ordinary tensor with its values."""
+        raise NotImplementedError
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.plain().tolist()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain(), spec)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class SharedGradient(_Stand):
+    """A gradient of which this rank does not have all, or does not have it here."""
+
+    part: Part
+    sums: Sums
+    changed: Tensor | None  # a tensor of values made from the gradient, sharded alike; None: the gradient itself
+
+    @staticmethod
+    def of(like: Tensor, part: Part, sums: Sums, changed: Tensor | None = None) -> SharedGradient:
+        """Stands for the gradient of `like`, or for `changed`."""
+        made: SharedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            SharedGradient, like.shape, dtype=like.dtype, device=like.device
+        )
+        made.part, made.sums, made.changed = part, sums, changed
+        return made
+
+    def plain(self) -> Tensor:
+        return self.part.tensor() if self.changed is None else self.changed
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, SharedGradient):
+            if func in SAME:
+                return SharedGradient.of(first, first.part, first.sums, first.changed)
+            if func in NORMS and (len(args) < 3 or not args[2]):
+                return PartialNorm.of([first], _type_of(args))
+            if func is aten.add_.Tensor and first.changed is None and in_backward_pass():
+                first.part.arrive(args[1])
+                return first
+            if first.changed is None and func in IN_PLACE and not any(_is_big(arg) for arg in args[1:]):
+                first.part.change(func, [_plain(arg) for arg in args[1:]], kwargs)
+                return first
+            if func in WHOLE and first.part.is_shard:
+                return func(first.part.whole(first.plain()), *args[1:], **kwargs)
+        if func in (aten._foreach_norm.Scalar,) and all(isinstance(one, SharedGradient) for one in first):
+            return [PartialNorm.of([one], _type_of(args)) for one in first]
+        return _carry_out(func, args, kwargs)
+
+
+class PartialNorm(_Stand):
+    """Norms of gradients, 0-d or 1-d: single ones when they are read, that of the model when their norm is taken."""
+
+    powers: Tensor
+    names: tuple[str, ...]
+    owned: tuple[bool, ...]
+    norm_type: float
+    sums: Sums
+
+    @staticmethod
+    def of(gradients: Sequence[SharedGradient], norm_type: float) -> PartialNorm:
+        one = gradients[0]
+        powers = torch.stack([gradient.part.power(norm_type, gradient.changed) for gradient in gradients])
+        names, owned = (one.part.name,), (one.part.owned,)
+        dtype = torch.promote_types(one.dtype, torch.float32)
+        return PartialNorm._make((), dtype, one.device, powers, names, owned, norm_type, one.sums)
+
+    @staticmethod
+    def _make(shape: Any, dtype: Any, device: Any, *values: Any) -> PartialNorm:
+        made: PartialNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            PartialNorm, shape, dtype=dtype, device=device
+        )
+        made.powers, made.names, made.owned, made.norm_type, made.sums = values
+        return made
+
+    def plain(self) -> Tensor:
+        return self.sums.own(self.powers, self.norm_type).to(self.device, self.dtype).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, PartialNorm):
+            if func in SAME | COPIES:
+                device, dtype = kwargs.get("device") or first.device, kwargs.get("dtype") or first.dtype
+                values = (first.powers, first.names, first.owned, first.norm_type, first.sums)
+                return PartialNorm._make(first.shape, dtype, device, *values)
+            if func in NORMS and (len(args) < 3 or not args[2]) and _type_of(args) == first.norm_type and first.ndim:
+                total = first.sums.total(
+                    first.powers, dict(zip(first.names, first.owned, strict=True)), first.norm_type
+                )
+                return total.to(first.device, first.dtype)
+        joins = func in (aten.stack.default, aten.cat.default) and len(set(args[1:]) | {0}) == 1
+        if joins and all(isinstance(one, PartialNorm) for one in first):
+            alike = len({(one.norm_type, one.ndim) for one in first}) == 1
+            if alike:
+                return PartialNorm._joined(first)
+        return _carry_out(func, args, kwargs)
+
+    @staticmethod
+    def _joined(norms: Sequence[PartialNorm]) -> PartialNorm:
+        one = norms[0]
+        powers = torch.cat([norm.powers for norm in norms])
+        names = tuple(name for norm in norms for name in norm.names)
+        owned = tuple(flag for norm in norms for flag in norm.owned)
+        return PartialNorm._make((len(names),), one.dtype, one.device, powers, names, owned, one.norm_type, one.sums)
+
+
+def _type_of(args: Sequence[Any]) -> float:
+    return float(args[1]) if len(args) > 1 and args[1] is not None else 2.0
+
+
+def _is_big(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, _Stand) else value
+
+
+def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
+    stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
+    plain = {id(stand): stand.plain() for stand in stands}
+    here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
+    result = func(*here[0], **here[1])
+    back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
+    source = next((stand for stand in stands if isinstance(stand, SharedGradient)), None)
+
+    def wrapped(leaf: Any) -> Any:
+        if id(leaf) in back:
+            return back[id(leaf)]
+        shared = source is not None and (source.part.is_shard or func in COPIES)
+        if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == source.shape:
+            return SharedGradient.of(leaf, source.part, source.sums, leaf)
+        return leaf
+
+    return pytree.tree_map(wrapped, result)
+
+
+def refuse_part(names: Sequence[str], present: int, pp_size: int) -> None:
+    """Norms over some of a stage's gradients cannot be added up over stages that have others.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"a norm over {len(names)} of the {present} gradients of this stage (first: {names[0]}) with pp_size={pp_size}: each stage "
+        "has other parameters, so it cannot be told which belong together. Clip all of model.parameters(), or each parameter "
+        "by itself."
+    )
+
+
+def root(total: Tensor, norm_type: float) -> Tensor:
+    """The norm, from the sum of powers."""
+    return total if math.isinf(norm_type) else total.pow(1.0 / norm_type)

@@ -1,0 +1,51 @@
+"""Notices parameters that were exchanged after the model was prepared: optimizer and reduction would go on with the old.
+
+Values may be changed at any time (`p.data.clamp_()`, `load_state_dict`, `p.data = ...`); the object and its shape may not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from hf_parallel.errors import UnsupportedError
+
+
+class WeightGuard:
+    """The places of a model's parameters, and what belongs there.
+
+    Args:
+        model: The model, cut and sharded.
+        parameters: Name -> this rank's parameter.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._places = [
+            (names[id(parameter)], module._parameters, key, parameter)
+            for module in model.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in names
+        ]
+        self._shapes = [(name, parameter, parameter.shape) for name, parameter in parameters.items()]
+
+    def check(self) -> None:
+        """Before an optimizer step.
+
+        Raises:
+            UnsupportedError: Names a parameter that another has replaced, or that was given another shape.
+        """
+        for name, table, key, parameter in self._places:
+            if table.get(key) is not parameter:
+                raise UnsupportedError(
+                    f"parameter {name} was replaced by another object after the model was prepared: optimizer, gradient "
+                    "reduction and checkpoints hold the one of before, so the new one would not be trained. Change its values "
+                    "(`with torch.no_grad(): parameter.copy_(new)`, or `parameter.data = new`), or replace it before training."
+                )
+        for name, parameter, shape in self._shapes:
+            if parameter.shape != shape:
+                raise UnsupportedError(
+                    f"parameter {name} was given data of shape {tuple(parameter.shape)} after the model was prepared: this rank "
+                    f"holds {tuple(shape)} of it. Assign this rank's part, or change weights before training."
+                )

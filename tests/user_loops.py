@@ -1,0 +1,123 @@
+"""A raw loop with user code at every place where users put some, run on one process and on meshes."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import tiny
+import torch
+from torch import nn
+
+from hf_parallel.errors import ParallelError
+
+
+STEPS = 3
+ROWS = 8
+LAYOUTS: dict[str, dict[str, Any] | None] = {
+    "one": None,
+    "dp2": {},
+    "zero1": {"zero": {"stage": 1}},
+    "zero2": {"zero": {"stage": 2}},
+    "zero3": {"zero": {"stage": 3}},
+    "zero1_offload": {"zero": {"stage": 1, "offload_optimizer": "cpu"}},
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "tp2": {"tp_size": 2},
+    "pp2_dp2": {"pp_size": 2, "num_microbatches": 2},
+    "pp2_zero1": {"pp_size": 2, "num_microbatches": 2, "zero": {"stage": 1}},
+    "tp2_zero1": {"tp_size": 2, "zero": {"stage": 1}},
+    "tp2_zero3": {"tp_size": 2, "zero": {"stage": 3}},
+}
+
+
+class Loop:
+    """What user code sees of a loop."""
+
+    def __init__(
+        self, layout: str, dtype: torch.dtype = torch.float32, build: Callable[[], Any] | None = None
+    ) -> None:
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState, GradientState
+
+        from hf_parallel import HFParallelPlugin
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        parallel = LAYOUTS[layout]
+        options = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
+        self.accelerator: Any = Accelerator(cpu=True, **options)
+        session = getattr(self.accelerator, "hf_parallel", None)
+        self.replica, self.replicas = (0, 1) if session is None else (session.mesh.dp_rank, session.mesh.shape.dp_size)
+        self.layout, self.history = layout, []  # type: tuple[str, list[Any]]
+        self.model: Any = (build or (lambda: tiny.llama(tied=True, layers=2)))().to(dtype)
+        self.optimizers: list[Any] = []
+
+    def prepare(self, *optimizers: torch.optim.Optimizer) -> None:
+        chosen = optimizers or (torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1),)
+        self.model = self.accelerator.prepare(self.model)
+        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in chosen]
+
+    def loss(self, index: int) -> torch.Tensor:
+        """Of this replica's rows of a batch."""
+        rows = tiny.collate(tiny.rows(64))
+        mine = ROWS // self.replicas
+        first = (index * ROWS) % 64 + self.replica * mine
+        result: torch.Tensor = self.model(**{k: v[first : first + mine] for k, v in rows.items()}).loss
+        self.history.append(float(self.accelerator.reduce(result.detach(), "mean")))
+        return result
+
+    def backward(self, index: int) -> None:
+        self.accelerator.backward(self.loss(index))
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Name -> this rank's parameter, under the names of the whole model."""
+        session = getattr(self.accelerator, "hf_parallel", None)
+        return dict(self.model.named_parameters()) if session is None else session.engine.attachment.parameters
+
+    def result(self) -> dict[str, Any]:
+        state = self.accelerator.get_state_dict(self.model)
+        session = getattr(self.accelerator, "hf_parallel", None)
+        if session is not None:
+            session.watchdog.stop()
+        state.pop("lm_head.weight", None)  # tied
+        return {"history": self.history, "state": {k: v.detach().float().numpy() for k, v in state.items()}}
+
+
+def run(layout: str, body: Callable[[Loop], None], **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    loop = Loop(layout, **options)
+    body(loop)
+    return loop.result()
+
+
+def tried(layout: str, body: Callable[[Loop], None], **options: Any) -> Any:
+    """As `run`; the text of an error that all ranks raise alike, so that other loops can follow."""
+    try:
+        return run(layout, body, **options)
+    except (ParallelError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}" + "".join(traceback.format_tb(error.__traceback__)[-3:])
+
+
+def difference(mine: Any, other: dict[str, Any]) -> float:
+    """The largest relative difference of a parameter, of the losses, or of what else was noted."""
+    assert not isinstance(mine, str), mine
+    assert mine["state"].keys() == other["state"].keys()
+    found = [0.0]
+    for name, value in other["state"].items():
+        here, there = torch.from_numpy(mine["state"][name]), torch.from_numpy(value)
+        found.append(float((here - there).norm() / there.norm().clamp(min=1e-12)))
+    assert len(mine["history"]) == len(other["history"])
+    for here, there in zip(mine["history"], other["history"], strict=True):
+        found.append(abs(here - there) / max(abs(there), 1e-12))
+    return max(found)
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: copy.deepcopy(tensor.detach()) for name, tensor in state.items()}
