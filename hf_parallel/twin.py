@@ -113,7 +113,6 @@ def blueprint_of(model: nn.Module) -> Blueprint:
     Raises:
         PlanError: The model is not what its config describes: a twin would be of another model.
     """
-
     if "forward" in vars(model):
         raise PlanError(
             f"the forward of this {type(model).__name__} was replaced, and a twin would run that of its class. Plan the "
