@@ -254,6 +254,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
     whole = _run_tail(model, head, info, sample, None, slice(None))
+    _run_in_training(model, lambda: _run_tail(model, head, info, sample, None, slice(None)))
     if whole.logits.shape[-1] != info.out_features or whole.vocab_size not in (None, info.out_features):
         raise _RefusedError(f"the loss sees {whole.logits.shape[-1]} of {info.out_features} columns")
     starts = [sum(sizes[:rank]) for rank in range(tp_size)]
@@ -266,6 +267,19 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     ):
         raise _RefusedError("what the model does to the logits does not commute with cutting the vocabulary")
     _check_tail_gradients(model, whole, parts, rows)
+
+
+def _run_in_training(model: nn.Module, run_tail: Callable[[], _Tail]) -> None:
+    """A forward may make another loss in training; the model alone trains, not its modules: no dropout."""
+    model.training = True
+    try:
+        run_tail()
+    except _RefusedError:
+        raise
+    except Exception:  # noqa: BLE001  it may refuse to train while its modules do not
+        return
+    finally:
+        model.training = False
 
 
 def _same(labels: Tensor | None, others: Tensor | None) -> bool:
