@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 import threading
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_parallel.errors import UnsupportedError
@@ -404,6 +404,16 @@ def loss_functions(model: Any) -> tuple[Any, ...]:
     own = getattr(model, "loss_function", None)
     bound = (getattr(own, "__func__", own), getattr(own, "__self__", None))
     return (*bound, loss_utils.fixed_cross_entropy, functional.cross_entropy)
+
+
+def copy_loss_function(model: Any, twin: Any) -> None:
+    """Give a model of the same class the loss that somebody chose for `model` after it was made."""
+    own = vars(model).get("_loss_function")
+    if own is not None:
+        bound_to_model = isinstance(own, MethodType) and own.__self__ is model
+        twin.loss_function = MethodType(own.__func__, twin) if bound_to_model else own
+    if "loss_type" in vars(model):
+        twin.loss_type = model.loss_type
 
 
 def connect_deepspeed_by_gloo() -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from hf_parallel.compat import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.preflight import Probes, refuse_model
@@ -113,9 +114,15 @@ def blueprint_of(model: nn.Module) -> Blueprint:
     Raises:
         PlanError: The model is not what its config describes: a twin would be of another model.
     """
+    if "forward" in vars(model):
+        raise PlanError(
+            f"the forward of this {type(model).__name__} was replaced, and a twin would run that of its class. Plan the "
+            "model with its weights."
+        )
 
     def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
         made: nn.Module = type(model)(config)
+        copy_loss_function(model, made)
         return made if dtype is None else made.to(dtype)
 
     blueprint = Blueprint(vars(model)["config"], build)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -91,9 +91,8 @@ def why_not_additive(function: Callable[..., Any], config: Any, device: torch.de
     state = _State(function)
     try:
         with _random_states(device) as drawn:
-            _ask(
-                function, vocab_size, _named_in(config, vocab_size), torch.device(device), lambda: _quiet(state, drawn)
-            )
+            asked = _Asked(function, state.learned)
+            _ask(asked, vocab_size, _named_in(config, vocab_size), torch.device(device), lambda: _quiet(state, drawn))
     except _RefusedError as refusal:
         return str(refusal)
     except Exception as error:  # noqa: BLE001  code of the user's, on logits alone, may raise anything
@@ -104,17 +103,20 @@ def why_not_additive(function: Callable[..., Any], config: Any, device: torch.de
 
 
 def _quiet(state: _State, drawn: Callable[[], bool]) -> None:
-    if state.learns:
-        raise _RefusedError("it has parameters of its own, which every stage must train")
     if drawn():
         raise _RefusedError("it draws random numbers")
     if state.changed():
         raise _RefusedError("it keeps state between its calls")
 
 
-def _ask(
-    function: Callable[..., Any], vocab_size: int, known: list[int], device: torch.device, quiet: Callable[[], None]
-) -> None:
+class _Asked(NamedTuple):
+    """A function, and the parameters that it may read."""
+
+    function: Callable[..., Any]
+    learned: list[Tensor]
+
+
+def _ask(function: _Asked, vocab_size: int, known: list[int], device: torch.device, quiet: Callable[[], None]) -> None:
     names = _Names(vocab_size)
     for index, (first, second, scale, share) in enumerate(TRIALS):
         tokens = known if index == 0 else [*(t for t in sorted(names.tokens) if 0 <= t < vocab_size), *known]
@@ -154,15 +156,17 @@ def _batch(vocab_size: int, tokens: list[int], scale: float, seed: int, device: 
     return logits.to(device), labels.to(device)
 
 
-def _value_and_gradient(
-    function: Callable[..., Any], logits: Tensor, labels: Tensor, count: Tensor
-) -> tuple[Tensor, Tensor]:
+def _value_and_gradient(asked: _Asked, logits: Tensor, labels: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     leaf, given = logits.clone().requires_grad_(), labels.clone()
     with torch.enable_grad():
-        value = function(CausalLMOutputWithPast(logits=leaf), given, num_items_in_batch=count.clone())
+        value = asked.function(CausalLMOutputWithPast(logits=leaf), given, num_items_in_batch=count.clone())
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise _RefusedError("it returns no scalar")
-        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        gradient, *others = torch.autograd.grad(value.sum(), [leaf, *asked.learned], allow_unused=True)
+    if any(other is not None for other in others):
+        raise _RefusedError("it reads parameters, which every stage must train")
+    if gradient is None:
+        raise _RefusedError("it does not depend on the logits")
     if not torch.equal(given, labels) or not torch.equal(leaf, logits):
         raise _RefusedError("it writes to its arguments")
     if not value.isfinite().all():
@@ -228,7 +232,8 @@ class _State:
         self._undo: list[Callable[[], None]] = []
         self._same: list[Callable[[], bool]] = []
         self._seen: set[int] = set()
-        self.learns = False
+        self.learned: list[Tensor] = []
+        self._plain = False
         self._walk(function, 0)
 
     def changed(self) -> bool:
@@ -242,7 +247,8 @@ class _State:
                 undo()
 
     def _walk(self, value: Any, depth: int) -> None:
-        if id(value) in self._seen or depth > DEPTH:
+        plain = isinstance(value, (dict, list, set, deque, tuple, numpy.ndarray, Tensor))
+        if id(value) in self._seen or depth > DEPTH or (self._plain and not plain):
             return
         self._seen.add(id(value))
         if isinstance(value, MethodType):
@@ -298,7 +304,8 @@ class _State:
                     self._walk(tensor, DEPTH)
 
     def _of_tensor(self, value: Tensor) -> None:
-        self.learns = self.learns or value.requires_grad
+        if value.requires_grad:
+            self.learned.append(value)
         version, content = value._version, value.detach().clone() if value.numel() <= 2**16 else None
         self._same.append(lambda: value._version == version)
         if content is not None:
@@ -335,9 +342,12 @@ class _State:
     def _of_object(self, value: Any, depth: int) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            # Of a Trainer or the like what it holds, not what that holds: threads of ours change it.
+            # Of a Trainer or the like only containers: what its objects hold is no state of the function, and threads
+            # of ours change it.
             library = any(kind.__module__.partition(".")[0] in LIBRARIES for kind in type(value).__mro__)
-            self._of_mapping(own, DEPTH if library else depth)
+            outer, self._plain = self._plain, self._plain or library
+            self._of_mapping(own, depth)
+            self._plain = outer
         if callable(value):
             call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
             if isinstance(call, FunctionType):

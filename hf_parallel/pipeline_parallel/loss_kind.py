@@ -213,6 +213,8 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..
         "mean": the model averages over the labels it sees; the caller must weight microbatches by their number.
         "whole": none of these; the loss needs the whole batch.
     """
+    if not isinstance(sample.get("labels"), Tensor):
+        return Verdict("whole", "the sample has no labels")
     accepted = inspect.signature(model.forward if forward is None else forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     takes_count = takes_any or "num_items_in_batch" in accepted
@@ -299,7 +301,12 @@ def _compare_rows(model: nn.Module, run: Callable[..., Any], sample: Mapping[str
             for name, value in sample.items()
         }
         if count := _targets(model, one):
-            total += _watched(model, run, one, trains=False, counted=False).value * count
+            try:
+                total += _watched(model, run, one, trains=False, counted=False).value * count
+            except _UnknownError:
+                raise
+            except Exception as error:
+                raise _UnknownError(f"a row alone raises {type(error).__name__}") from error
     mean = total / max(whole.targets, 1)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if abs(mean - whole.value) > ROWS_AGREE.get(dtype, 1e-4) * max(1.0, abs(whole.value)):

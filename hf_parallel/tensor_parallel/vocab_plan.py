@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hf_parallel.compat import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.sections import Treatment
+from hf_parallel.tensor_parallel.followed import Followed
 from hf_parallel.tensor_parallel.functions import VirtualGroup
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.overrides import USERS_WISH, wish_for
@@ -254,6 +253,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
     whole = _run_tail(model, head, info, sample, None, slice(None))
+    _run_in_training(model, lambda: _run_tail(model, head, info, sample, None, slice(None)))
     if whole.logits.shape[-1] != info.out_features or whole.vocab_size not in (None, info.out_features):
         raise _RefusedError(f"the loss sees {whole.logits.shape[-1]} of {info.out_features} columns")
     starts = [sum(sizes[:rank]) for rank in range(tp_size)]
@@ -266,6 +266,19 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
     ):
         raise _RefusedError("what the model does to the logits does not commute with cutting the vocabulary")
     _check_tail_gradients(model, whole, parts, rows)
+
+
+def _run_in_training(model: nn.Module, run_tail: Callable[[], _Tail]) -> None:
+    """A forward may make another loss in training; the model alone trains, not its modules: no dropout."""
+    model.training = True
+    try:
+        run_tail()
+    except _RefusedError:
+        raise
+    except Exception:  # noqa: BLE001  it may refuse to train while its modules do not
+        return
+    finally:
+        model.training = False
 
 
 def _same(labels: Tensor | None, others: Tensor | None) -> bool:
@@ -324,7 +337,7 @@ def _run_tail(
     given.setdefault("labels", sample.get("input_ids"))
     if given["labels"] is None:
         raise _RefusedError("the sample has neither labels nor input_ids")
-    followed = _Followed()
+    followed = Followed()
     with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss), followed:
         output = run(model, given)
     if followed.read or followed.reaches(_loss_in(output)):
@@ -338,43 +351,6 @@ def _loss_in(output: Any) -> Any:
     if isinstance(output, Mapping):
         return output.get("loss")
     return output[0] if isinstance(output, tuple) and output else getattr(output, "loss", output)
-
-
-class _Followed(TorchFunctionMode):
-    """Follows the head's output through the model's code after it, by the memory that it reaches.
-
-    Attributes:
-        read: Whether Python code looked at one of its values.
-    """
-
-    READS = frozenset({"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__"})
-    WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, Tensor] = {}  # memory is taken again when its tensor is gone
-        self.read = False
-
-    def mark(self, tensor: Tensor) -> None:
-        """Follow this tensor too."""
-        self._alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-
-    def reaches(self, value: Any) -> bool:
-        """Whether `value` holds a tensor that was computed from those followed."""
-        found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
-        return any(leaf.untyped_storage().data_ptr() in self._alive for leaf in found)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self._alive and self.reaches([args, kwargs]):
-            name = getattr(func, "__name__", "")
-            self.read = self.read or name in self.READS
-            written = args[:1] if name in self.WRITES or (name.endswith("_") and not name.endswith("__")) else ()
-            for leaf in pytree.tree_leaves([out, written]):
-                if isinstance(leaf, Tensor) and leaf.numel():
-                    self.mark(leaf)
-        return out
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Trainer
 
 from hf_parallel.guards.additive import why_not_additive
 
@@ -267,3 +267,35 @@ def test_a_function_with_parameters_of_its_own_is_not_believed() -> None:
             return plain(scaled, labels, num_items_in_batch)
 
     assert "parameters" in why_not_additive(Tempered(), config(SMALL))
+
+
+class KeepsMetrics(Trainer):
+    """Notes the loss of every batch, as trainers of other libraries do."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, list[float]] = {"loss": []}
+
+    def loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        found = plain(outputs, labels, num_items_in_batch)
+        self.metrics["loss"].append(float(found))
+        return found
+
+
+def test_what_a_trainer_notes_is_state() -> None:
+    trainer = KeepsMetrics()
+    assert "keeps state" in why_not_additive(trainer.loss, config(SMALL))
+    assert trainer.metrics == {"loss": []}
+
+
+def test_the_config_of_the_model_may_be_read() -> None:
+    model = nn.Linear(3, 3)
+
+    def knows_the_model(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        assert model.in_features == 3
+        return plain(outputs, labels, num_items_in_batch)
+
+    def decays(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return plain(outputs, labels, num_items_in_batch) + model.weight.pow(2).sum() / num_items_in_batch
+
+    assert why_not_additive(knows_the_model, config(SMALL)) == ""
+    assert why_not_additive(decays, config(SMALL)) != ""
