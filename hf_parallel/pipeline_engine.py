@@ -31,6 +31,7 @@ from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batches import Announced, Digests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
+from hf_parallel.pipeline_parallel.cut import Running
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
@@ -92,6 +93,7 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
+        self._running: Running = next(iter(runtime.stages.values())).running  # type: ignore[attr-defined]
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
@@ -161,10 +163,19 @@ class PipelineEngine(Engine):
         finally:
             self._needs_logits = True
 
+    def install(self) -> None:
+        """As of every engine; from here on user code has the model, which is not whole."""
+        super().install()
+        self._running.depth = 0
+
     # -- model(...) ----------------------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
+        with self._running.inside():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self.bound(args, kwargs)
         self._refuse(batch)
         batch["use_cache"] = False
@@ -379,7 +390,7 @@ class PipelineEngine(Engine):
         )
         last = GradientState().sync_gradients
         self.runtime.at_last_backward = lambda: self.gradients.arm(1.0, last=last)
-        with self._direct.resting():
+        with self._direct.resting(), self._running.inside():
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
 

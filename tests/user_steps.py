@@ -186,7 +186,7 @@ class UnlikeLabels(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
         if self.args.process_index:
-            labels[0, 3] += 1
+            labels[0, 3] = 1 + (labels[0, 3] + 5) % 90
         return on_logits(model(**inputs).logits, labels)
 
 
@@ -262,7 +262,18 @@ class Drawing:
 KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     kind.__name__: (kind, {})
     for kind in (
-        *(Trainer, Editing, EditingSecond, Replacing, Copying, ThroughNumpy, ThroughView, Removing, Preparing, Prepared),
+        *(
+            Trainer,
+            Editing,
+            EditingSecond,
+            Replacing,
+            Copying,
+            ThroughNumpy,
+            ThroughView,
+            Removing,
+            Preparing,
+            Prepared,
+        ),
         *(TwoBackwards, UnequalBackwards, ScaledByBatch, Unread, Poisoned, PoisonedLogits, UnlikeScales, UnlikeLabels),
         *(Penalty, PenaltyOnLogits, TiedPenalty, HeadByHand),
     )
@@ -334,7 +345,9 @@ def run(
     return {"folder": str(folder / "final"), "history": history, "error": error, "steps": done}
 
 
-def many(rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any] | None, dict[str, Any]]], folder: str) -> Any:
+def many(
+    rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any] | None, dict[str, Any]]], folder: str
+) -> Any:
     found = [run(name, parallel, Path(folder) / str(i), **options) for i, (name, parallel, options) in enumerate(jobs)]
     return json.loads(json.dumps(found))
 
