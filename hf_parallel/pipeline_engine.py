@@ -32,6 +32,7 @@ from hf_parallel.guards.batches import Announced, Digests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
+from hf_parallel.pipeline_parallel.cut import Running
 from hf_parallel.pipeline_parallel.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
@@ -95,6 +96,7 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
+        self._running: Running = next(iter(runtime.stages.values())).running  # type: ignore[attr-defined]
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
@@ -169,10 +171,19 @@ class PipelineEngine(Engine):
         finally:
             self._needs_logits = True
 
+    def install(self) -> None:
+        """As of every engine; from here on user code has the model, which is not whole."""
+        super().install()
+        self._running.depth = 0
+
     # -- model(...) ----------------------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
+        with self._running.inside():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self.bound(args, kwargs)
         self._refuse(batch)
         batch["use_cache"] = False
@@ -421,7 +432,7 @@ class PipelineEngine(Engine):
             else None
         )
         self.runtime.at_last_backward = None  # no bucket leaves early: the loss may still give a parameter a gradient itself
-        with self._direct.resting():
+        with self._direct.resting(), self._running.inside():
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
 

@@ -8,13 +8,14 @@ zeros of the same shape; where that is not possible it stays, frozen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span
 
 
@@ -47,7 +48,14 @@ class ZeroOutput(Uncopyable):
 
 
 class _Placeholder(Uncopyable, Tensor):
-    """Stands for a dropped weight. Writing in place does nothing: RWKV rescales all its blocks before an evaluation."""
+    """Stands for a dropped weight. Writing in place does nothing: RWKV rescales all its blocks before an evaluation.
+
+    Model code that a stage runs may ask for shape, dtype and device. Whoever computes with it outside of a stage (a loss
+    of the user) would compute with zeros, and is refused.
+    """
+
+    _name: str
+    _running: Running
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,15 +63,55 @@ class _Placeholder(Uncopyable, Tensor):
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], cls):
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            for given in (*args, *(kwargs or {}).values()):
+                for item in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(item, cls):
+                        item.refuse_outside()
+        return result
+
+    def refuse_outside(self) -> None:
+        """Refuse values that nobody has here.
+
+        Raises:
+            UnsupportedError: No stage runs.
+        """
+        if not self._running.depth:
+            raise UnsupportedError(
+                f"{self._name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
+                "rank has the weights of its own stages). Compute the loss from logits (call the model without labels), "
+                "read weights of a saved model, or set pp_size to 1."
+            )
 
 
-def drop(module: nn.Module, key: str) -> None:
+class Running:
+    """Whether code of stages or engine runs: it may look at weights that are not here, and knows what they are.
+
+    Attributes:
+        depth: Calls under way; 1 and more also until somebody hands the model to user code.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Code of a stage runs."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
     table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
     tensor = table.pop(key)
     module._non_persistent_buffers_set.discard(key)
     placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
+    placeholder._name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 
@@ -73,15 +121,20 @@ def settle_placeholders(model: nn.Module, device: torch.device) -> None:
         for key, value in list(vars(module).items()):
             if isinstance(value, _Placeholder) and value.is_meta:
                 settled = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
-                object.__setattr__(module, key, settled.as_subclass(_Placeholder))
+                placeholder = settled.as_subclass(_Placeholder)
+                placeholder._name, placeholder._running = value._name, value._running
+                object.__setattr__(module, key, placeholder)
 
 
-def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span]) -> frozenset[str]:
+def cut_parameters(
+    model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], running: Running | None = None
+) -> frozenset[str]:
     """Keep in `model` what any of the stages `spans` needs; returns the names of the parameters it holds.
 
     Parameters that stay are the same objects under the same names.
     """
     held: set[str] = set()
+    running = Running() if running is None else running
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         dot = f"{prefix}." if prefix else ""
         kept = {key for key in module._parameters if _is_kept(plan, spans, dot + key)}
@@ -97,8 +150,8 @@ def cut_parameters(model: nn.Module, plan: PipelinePlan, spans: Sequence[Span]) 
             if key in touched:
                 module._parameters[key].requires_grad_(False)
             else:
-                drop(module, key)
-        _cut_buffers(module, dot, plan, spans)
+                drop(module, key, dot + key, running)
+        _cut_buffers(module, dot, plan, spans, running)
     return frozenset(held)
 
 
@@ -114,11 +167,11 @@ def _is_touched(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
     return any(plan.touches(span, name) for span in spans)
 
 
-def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, spans: Sequence[Span]) -> None:
+def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, spans: Sequence[Span], running: Running) -> None:
     """Drop the buffers of blocks that live elsewhere; buffers outside the stack are small and stay."""
     for key, buffer in list(module._buffers.items()):
         name = dot + key
         inside = plan.block_of(name) is not None
         needed = any(plan.holds(span, name) for span in spans) or _is_touched(plan, spans, name)
         if buffer is not None and inside and not needed:
-            drop(module, key)
+            drop(module, key, name, running)

@@ -23,6 +23,10 @@ from hf_parallel.pipeline_parallel.stack import blocks_of
 from hf_parallel.pipeline_parallel.structure import Path, in_mutable, outline
 
 
+# What no forward reads is kept by every stage if it is no more than this: an unused tower of weights is not.
+LOOSE_ELEMENTS, LOOSE_COUNT = 1 << 16, 64
+
+
 class Span(NamedTuple):
     """Blocks [lo, hi) of one stage; `is_last`: the tail and the loss too. lo == hi only on the last stage."""
 
@@ -107,6 +111,7 @@ class PipelinePlan:
             self._names_of.setdefault(number, []).append(name)
         self._aliases = _alias_groups(model)
         self._read = frozenset(n for op in record.ops for n in op.reads if n in self._names_of)
+        self._loose = self._find_loose(model)
         self._worked_between = _epochs_between(record.ops)
         self._slices: dict[tuple[int, int | None], _Slice] = {}
         self._keys: dict[int, tuple[CrossingKey, ...] | str] = {}
@@ -159,6 +164,8 @@ class PipelinePlan:
 
     def holds(self, span: Span, name: str) -> bool:
         """Whether a stage needs this parameter or buffer, under any of its names."""
+        if self.is_loose(name):
+            return True
         needed = self._slice(span).needed
         for alias in self._aliases.get(name, (name,)):
             block = self.block_of(alias)
@@ -174,6 +181,21 @@ class PipelinePlan:
     def is_read(self, name: str) -> bool:
         """Whether anything in the whole forward reads the parameter."""
         return any(self._storage.get(alias) in self._read for alias in self._aliases.get(name, (name,)))
+
+    def is_loose(self, name: str) -> bool:
+        """Whether no forward reads this small trained parameter: a loss may (a temperature), and it runs on every rank."""
+        return any(alias in self._loose for alias in self._aliases.get(name, (name,)))
+
+    def _find_loose(self, model: nn.Module) -> frozenset[str]:
+        found = frozenset(
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and parameter.numel() <= LOOSE_ELEMENTS
+            and not self.is_read(name)
+            and not any(self._in_stack(alias) for alias in self._aliases.get(name, (name,)))
+        )
+        return found if len(found) <= LOOSE_COUNT else frozenset()
 
     def block_of(self, name: str) -> int | None:
         """Index of the block a parameter name lies in, None outside the stack."""
@@ -248,7 +270,7 @@ class PipelinePlan:
         covered = sorted(sorted(names) for names in self.covered)
         readers = [sorted(names) for names in self._readers_by_block()]
         zeros = sorted(self.zero_outputs.items())
-        parts = (*self.addresses(), readers, zeros, sorted(self.input_names), covered, self.flags)
+        parts = (*self.addresses(), readers, sorted(self._loose), zeros, sorted(self.input_names), covered, self.flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def _in_stack(self, name: str) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.cut import Uncopyable, cut_parameters
+from hf_parallel.pipeline_parallel.cut import Running, Uncopyable, cut_parameters
 from hf_parallel.pipeline_parallel.intercept import Calls, Part, Run, StageExit, intercept
 from hf_parallel.pipeline_parallel.plan import PipelinePlan, Span, spans_of
 from hf_parallel.pipeline_parallel.seeds import Streams
@@ -39,6 +39,7 @@ class Stage(Uncopyable):
             the call draws depends on the seed and the place in the model only, not on the cut (see `seeds`), and the
             random state afterwards is the one from before.
         held: names of the parameters that `model` still holds, those of the other stages on it included.
+        running: whether weights that were dropped may be looked at; shared by all stages that were cut together.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Stage(Uncopyable):
         forward: Callable[..., Any],
         calls: Calls,
         held: frozenset[str],
+        running: Running,
     ) -> None:
         self.model, self.plan, self.part, self.forward, self.held = model, plan, part, forward, held
+        self.running = running
         self.stage_index = part.index
         self.lo, self.hi, self.is_last = part.span
         self.is_first = part.index == 0
@@ -163,9 +166,10 @@ def cut_stages(
     check_bounds(plan, bounds)
     _check_indices(bounds, indices)
     parts = [_part(plan, bounds, index) for index in sorted(indices)]
-    held = cut_parameters(model, plan, [part.span for part in parts])
+    running = Running()
+    held = cut_parameters(model, plan, [part.span for part in parts], running)
     calls = intercept(model, plan, parts)
-    return {part.index: Stage(model, plan, part, forward, calls, held) for part in parts}
+    return {part.index: Stage(model, plan, part, forward, calls, held, running) for part in parts}
 
 
 def _part(plan: PipelinePlan, bounds: Sequence[int], index: int) -> Part:
