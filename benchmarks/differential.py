@@ -101,7 +101,9 @@ def simpler(setup: Setup) -> list[Setup]:
         found.append(setup.replaced(settings={k: v for k, v in setup.settings.items() if k != key}))
         inner = setup.settings[key]
         for name in inner if isinstance(inner, dict) and len(inner) > 1 else ():
-            found.append(setup.replaced(settings=setup.settings | {key: {k: v for k, v in inner.items() if k != name}}))
+            found.append(
+                setup.replaced(settings=setup.settings | {key: {k: v for k, v in inner.items() if k != name}})
+            )
     for axis in ("tp", "pp", "dp"):
         size = getattr(setup, axis)
         if size > 1 and setup.world_size // size > 1:
@@ -178,7 +180,9 @@ def run_all(setups: list[Setup], runner: Runner, report: Path, facts: dict[str, 
         for index in doubtful:
             again = runner.verdicts([portion[index]], together=1)[0]
             if not again.bad:
-                again.text = f"only after other runs in the same process: {verdicts[index].word}: {verdicts[index].text}"
+                again.text = (
+                    f"only after other runs in the same process: {verdicts[index].word}: {verdicts[index].text}"
+                )
                 again.word = verdicts[index].word
             verdicts[index] = again
         for setup, verdict in zip(portion, verdicts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import random
@@ -65,7 +66,10 @@ class Setup:
         sizes = {"tp_size": self.tp, "pp_size": self.pp}
         found: dict[str, Any] = {key: size for key, size in sizes.items() if size > 1} | self.settings
         if self.recompute not in ("", "stock"):
-            found["activation_checkpointing"] = {"every": 1 if self.recompute == "block" else 2, "mode": self.recompute}
+            found["activation_checkpointing"] = {
+                "every": 1 if self.recompute == "block" else 2,
+                "mode": self.recompute,
+            }
         return found
 
     @property
@@ -242,6 +246,11 @@ PARTS: dict[str, Callable[..., Any] | type] = {
 }
 
 
+@functools.cache
+def source_of(name: str) -> str:
+    return inspect.getsource(PARTS[name])
+
+
 def named_in(text: str) -> list[str]:
     """The parts that a text names."""
     words = set(re.findall(r"\w+", text))
@@ -253,15 +262,15 @@ def script(setup: Setup) -> str:
     body = trainer_text(setup) if setup.driver == "trainer" else loop_text(setup)
     wanted = named_in(body)
     for name in tuple(wanted):
-        wanted += [other for other in named_in(inspect.getsource(PARTS[name])) if other not in wanted]
-    texts = [inspect.getsource(PARTS[name]) for name in PARTS if name in wanted]
+        wanted += [other for other in named_in(source_of(name)) if other not in wanted]
+    texts = [source_of(name) for name in PARTS if name in wanted]
     lines = [f'"""{setup.as_text()}"""', "", "from __future__ import annotations", "", "from typing import Any", ""]
     settings = f"SETTINGS = {setup.parallel!r}\n"
     return "\n".join([*lines, HEADER, settings, *texts, body, main_text(setup)])
 
 
 def main_text(setup: Setup) -> str:
-    return f'''
+    return f"""
 if __name__ == "__main__":
     # torchrun --nproc_per_node {setup.world_size} THIS            the mesh
     # {f"torchrun --nproc_per_node {setup.references} THIS --stock" if setup.stock else "python THIS --stock"}    the reference
@@ -270,7 +279,7 @@ if __name__ == "__main__":
     for entry in run("/tmp/differential", processes, None if "--stock" in sys.argv else SETTINGS):
         if os.environ.get("RANK", "0") == "0":
             print(entry)
-'''
+"""
 
 
 def model_lines(setup: Setup) -> list[str]:
@@ -351,7 +360,11 @@ def trainer_text(setup: Setup) -> str:
     lines = [
         f"def make_trainer(folder: str, processes: int, settings: Any{', resumed: bool = False' if setup.resume else ''}) -> Any:",
         *(f"    {line}" for line in model_lines(setup)),
-        *(["    if resumed:", "        for parameter in model.parameters():", "            parameter.data.mul_(0.5)"] if setup.resume else []),
+        *(
+            ["    if resumed:", "        for parameter in model.parameters():", "            parameter.data.mul_(0.5)"]
+            if setup.resume
+            else []
+        ),
         "    parts = (settings or {}).get('pp_size', 1) * (settings or {}).get('tp_size', 1)",
         "    copies = processes // parts",
         "    args = TrainingArguments(",
@@ -396,7 +409,9 @@ BACKWARD = {
 def loop_text(setup: Setup) -> str:
     _, data, collator = data_text(setup)
     by_hand = setup.driver == "by_hand"
-    optimizer = f"{setup.optimizer}(model)" if setup.optimizer else "torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5)"
+    optimizer = (
+        f"{setup.optimizer}(model)" if setup.optimizer else "torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5)"
+    )
     steps = 1 if by_hand else setup.accumulation
     lines = [
         "def run(folder: str, processes: int, settings: Any, watch: Any = None) -> Any:",

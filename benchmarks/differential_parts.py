@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
 
 
 VOCAB = 97
-HEADER = """import os
+HEADER = """import functools
+import os
 import sys
 
 import torch
@@ -31,7 +32,16 @@ _SMALL = {"vocab_size": VOCAB, **_SIZES, **_HEADS, "initializer_range": 0.15}
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2 = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, **_QUIET}
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    **_QUIET,
+}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 _ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 _WIDE = {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}
@@ -45,7 +55,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {**_SMALL, "use_sliding_window": False, "tie_word_embeddings": False}),
     "mixtral": ("mixtral", {**_SMALL, **_MIXTURE, "experts_implementation": "eager"}),
     "gemma2": ("gemma2", {**_SMALL, **_ENDS, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}),
-    "gemma3_text": ("gemma3_text", {**_SMALL, **_ENDS, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}),
+    "gemma3_text": (
+        "gemma3_text",
+        {**_SMALL, **_ENDS, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
+    ),
     "phi3": ("phi3", {**_SMALL, **_ENDS, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "phi": ("phi", {**_WIDE, **_ENDS, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "partial_rotary_factor": 0.5}),
     "bloom": ("bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 4, "n_head": 4, "initializer_range": 0.15}),
@@ -159,7 +172,9 @@ def freeze(model: Any, what: str) -> None:
 def token_losses(logits: Any, labels: Any) -> Any:
     """Loss of every token, 0 where ignored; and which tokens count."""
     targets = labels[:, 1:]
-    flat = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+    flat = F.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none"
+    )
     return flat.view(targets.shape), targets != -100
 
 
@@ -201,7 +216,9 @@ def loss_pairs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any
     return -F.logsigmoid(0.1 * (rows[-half:] - rows[:half])).mean()
 
 
-def patched_token_weights(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+def patched_token_weights(
+    logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
+) -> Any:
     losses, kept = token_losses(logits, labels)
     weighted = losses * (1.0 + 9.0 * (labels[:, 1:] == 5))
     return weighted.sum() / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
@@ -261,7 +278,7 @@ class Temperature(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        losses, kept = token_losses(outputs.logits * model.temperature, labels)
+        losses, kept = token_losses(outputs.logits * self.model.temperature, labels)
         loss = losses.sum() / kept.sum().clamp(min=1)
         return (loss, outputs) if return_outputs else loss
 

@@ -209,7 +209,9 @@ def facts_of(job: Job, folder: Path) -> list[dict[str, Any]]:
     found = []
     for rank in range(job.processes):
         path = folder / job.name / f"rank-{rank}.json"
-        found.append(json.loads(path.read_text()) if path.exists() else {"error": "silent", "message": "", "updates": 0})
+        found.append(
+            json.loads(path.read_text()) if path.exists() else {"error": "silent", "message": "", "updates": 0}
+        )
     return found
 
 
@@ -258,7 +260,7 @@ def broken(facts: list[dict[str, Any]], launch: str) -> Verdict | None:
 
 def relative(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     """Difference by the norm of the tensor, or by what is usual for so many elements of this model if that is more."""
-    if mine.shape != other.shape or not bool(torch.isfinite(mine).all()) == bool(torch.isfinite(other).all()):
+    if mine.shape != other.shape or bool(torch.isfinite(mine).all()) != bool(torch.isfinite(other).all()):
         return math.inf
     found = float((mine.double() - other.double()).norm() / max(float(other.double().norm()), floor, 1e-30))
     return 0.0 if math.isnan(found) else found
@@ -310,7 +312,9 @@ def difference_of(job: Job, reference: Job, folder: Path) -> tuple[float, str]:
         here, there = (tensors_of(folder / one.name, what) for one in (job, reference))
         if what == "parameters":  # a tied tensor may be written under one name or several
             here = {name: tensor for name, tensor in here.items() if name in there} if len(here) > len(there) else here
-            there = {name: tensor for name, tensor in there.items() if name in here} if len(there) > len(here) else there
+            there = (
+                {name: tensor for name, tensor in there.items() if name in here} if len(there) > len(here) else there
+            )
         found.append(compare_tensors(here, there, what))
     # The first place where it goes wrong says more than the largest figure behind it.
     first = next((one for one in found if one[0] > TOLERANCE), max(found))
