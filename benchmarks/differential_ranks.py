@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 HANG_S = 45.0
 GRACE_S = 20.0  # the other ranks have this long to say why they ended too
 KINDS = {"gemma3_text": "gemma3"}  # where they live
-KEYS = ("loss", "grad_norm", "eval_loss", "learning_rate")
+KEYS = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows", "learning_rate")
 
 
 @dataclass(frozen=True)
