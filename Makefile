@@ -40,6 +40,12 @@ parity: setup  ## compare parallel training with one process, layout by layout
 resume-matrix: setup  ## save under every layout, resume under every other
 	$(BIN)/python benchmarks/resume_matrix.py
 
+differential: setup  ## train N=300 random set-ups from SEED=0 on a mesh and on one process; shrinks what differs
+	$(BIN)/python benchmarks/differential.py --count $(or $(N),300) --seed $(or $(SEED),0)
+
+foreign: setup  ## run TRL's scripts and accelerate's loops as they are on a mesh; writes docs/foreign.md
+	$(BIN)/python benchmarks/foreign.py
+
 kill-test: setup  ## kill a training job fifty times and start it again
 	$(BIN)/python benchmarks/kill_test.py
 

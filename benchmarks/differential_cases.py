@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import random
@@ -23,6 +24,7 @@ class Setup:
         rows: Rows of a batch of each replica.
         settings: Settings of hf_parallel beside the sizes of its axes.
         resume: Settings of the layout that goes on from the checkpoint of step 2; None: no resuming.
+        extra: One of `EXTRAS`: how the Trainer is called or fed.
         before: What is done to the model before the Trainer is made.
         driver: `trainer`, or a raw accelerate loop: `plain`, `half_twice`, `two_losses`, `by_hand`.
         stock: Whether the reference is stock DDP on as many processes as there are replicas, and not one process.
@@ -30,6 +32,7 @@ class Setup:
 
     seed: int = 0
     driver: str = "trainer"
+    extra: str = ""
     resume: dict[str, Any] | None = None
     callback: str = ""
     before: str = ""
@@ -113,7 +116,12 @@ OPTIMIZERS = (
     *("sgd", "adafactor", "rmsprop", "user_adamw", "user_sgd", "user_groups", "user_lion", "user_normalised"),
     *("RatesByName", "RatesByAttribute"),
 )
+EVALUATING = ("metrics", "best", "plateau", "accuracy_only", "evaluate_first")
 LOOPS = ("plain", "half_twice", "two_losses", "by_hand")
+EXTRAS = (
+    *("evaluate_first", "model_init", "iterable", "metrics", "twice", "second", "best", "callback_first", "encoding"),
+    *("plateau", "mask_4d", "accuracy_only"),
+)
 FROZEN = ("embedding", "head", "first", "last", "vectors", "matrices")
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 LAYOUTS = ((1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4), (1, 4, 1), (1, 3, 1))
@@ -155,6 +163,7 @@ def draw(seed: int) -> Setup:
         "driver": sometimes(0.12, LOOPS, "trainer"),
         "local_counts": rng.random() < 0.08,
         "ragged": rng.random() < 0.1,
+        "extra": sometimes(0.2, EXTRAS, ""),
     }
     values["settings"] = draw_settings(rng, tp, pp, dp)
     if rng.random() < 0.12:
@@ -215,7 +224,18 @@ def consistent(setup: Setup) -> Setup:
         changes |= {"callback": "", "evaluate": False, "resume": None, "local_counts": False, "ragged": False}
         changes |= {"optimizer": setup.optimizer if setup.optimizer.startswith("user") else ""}
         changes |= {"loss": setup.loss if setup.loss.startswith("patched") else "", "recompute": "", "bf16": False}
-        changes |= {"steps": 3}
+        changes |= {"steps": 3, "extra": ""}
+    if setup.extra in EVALUATING:
+        changes |= {"evaluate": True}
+    if setup.extra == "model_init":
+        changes |= {"optimizer": "" if setup.optimizer.startswith("user") else setup.optimizer}
+    if setup.extra == "mask_4d":
+        changes |= {"extra": "" if setup.padding == "packed" or setup.model in WITHOUT_POSITIONS else "mask_4d"}
+        changes |= {"padding": "right", "loss": "" if setup.loss == "Embedded" else setup.loss}
+    if setup.extra in ("best", "twice", "second", "plateau", "model_init", "evaluate_first"):
+        changes |= {"resume": None}
+    if setup.extra == "iterable":
+        changes |= {"ragged": False, "resume": None}
     if setup.padding in ("left", "packed") and (setup.model in WITHOUT_POSITIONS or setup.loss == "Embedded"):
         changes |= {"padding": "right"}
     elif setup.padding in ("packed", "bare"):
@@ -245,6 +265,11 @@ PARTS: dict[str, Callable[..., Any] | type] = {
 }
 
 
+@functools.cache
+def source_of(name: str) -> str:
+    return inspect.getsource(PARTS[name])
+
+
 def named_in(text: str) -> list[str]:
     """The parts that a text names."""
     words = set(re.findall(r"\w+", text))
@@ -256,8 +281,8 @@ def script(setup: Setup) -> str:
     body = trainer_text(setup) if setup.driver == "trainer" else loop_text(setup)
     wanted = named_in(body)
     for name in tuple(wanted):
-        wanted += [other for other in named_in(inspect.getsource(PARTS[name])) if other not in wanted]
-    texts = [inspect.getsource(PARTS[name]) for name in PARTS if name in wanted]
+        wanted += [other for other in named_in(source_of(name)) if other not in wanted]
+    texts = [source_of(name) for name in PARTS if name in wanted]
     lines = [f'"""{setup.as_text()}"""', "", "from __future__ import annotations", "", "from typing import Any", ""]
     settings = f"SETTINGS = {setup.parallel!r}\n"
     return "\n".join([*lines, HEADER, settings, *texts, body, main_text(setup)])
@@ -297,7 +322,10 @@ def data_text(setup: Setup) -> tuple[int, str, str]:
     window = setup.rows * setup.dp * setup.accumulation
     count = window * (setup.steps - 1) + max(1, window // 2) if setup.ragged else window * (setup.steps + 1)
     data = f"make_rows({count}, {setup.seed}, {setup.variable}, {setup.ignored!r}, {setup.padding!r})"
-    return count, data, f"Collator({setup.padding!r}, {setup.loss == 'RowWeights'})"
+    collator = f"Collator({setup.padding!r}, {setup.loss == 'RowWeights'})"
+    if setup.extra == "encoding":
+        return count, data, f"Encoding({collator})"
+    return count, data, f"WholeMask({collator})" if setup.extra == "mask_4d" else collator
 
 
 def argument_lines(setup: Setup) -> Iterator[str]:
@@ -307,11 +335,19 @@ def argument_lines(setup: Setup) -> Iterator[str]:
     yield f"max_steps={setup.steps}"
     yield f"max_grad_norm={setup.clip}"
     names = {"warmup": "constant_with_warmup"}
-    yield f"lr_scheduler_type={names.get(setup.scheduler, setup.scheduler)!r}"
+    scheduler = "reduce_lr_on_plateau" if setup.extra == "plateau" else names.get(setup.scheduler, setup.scheduler)
+    yield f"lr_scheduler_type={scheduler!r}"
+    if setup.extra == "plateau":
+        yield "lr_scheduler_kwargs={'patience': 0, 'threshold': 10.0, 'threshold_mode': 'abs'}"
     yield "learning_rate=2e-3, weight_decay=0.1, adam_epsilon=1e-5, logging_steps=1"
     yield "use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False"
-    yield "save_strategy='steps', save_steps=2" if setup.resume is not None else "save_strategy='no'"
-    if setup.scheduler == "warmup":
+    if setup.extra == "best":
+        yield "save_strategy='steps', save_steps=1, load_best_model_at_end=True, save_total_limit=1"
+    else:
+        yield "save_strategy='steps', save_steps=2" if setup.resume is not None else "save_strategy='no'"
+    if setup.extra == "accuracy_only":
+        yield "eval_accumulation_steps=1"
+    if setup.scheduler == "warmup" and setup.extra != "plateau":
         yield "warmup_steps=2"
     if setup.evaluate:
         yield "eval_strategy='steps', eval_steps=1"
@@ -341,42 +377,76 @@ def kind_text(setup: Setup) -> tuple[str, str]:
     return "Both", f"\n\nclass Both({', '.join(classes)}):\n    pass\n\n"
 
 
-def trainer_text(setup: Setup) -> str:
-    kind, more = kind_text(setup)
+def option_lines(setup: Setup) -> list[str]:
+    """What the Trainer is made of."""
     count, data, collator = data_text(setup)
-    options = ["model=model", "args=args", f"train_dataset={data}", f"data_collator={collator}", "callbacks=callbacks"]
+    options = ["model_init=ready" if setup.extra == "model_init" else "model=model", "args=args"]
+    options.append(f"train_dataset={f'Stream({data})' if setup.extra == 'iterable' else data}")
+    options += [f"data_collator={collator}", "callbacks=callbacks"]
     if setup.evaluate:
         options.append(f"eval_dataset={data}[: {min(count, 2 * setup.rows * setup.dp)}]")
+    if setup.extra in ("metrics", "accuracy_only"):
+        options.append("compute_metrics=accuracy")
+    if setup.extra == "accuracy_only":
+        options.append("preprocess_logits_for_metrics=guesses")
     if setup.loss.startswith("loss_"):
         options.append(f"compute_loss_func={setup.loss}")
     if setup.optimizer.startswith("user_"):
         options.append(f"optimizers=({setup.optimizer}(model), None)")
+    return options
+
+
+def callback_lines(setup: Setup) -> list[str]:
+    lines = ["callbacks = [] if settings is None else [HFParallelCallback({}, **settings)]"]
+    if setup.callback:
+        first = setup.extra == "callback_first"
+        lines.append(f"callbacks.{'insert(0, ' if first else 'append('}{setup.callback}())")
+    return lines
+
+
+def trainer_text(setup: Setup) -> str:
+    kind, more = kind_text(setup)
     lines = [
         f"def make_trainer(folder: str, processes: int, settings: Any{', resumed: bool = False' if setup.resume else ''}) -> Any:",
-        *(f"    {line}" for line in model_lines(setup)),
-        *(
-            ["    if resumed:", "        for parameter in model.parameters():", "            parameter.data.mul_(0.5)"]
-            if setup.resume
-            else []
-        ),
+        "    def ready() -> Any:",
+        *(f"        {line}" for line in model_lines(setup)),
+        "        return model",
+        "",
+        "    model = ready()",
+    ]
+    if setup.resume:
+        lines += [
+            "    if resumed:",
+            "        for parameter in model.parameters():",
+            "            parameter.data.mul_(0.5)",
+        ]
+    lines += [
         "    parts = (settings or {}).get('pp_size', 1) * (settings or {}).get('tp_size', 1)",
         "    copies = processes // parts",
         "    args = TrainingArguments(",
         "        folder,",
         *(f"        {line}," for line in argument_lines(setup)),
         "    )",
-        "    callbacks = [] if settings is None else [HFParallelCallback({}, **settings)]",
-        *([f"    callbacks.append({setup.callback}())"] if setup.callback else []),
+        *(f"    {line}" for line in callback_lines(setup)),
         f"    return {kind}(",
-        *(f"        {option}," for option in options),
+        *(f"        {option}," for option in option_lines(setup)),
         "    )",
         "",
         "",
         "def run(folder: str, processes: int, settings: Any, watch: Any = lambda trainer: None) -> Any:",
         "    trainer = make_trainer(folder, processes, settings)",
         "    watch(trainer)",
+        *(["    trainer.evaluate()"] if setup.extra == "evaluate_first" else []),
         "    trainer.train()",
+        *(["    trainer.train()"] if setup.extra == "twice" else []),
+        *ending_lines(setup),
     ]
+    return more + "\n".join(lines)
+
+
+def ending_lines(setup: Setup) -> list[str]:
+    """Another Trainer after the first, and what is returned."""
+    lines: list[str] = []
     if setup.resume is not None:
         lines += [
             f"    settings = settings if settings is None else {setup.resume!r}",
@@ -384,8 +454,13 @@ def trainer_text(setup: Setup) -> str:
             "    watch(trainer)",
             "    trainer.train(resume_from_checkpoint=folder + '/checkpoint-2')",
         ]
-    lines += ["    trainer.save_model(folder + '/final')", "    return trainer.state.log_history", ""]
-    return more + "\n".join(lines)
+    elif setup.extra == "second":
+        lines += [
+            "    trainer = make_trainer(folder, processes, settings)",
+            "    watch(trainer)",
+            "    trainer.train()",
+        ]
+    return [*lines, "    trainer.save_model(folder + '/final')", "    return trainer.state.log_history", ""]
 
 
 BACKWARD = {

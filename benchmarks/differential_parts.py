@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BatchEncoding, Trainer
 
 
 VOCAB = 97
-HEADER = """import os
+HEADER = """import functools
+import os
 import sys
 
 import torch
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, BatchEncoding, CONFIG_MAPPING, Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback, HFParallelPlugin
 """
@@ -144,6 +145,52 @@ class Collator:
         if self.weights:
             batch["weight"] = torch.tensor([row["weight"] for row in rows])
         return batch
+
+
+class Encoding:
+    """A collator that gives what a tokenizer's `pad` gives, not a dict."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return BatchEncoding(self.inner(rows))
+
+
+class WholeMask:
+    """A collator that gives the whole mask, (B, 1, S, S)."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = self.inner(rows)
+        kept = batch["attention_mask"].bool()
+        size = kept.shape[1]
+        seen = torch.ones(size, size, dtype=torch.bool).tril()[None] & kept[:, None, :] | torch.eye(
+            size, dtype=torch.bool
+        )
+        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, -1e9)[:, None]
+        return batch
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    found = torch.as_tensor(prediction.predictions)
+    found = (found if found.ndim == 2 else found.argmax(-1))[:, :-1]
+    labels = torch.as_tensor(prediction.label_ids)[:, 1:]
+    return {"accuracy": float(((found == labels) & (labels != -100)).sum()), "rows": float(len(labels))}
+
+
+def guesses(logits: Any, labels: Any) -> Any:
+    return logits.argmax(-1)
 
 
 def freeze(model: Any, what: str) -> None:
@@ -277,7 +324,7 @@ class Temperature(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
-        losses, kept = token_losses(outputs.logits * model.temperature, labels)
+        losses, kept = token_losses(outputs.logits * self.model.temperature, labels)
         loss = losses.sum() / kept.sum().clamp(min=1)
         return (loss, outputs) if return_outputs else loss
 

@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 HANG_S = 45.0
 GRACE_S = 20.0  # the other ranks have this long to say why they ended too
 KINDS = {"gemma3_text": "gemma3"}  # where they live
-KEYS = ("loss", "grad_norm", "eval_loss", "learning_rate")
+KEYS = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def broken(facts: list[dict[str, Any]], launch: str) -> Verdict | None:
 
 def relative(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     """Difference by the norm of the tensor, or by what is usual for so many elements of this model if that is more."""
-    if mine.shape != other.shape or not bool(torch.isfinite(mine).all()) == bool(torch.isfinite(other).all()):
+    if mine.shape != other.shape or bool(torch.isfinite(mine).all()) != bool(torch.isfinite(other).all()):
         return math.inf
     found = float((mine.double() - other.double()).norm() / max(float(other.double().norm()), floor, 1e-30))
     return 0.0 if math.isnan(found) else found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: F401
 from transformers import Trainer, TrainerCallback
 
 
@@ -170,6 +171,7 @@ def wrapped_forward(model: Any) -> None:
     """A forward of the user's that smooths the loss."""
     inner = model.forward
 
+    @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         outputs = inner(*args, **kwargs)
         if outputs.loss is not None:
@@ -189,7 +191,7 @@ def add_temperature(model: Any) -> None:
 
 def uneven_weights(model: Any) -> None:
     """A head that is drawn anew after the seed took the rank in."""
-    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))  # noqa: F821
+    torch.manual_seed(100 + int(os.environ.get("RANK", "0")))
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.2)
 
 

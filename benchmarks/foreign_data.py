@@ -19,7 +19,26 @@ from transformers import (
 )
 
 
-WORDS = "the a one this that cat dog bird fish tree sees likes eats finds makes red small old new big and or but so".split()
+WORDS = [
+    "the",
+    "a",
+    "one",
+    "this",
+    "that",
+    "cat",
+    "dog",
+    "bird",
+    "fish",
+    "tree",
+    "sees",
+    "likes",
+    "eats",
+    "finds",
+    "red",
+    "old",
+    "and",
+    "or",
+]
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHAT = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
