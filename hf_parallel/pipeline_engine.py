@@ -431,7 +431,9 @@ class PipelineEngine(Engine):
             if rows
             else None
         )
-        self.runtime.at_last_backward = None  # no bucket leaves early: the loss may still give a parameter a gradient itself
+        self.runtime.at_last_backward = (
+            None  # no bucket leaves early: the loss may still give a parameter a gradient itself
+        )
         with self._direct.resting(), self._running.inside():
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
         self.attachment.watchdog.runs()
