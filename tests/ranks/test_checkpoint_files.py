@@ -61,7 +61,10 @@ def stock_main(
     return losses(straight), said, losses(resumed)
 
 
-@pytest.mark.parametrize("layout", ["zero1", "pp2", "tp2", "1"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pp2", pytest.param("tp2", marks=SLOW), pytest.param("1", marks=SLOW)])
 def test_a_stock_trainer_stops_at_a_checkpoint_and_goes_on_exactly_from_the_merged_one(
     layout: str, tmp_path: Path
 ) -> None:
