@@ -20,7 +20,7 @@ from hf_parallel.errors import ConfigError
 
 MAX_BYTES: Final = 1 << 16  # of YAML; the shipped files have less than 4 kB
 MAX_JSON_BYTES: Final = 1 << 20
-MAX_NODES: Final = 10_000  # keys and values once every alias is written out
+MAX_NODES: Final = 2_000  # keys and values once every alias is written out
 
 
 def read_bounded(path: Path, limit: int = MAX_BYTES, what: str = "an accelerate config") -> str:
