@@ -20,6 +20,7 @@ from hf_parallel.errors import ConfigError
 
 MAX_BYTES: Final = 1 << 16  # of YAML; the shipped files have less than 4 kB
 MAX_JSON_BYTES: Final = 1 << 20
+MAX_BITS: Final = 128  # of an integer
 MAX_NODES: Final = 2_000  # keys and values once every alias is written out
 
 
@@ -177,7 +178,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep=deep)
+            value = super().construct_object(node, deep=deep)
+            if isinstance(value, int) and value.bit_length() > MAX_BITS:
+                raise ValueError(f"more than {MAX_BITS} bits")
+            return value
         except (yaml.YAMLError, RecursionError):
             raise
         except Exception as error:  # noqa: BLE001 - constructors raise what they like
