@@ -159,10 +159,12 @@ def refuse_lonely_task() -> None:
     Raises:
         ConfigError: With the command that starts such a run.
     """
+    tasks = lonely_task(os.environ)
+    if tasks is None:
+        return
     import torch.distributed as dist
 
-    tasks = lonely_task(os.environ)
-    if tasks is None or (dist.is_available() and dist.is_initialized()):
+    if dist.is_available() and dist.is_initialized():
         return
     of_slurm = tasks.launcher == "srun"
     node = "$SLURM_NODEID" if of_slurm else "NUMBER_OF_THE_NODE"
