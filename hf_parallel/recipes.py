@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import MAX_LINES, ConfigError
-from hf_parallel.sections import MAX_SHOWN, spelled
+from hf_parallel.sections import MAX_SHOWN, shown, spelled
 from hf_parallel.settings_file import parse_yaml, read_bounded
 
 
@@ -148,7 +148,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
         ConfigError: With every problem, one a line.
     """
     problems = []
-    kind = spelled(accelerate.get("distributed_type", "NO")).strip("'")
+    kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
     if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
         problems.append(
             f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
@@ -194,7 +194,7 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
         )
     section = accelerate.get("deepspeed_config") or {}
     problems += [
-        f"deepspeed_config.{key}={spelled(value)} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
+        f"deepspeed_config.{key}={shown(value)} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
         f"Remove deepspeed_config.{key}."
         for key, value in section.items()
         if key not in LAUNCHER_ONLY
@@ -210,7 +210,7 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
     """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
     return [
-        f"{SECTION}.{key}={spelled(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
         f"stand in {SECTION}.{KEY}."
         for key, value in section.items()
         if key != KEY and value not in (None, 1)

@@ -54,14 +54,10 @@ def known_treatments(value: object) -> object:
     words = get_args(Treatment)
     for pattern, word in value.items():
         if not isinstance(pattern, str):
-            raise PydanticCustomError(
-                "told", "{text}", {"text": f"[{spelled(pattern)}]: patterns are words. Quote it."}
-            )
+            raise PydanticCustomError("told", "{text}", {"text": f"[{shown(pattern)}]: patterns are words. Quote it."})
         if not isinstance(word, str) or word not in words:
             near = difflib.get_close_matches(spelled(word), words, 1, 0.0)[0]
-            text = (
-                f"[{spelled(pattern)}]={spelled(word)}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
-            )
+            text = f"[{shown(pattern)}]={shown(word)}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
             raise PydanticCustomError("told", "{text}", {"text": text})
     return dict(value)
 
@@ -79,18 +75,21 @@ SelfCheck = Annotated[
 ]
 
 
-def spelled(value: object) -> str:
-    """A value as one would type it in the YAML file."""
+def shown(value: object) -> str:
+    """A value in a message: its repr, and of a long one the beginning."""
     if isinstance(value, int) and value.bit_length() > 8 * MAX_SHOWN:
         return f"<an integer of {value.bit_length()} bits>"
-    plain = list(value) if isinstance(value, tuple) else value
-    if isinstance(plain, str):
-        plain = plain[: 2 * MAX_SHOWN]
+    plain = value[: 2 * MAX_SHOWN] if isinstance(value, str) else value
     try:
         text = repr(plain)
     except (ValueError, RecursionError):  # an integer inside that has too many digits; a list inside itself
         text = f"<a {type(value).__name__}>"
-    text = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def spelled(value: object) -> str:
+    """A value as one would type it in the YAML file."""
+    text = shown(list(value) if isinstance(value, tuple) else value)
     return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 

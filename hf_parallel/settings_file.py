@@ -189,13 +189,14 @@ class _Loader(yaml.SafeLoader):
             raise self._error(f"{shown[:60]!r} cannot be read ({type(error).__name__}: {error})", node) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
+        seen: dict[Hashable, yaml.Node] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
                 if key in seen:
-                    raise self._error(f"the key {str(key)[:60]!r} is written twice", key_node)
-                seen.add(key)
+                    again = key_node.start_mark.line + 1
+                    raise self._error(f"the key {str(key)[:60]!r} is written twice, again in line {again}", seen[key])
+                seen[key] = key_node
         return super().construct_mapping(node, deep)
 
     def _error(self, text: str, node: yaml.Node) -> yaml.constructor.ConstructorError:

@@ -380,7 +380,7 @@ def test_a_section_that_is_no_mapping_is_refused_by_name(line: str, message: str
         (f"a: {NINES}\n", 1, "cannot be read"),
         ("a: 1\nb: !!bool hello\n", 2, "KeyError"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "constructor"),
-        ("x:\n  tp_size: 1\n  tp_size: 2\n", 3, "'tp_size' is written twice"),
+        ("x:\n  tp_size: 1\n  tp_size: 2\n", 2, "'tp_size' is written twice, again in line 3"),
         ("a: &a [*a]\n", 1, "contains itself"),
         ("a: 1\nb: \x07\n", 2, "0x0007"),
         ("a: 1\nb: " + "[" * 5000, 2, "nested too deeply"),
