@@ -19,6 +19,7 @@ from hf_parallel.problems import locate, rewritten, sections_of
 from hf_parallel.replica_sections import DataParallelConfig, GradientCompressionConfig, LocalSgdConfig, ZeroConfig
 from hf_parallel.sections import (
     DEFAULT_RANK_ORDER,
+    MAX_SIZE,
     STAGES_PER_RANK,
     ActivationCheckpointingConfig,
     Axis,
@@ -27,6 +28,7 @@ from hf_parallel.sections import (
     MonitorConfig,
     PipelineConfig,
     Section,
+    Size,
     TensorParallelConfig,
     as_tuple,
     number,
@@ -77,8 +79,8 @@ class HFParallelConfig(Section):
         ConfigError: With every problem, one a line: key and value, rule, fix.
     """
 
-    tp_size: Annotated[Count, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
-    pp_size: Annotated[Count, Field(description="pipeline stages, an integer of 1 or more")] = 1
+    tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
+    pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
     rank_order: Annotated[
         tuple[Axis, ...] | None,
         BeforeValidator(as_tuple),
@@ -115,8 +117,10 @@ class HFParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_section_is_default(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _null_section_is_default(cls, values: Any) -> Any:
         """`accelerate config update` turns an empty section into null."""
+        if not isinstance(values, dict):
+            return values
         return {key: value for key, value in values.items() if value is not None or key not in sections_of(cls)}
 
     @model_validator(mode="after")
@@ -177,6 +181,12 @@ class HFParallelConfig(Section):
             problems.append(
                 f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
                 "csv, or pipeline.schedule_file to null."
+            )
+        stages = self.pp_size * (settings.stages_on_a_rank() or 1)
+        if stages > MAX_SIZE:
+            problems.append(
+                f"pipeline.stages_per_rank={spelled(count)} with pp_size={self.pp_size}: that makes {stages} stages, and "
+                f"at most {MAX_SIZE} can be planned. Lower pp_size or pipeline.stages_per_rank."
             )
         needed, only = STAGES_PER_RANK[name]
         if count != "auto" and (count != needed if only else count < needed):
@@ -253,15 +263,17 @@ class HFParallelConfig(Section):
         """
         if values is not None and not isinstance(values, Mapping):
             raise ConfigError(
-                f"{source}: hf_parallel={values!r}: expected a mapping. Write its keys on lines below it."
+                f"{source}: hf_parallel={spelled(values)}: expected a mapping. Write its keys on lines below it."
             )
         unnamed = [key for key in values or {} if not isinstance(key, str)]
         if unnamed:
-            raise ConfigError(f"{source}: {unnamed!r}: keys are words. Quote or remove them.")
+            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are words. Quote or remove them.")
         try:
             return cls(**(values or {}))
         except ConfigError as error:
             raise ConfigError(f"{source}:\n{error}") from None
+        except RecursionError:
+            raise ConfigError(f"{source}: nested too deeply. Settings have at most four levels.") from None
 
     def with_overrides(self, **overrides: Any) -> Self:
         """Return a copy with some settings replaced.
@@ -293,6 +305,10 @@ class HFParallelConfig(Section):
             plain = value.model_dump() if isinstance(value, BaseModel) else value
             if section:
                 home = merged.get(section) or {}
+                if not isinstance(home, Mapping | BaseModel):
+                    raise ConfigError(
+                        f"{section}={spelled(home)} beside the override {key}: expected a mapping. Remove one of them."
+                    )
                 merged[section] = {**(home.model_dump() if isinstance(home, BaseModel) else home), leaf: plain}
             elif isinstance(merged.get(leaf), dict) and isinstance(plain, Mapping):
                 merged[leaf] = {**merged[leaf], **plain}

@@ -7,6 +7,23 @@ parameter, file, rank) at fault, the rule with its numbers, and a concrete fix.
 from __future__ import annotations
 
 
+MAX_LINE, MAX_LINES = 1600, 40
+
+
+def bounded(text: str) -> str:
+    """A message that can be read: of an endless line the ends, where key and fix stand; of endless lines the first."""
+    lines = text.splitlines()
+    if len(lines) <= MAX_LINES and len(text) <= MAX_LINE:
+        return text
+    half = MAX_LINE // 2
+    cut = [
+        line if len(line) <= MAX_LINE else f"{line[:half]} ... ({len(line) - 2 * half} characters) ... {line[-half:]}"
+        for line in lines[:MAX_LINES]
+    ]
+    more = [f"... and {len(lines) - MAX_LINES} more lines."] if len(lines) > MAX_LINES else []
+    return "\n".join([*cut, *more])
+
+
 class ParallelError(Exception):
     """Base of every error raised by hf_parallel."""
 
@@ -17,6 +34,9 @@ class ConfigError(ParallelError, ValueError):
     Raised before any process group exists, with the same text on every rank; holds all problems of a config at once.
     """
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(bounded(str(message)))
+
 
 class PlanError(ParallelError, ValueError):
     """A model that cannot be cut into stages or sharded as asked; names the module and the reason."""
@@ -24,6 +44,9 @@ class PlanError(ParallelError, ValueError):
 
 class ScheduleError(ParallelError, ValueError):
     """A schedule that breaks an invariant (a missing, repeated or deadlocking action); names the action."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(bounded(str(message)))
 
 
 class CheckpointError(ParallelError, RuntimeError):

@@ -19,6 +19,7 @@ from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.tasks import lonely_task
 from hf_parallel.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
+from hf_parallel.sections import spelled
 
 
 CONFIG_VARIABLE = "HF_PARALLEL_CONFIG"
@@ -101,8 +102,12 @@ def resolve_config(
         source = f"config with overrides {', '.join(overrides)}" if overrides else "config"
         found = HFParallelConfig.from_mapping(HFParallelConfig.replaced(config, **overrides), source)
         origin = "the mapping given in code"
-    elif launch.path is not None:
+    elif launch.path is not None and (config is None or isinstance(config, str | Path)):
         found, accelerate, origin = _of_file(launch.path, launch.source)
+    elif config is not None and not isinstance(config, str | Path):
+        raise ConfigError(
+            f"config={spelled(config)}: expected a file, the name of a recipe, a mapping, an HFParallelConfig or None."
+        )
     else:
         found, origin = _of_nothing(launch, has_overrides=bool(overrides))
     if overrides and not isinstance(config, Mapping):
@@ -154,10 +159,12 @@ def refuse_lonely_task() -> None:
     Raises:
         ConfigError: With the command that starts such a run.
     """
+    tasks = lonely_task(os.environ)
+    if tasks is None:
+        return
     import torch.distributed as dist
 
-    tasks = lonely_task(os.environ)
-    if tasks is None or (dist.is_available() and dist.is_initialized()):
+    if dist.is_available() and dist.is_initialized():
         return
     of_slurm = tasks.launcher == "srun"
     node = "$SLURM_NODEID" if of_slurm else "NUMBER_OF_THE_NODE"
@@ -205,7 +212,10 @@ def check_world(config: HFParallelConfig, accelerate_processes: int | None = Non
 
 
 def _int(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
+    text = os.environ.get(name, "").strip() or str(default)
+    if len(text) > 9 or not (text.isascii() and text.lstrip("-").isdigit()):
+        raise ConfigError(f"{name}={spelled(text)}: expected an integer. Let the launcher set it, or unset {name}.")
+    return int(text)
 
 
 def _recipe_of_environment() -> Path:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.distributed_c10d import Store
 
 
@@ -155,9 +157,22 @@ class NoticeBoard:
         self._calling_since = None
 
     def _collect(self, kind: str) -> dict[int, str]:
-        found = {rank: self._get(f"hf_parallel/{kind}/{rank}") for rank in range(self._world_size)}
+        keys = [f"hf_parallel/{kind}/{rank}" for rank in range(self._world_size)]
+        found: Sequence[str | None] = self._get_all(keys) or [self._get(key) for key in keys]
         self._calling_since = None
-        return {rank: text for rank, text in found.items() if text is not None}
+        return {rank: text for rank, text in enumerate(found) if text is not None}
+
+    def _get_all(self, keys: list[str]) -> list[str]:
+        """Every note by two questions, however many ranks there are; nothing if one has none, or the store cannot."""
+        if self._store is None:
+            return []
+        self._calling_since = time.monotonic()
+        try:
+            if self._store.has_extended_api() and self._store.check(keys):
+                return [value.decode() for value in self._store.multi_get(keys)]
+        except (RuntimeError, OSError, ValueError, AttributeError, NotImplementedError):
+            return []  # not every store has it; a store that is gone is noticed by the questions that follow
+        return []
 
     def _get(self, key: str) -> str | None:
         if self._store is None:

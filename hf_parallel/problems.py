@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_parallel.errors import ConfigError
-from hf_parallel.sections import Section, spelled
+from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.sections import MAX_SHOWN, Section, spelled
 
 
 def sections_of(root: type[Section]) -> dict[str, type[Section]]:
@@ -43,7 +43,10 @@ def rewritten(error: ValidationError, root: type[Section], values: Mapping[str, 
     lines: dict[str, str] = {}
     for detail in error.errors():
         path = _setting_path(root, detail["loc"])
-        lines.setdefault(path, _problem(root, path, detail, values))
+        if path not in lines:
+            lines[path] = _problem(root, path, detail, values)
+        if len(lines) > MAX_LINES:
+            break
     return list(lines.values())
 
 
@@ -74,18 +77,24 @@ def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mappi
         return f"{path}{detail['msg']}"
     if detail["type"] == "extra_forbidden":
         return _unknown_key(root, leaf, section)
+    home = _home(root, section)
+    field = home.model_fields.get(leaf)
+    if field is None:  # a key that is no word
+        return f"{section or 'the settings'}: {_cut(leaf)} is not a key. Keys are words: quote or remove it."
     given: Any = values
     for part in path.split("."):
-        given = given[part] if isinstance(given, Mapping) else getattr(given, part)
-    home = _home(root, section)
-    field = home.model_fields[leaf]
+        given = given[part] if isinstance(given, Mapping) else getattr(given, part, None)
     if leaf in sections_of(home):
         return f"{path}={spelled(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
     return f"{path}={spelled(given)}: expected {field.description}. Set {path} to {spelled(field.default)}."
 
 
+def _cut(key: str) -> str:
+    return key if len(key) <= MAX_SHOWN else f"{key[: MAX_SHOWN - 3]}..."
+
+
 def _unknown_key(root: type[Section], key: str, section: str) -> str:
-    sections, home = sections_of(root), _home(root, section)
+    sections, home, key = sections_of(root), _home(root, section), _cut(key)
     path = f"{section}.{key}" if section else key
     if not home.model_fields:
         return f"{path} is not available yet: the {section} section has no options. Remove it."

@@ -11,15 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hf_parallel.config import HFParallelConfig
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.sections import MAX_SHOWN, shown, spelled
+from hf_parallel.settings_file import parse_yaml, read_bounded
 
 
 SECTION = "parallelism_config"
 KEY = "hf_parallel"
 ONE_PROCESS_TYPES = ("NO", "MULTI_CPU")
+SECTIONS = (
+    SECTION,
+    "deepspeed_config",
+    "fsdp_config",
+    "megatron_lm_config",
+    "fp8_config",
+    "dynamo_config",
+    "mpirun_config",
+)
 FOREIGN_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 # Keys of a `deepspeed_config` section that start processes on several machines and say nothing about training.
 LAUNCHER_ONLY = (
@@ -50,31 +59,25 @@ def find_recipe(name_or_path: str | Path) -> Path:
     Raises:
         ConfigError: If it is neither; names the nearest recipe.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
-        return path.resolve()
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigError(f"recipe {spelled(name_or_path)}: expected the path of a file or the name of a recipe.")
+    path = Path(name_or_path)
+    try:
+        path = path.expanduser()
+        if path.is_file():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody: no such file
+        path = Path(path.name[-MAX_SHOWN:])
     names = list_recipes()
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in names and len(path.parts) == 1:
         return recipes_folder() / f"{name}.yaml"
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name[:MAX_SHOWN], names, n=1, cutoff=0.0)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     raise ConfigError(
-        f"recipe {str(name_or_path)!r}: no such file in {Path.cwd()} and no recipe of that name.{hint} "
+        f"recipe {spelled(str(name_or_path))}: no such file in {Path.cwd()} and no recipe of that name.{hint} "
         f"Recipes: {', '.join(names)}."
     )
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """A safe loader that refuses a key written twice: the first value would silently have no effect."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for (key_node, _), key in zip(node.value, keys, strict=True):
-            if keys.count(key) > 1:
-                mark = key_node.start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is written twice", mark)
-        return super().construct_mapping(node, deep)
 
 
 def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
@@ -83,17 +86,11 @@ def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any
     Raises:
         ConfigError: If the file is not a YAML mapping, or holds our key in another place than `parallelism_config`.
     """
-    try:
-        accelerate = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # a safe loader
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}). Give the path of an accelerate config."
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}. Correct the file.") from None
+    accelerate = parse_yaml(read_bounded(path), path)
     accelerate = {} if accelerate is None else accelerate
     if not isinstance(accelerate, dict):
         raise ConfigError(f"{path}: expected a mapping, found {type(accelerate).__name__}. Write `key: value` lines.")
+    _refuse_odd_sections(path, accelerate)
     places = [name for name, value in accelerate.items() if isinstance(value, dict) and KEY in value]
     misplaced = [f"{name}.{KEY}" for name in places if name != SECTION] + ([KEY] if KEY in accelerate else [])
     if misplaced:
@@ -102,13 +99,41 @@ def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any
             f"Move them there."
         )
     if SECTION not in places:
+        _refuse_misspelled_key(path, accelerate.get(SECTION))
         return None, accelerate
     section = accelerate[SECTION][KEY]
     if section is not None and not isinstance(section, dict):
         raise ConfigError(
-            f"{path}: {SECTION}.{KEY}={section!r}: expected a mapping. Write its keys on lines below it."
+            f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping. Write its keys on lines below it."
         )
     return section or {}, accelerate
+
+
+def _refuse_misspelled_key(path: Path, section: Mapping[str, Any] | None) -> None:
+    """Refuse a key that is meant to be ours: accelerate ignores it, and the run would be plain data parallelism."""
+    near = difflib.get_close_matches(KEY, [key[: 2 * len(KEY)] for key in section or {}], n=1, cutoff=0.7)
+    if near:
+        raise ConfigError(f"{path}: {SECTION}.{near[0]}: unknown key. Did you mean {SECTION}.{KEY}?")
+
+
+def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
+    """Refuse keys that are no words, and a value where accelerate, and we, read a mapping."""
+    problems = [
+        f"{path}: {spelled(key)}: keys are words. Quote or remove it."
+        for key in accelerate
+        if not isinstance(key, str)
+    ]
+    for name in SECTIONS:
+        section = accelerate.get(name)
+        if section is not None and not isinstance(section, dict):
+            problems.append(
+                f"{path}: {name}={spelled(section)}: expected a mapping. Write its keys on lines below it, or remove it."
+            )
+        elif section:
+            odd = [key for key in section if not isinstance(key, str)]
+            problems += [f"{path}: {name}[{spelled(key)}]: keys are words. Quote or remove it." for key in odd]
+    if problems:
+        raise ConfigError("\n".join(problems[:MAX_LINES]))
 
 
 def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], world_size: int | None = None) -> None:
@@ -123,7 +148,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
         ConfigError: With every problem, one a line.
     """
     problems = []
-    kind = str(accelerate.get("distributed_type", "NO"))
+    kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
     if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
         problems.append(
             f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
@@ -145,7 +170,12 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
         )
     problems += _stock_sizes(accelerate.get(SECTION) or {})
     num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
-    if isinstance(num_processes, int) and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
+    is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
+    if not is_number and num_processes is not None:
+        problems.append(
+            f"num_processes={spelled(num_processes)}: expected an integer. Set num_processes to a number without quotes."
+        )
+    elif is_number and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
         try:
             config.dp_size(num_processes)
         except ConfigError as error:
@@ -164,7 +194,7 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
         )
     section = accelerate.get("deepspeed_config") or {}
     problems += [
-        f"deepspeed_config.{key}={value!r} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
+        f"deepspeed_config.{key}={shown(value)} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
         f"Remove deepspeed_config.{key}."
         for key, value in section.items()
         if key not in LAUNCHER_ONLY
@@ -180,7 +210,7 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
     """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
     return [
-        f"{SECTION}.{key}={value!r} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
         f"stand in {SECTION}.{KEY}."
         for key, value in section.items()
         if key != KEY and value not in (None, 1)

@@ -18,7 +18,7 @@ class DataParallelConfig(Section):
 
     bucket_cap_mb: Annotated[
         float,
-        Field(gt=0, description="MiB of gradients in one message, a number above 0"),
+        Field(gt=0, le=1e6, allow_inf_nan=False, description="MiB of gradients in one message, a number above 0"),
         BeforeValidator(number),
     ] = 25.0
     overlap: Annotated[bool, Field(description="true or false: messages leave while the backward pass still runs")] = (
@@ -99,7 +99,12 @@ class GradientCompressionConfig(Section):
     ] = "auto"
     density: Annotated[
         float,
-        Field(gt=0, le=0.25, description="share of the elements that 'topk' sends, above 0 up to 0.25"),
+        Field(
+            gt=0,
+            le=0.25,
+            allow_inf_nan=False,
+            description="share of the elements that 'topk' sends, above 0 up to 0.25",
+        ),
         BeforeValidator(number),
     ] = 0.01
     value_dtype: Annotated[Literal["bf16", "int8"], Field(description="how 'topk' sends values: 'bf16' or 'int8'")] = (
@@ -109,7 +114,7 @@ class GradientCompressionConfig(Section):
         Count, Field(description="rank of the matrices of 'powersgd', an integer of 1 or more")
     ] = 4
     warmup_ratio: Annotated[
-        Literal["auto"] | Annotated[float, Field(ge=0, lt=1)],
+        Literal["auto"] | Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)],
         BeforeValidator(number),
         Field(description="share of the steps that come first and are not compressed, from 0 to below 1, or 'auto'"),
     ] = "auto"
@@ -140,7 +145,7 @@ class GradientCompressionConfig(Section):
         bool, Field(description="true or false: compile the codec (minutes at the start, several times faster after)")
     ] = False
     link_gbit_s: Annotated[
-        Annotated[float, Field(gt=0)] | None,
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         BeforeValidator(number),
         Field(description="Gbit/s that each rank can send to other nodes, a number above 0, or null (not known)"),
     ] = None
@@ -209,12 +214,14 @@ class LocalSgdConfig(Section):
     outer_lr: Annotated[
         float,
         BeforeValidator(number),
-        Field(gt=0, description="learning rate of the outer optimizer, a number above 0"),
+        Field(gt=0, allow_inf_nan=False, description="learning rate of the outer optimizer, a number above 0"),
     ] = 1.0
     outer_momentum: Annotated[
         float,
         BeforeValidator(number),
-        Field(ge=0, lt=1, description="Nesterov momentum of the outer optimizer, from 0 to below 1"),
+        Field(
+            ge=0, lt=1, allow_inf_nan=False, description="Nesterov momentum of the outer optimizer, from 0 to below 1"
+        ),
     ] = 0.0
     compression: Annotated[
         GradientCompressionConfig,

@@ -6,6 +6,7 @@ Pure (pydantic only, no torch).
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
@@ -14,6 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
+MAX_SHOWN = 80  # characters of a value in a message
+MAX_SIZE = 1 << 16  # ranks of an axis, stages of a pipeline: far above any cluster, and still quick to count
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 Axis = Literal["dp_replicate", "dp_shard", "pp", "tp"]
@@ -22,9 +25,9 @@ DEFAULT_RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
 
 def number(value: object) -> object:
     """YAML 1.1 reads `5e8` as a string; give the field the number that was meant."""
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
-        return int(value) if value == int(value) else value
+    if isinstance(value, str) and len(value) <= MAX_SHOWN and _NUMBER.fullmatch(value.strip()):
+        found = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
+        return int(found) if math.isfinite(found) and found == int(found) else found
     return value
 
 
@@ -51,16 +54,17 @@ def known_treatments(value: object) -> object:
     words = get_args(Treatment)
     for pattern, word in value.items():
         if not isinstance(pattern, str):
-            raise PydanticCustomError("told", "{text}", {"text": f"[{pattern!r}]: patterns are words. Quote it."})
-        if word not in words:
-            near = difflib.get_close_matches(str(word), words, 1, 0.0)[0]
-            text = f"[{pattern!r}]={word!r}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
+            raise PydanticCustomError("told", "{text}", {"text": f"[{shown(pattern)}]: patterns are words. Quote it."})
+        if not isinstance(word, str) or word not in words:
+            near = difflib.get_close_matches(spelled(word), words, 1, 0.0)[0]
+            text = f"[{shown(pattern)}]={shown(word)}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
             raise PydanticCustomError("told", "{text}", {"text": text})
     return dict(value)
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(number)]
-NonNegative = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Count = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(number)]
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE), BeforeValidator(number)]
+NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
 Offload = Literal["none", "cpu", "nvme"]
 
@@ -71,10 +75,22 @@ SelfCheck = Annotated[
 ]
 
 
+def shown(value: object) -> str:
+    """A value in a message: its repr, and of a long one the beginning."""
+    if isinstance(value, int) and value.bit_length() > 8 * MAX_SHOWN:
+        return f"<an integer of {value.bit_length()} bits>"
+    plain = value[: 2 * MAX_SHOWN] if isinstance(value, str) else value
+    try:
+        text = repr(plain)
+    except (ValueError, RecursionError):  # an integer inside that has too many digits; a list inside itself
+        text = f"<a {type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
 def spelled(value: object) -> str:
     """A value as one would type it in the YAML file."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(plain), repr(plain))
+    text = shown(list(value) if isinstance(value, tuple) else value)
+    return {"None": "null", "True": "true", "False": "false"}.get(text, text)
 
 
 class Section(BaseModel):
@@ -109,12 +125,12 @@ class PipelineConfig(Section):
         str | None, Field(description="the file of a 'csv' schedule, one line of actions a rank, or null")
     ] = None
     stages_per_rank: Annotated[
-        Literal["auto"] | Count,
+        Literal["auto"] | Size,
         BeforeValidator(number),
         Field(description="virtual stages of each rank, an integer of 1 or more, or 'auto' (what the schedule needs)"),
     ] = "auto"
     num_microbatches: Annotated[
-        Literal["auto"] | Count,
+        Literal["auto"] | Size,
         BeforeValidator(number),
         Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
     ] = "auto"

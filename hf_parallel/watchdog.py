@@ -27,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hf_parallel.compat import blocked_collective, is_connection_loss
@@ -249,17 +249,20 @@ class Watchdog:
             file=self._stream or sys.stderr,
             flush=True,
         )
-        self._board.end(f"{name} gave up: {text}")
-        kill_silent(beats, who, self._rank)
+        silent = [rank for rank, beat in beats.items() if beat.get("silent", False)]
+        self._board.end(json.dumps({"reason": f"{name} gave up: {text}", "silent": silent}))
+        kill_silent(silent, who)
         self._board.flush(STORE_S if not trouble else 0.0)
         os._exit(EXIT_CODE)
 
     def _follow(self, reason: str) -> None:
         """End this rank, because another one has ended the job."""
         name, (_, text, since) = self._names[self._rank], self._line
-        doing = f"{text}, since {time.monotonic() - since:.1f} s"
-        message = f"hf_parallel: {name} ends, because {reason}. It was here: {doing}."
+        doing, told = f"{text}, since {time.monotonic() - since:.1f} s", json.loads(reason)
+        message = f"hf_parallel: {name} ends, because {told['reason']}. It was here: {doing}."
         print(message, file=self._stream or sys.stderr, flush=True)
+        if told["silent"]:
+            kill_silent([rank for rank in told["silent"] if rank != self._rank], self._board.read("who", STORE_S))
         os._exit(EXIT_CODE)
 
     def _name_uncaught_exceptions(self) -> None:
@@ -310,28 +313,22 @@ def _is_last(beat: str) -> bool:
     return bool(json.loads(beat)["last"])
 
 
-def kill_silent(beats: Mapping[int, Mapping[str, Any]], who: Mapping[int, str], own: int) -> list[int]:
+def kill_silent(silent: Sequence[int], who: Mapping[int, str]) -> list[int]:
     """Kill the silent ranks of this machine, which nobody else would do for half a minute; the ranks killed.
 
     Args:
-        beats: The last line of each rank.
+        silent: Ranks that do not beat.
         who: What each rank wrote about its process.
-        own: This rank.
     """
     killed = []
-    for rank, text in who.items():
-        *host, pid, birth = json.loads(text)
-        is_silent = rank != own and beats.get(rank, {}).get("silent", False)
+    for rank in silent:
+        *host, pid, birth = json.loads(who.get(rank, "[null, null, 0, null]"))
+        is_here = host[0] is not None and host == list(host_identity()) and pid != os.getpid()
         # Process numbers are used again: it is the same process if it was born at the same tick.
-        if (
-            is_silent
-            and host[0] is not None
-            and host == list(host_identity())
-            and birth is not None
-            and birth_of(pid) == birth
-        ):
-            os.kill(pid, signal.SIGKILL)
-            killed.append(rank)
+        if is_here and birth is not None and birth_of(pid) == birth:
+            with suppress(OSError):  # it is gone already, or another user's
+                os.kill(pid, signal.SIGKILL)
+                killed.append(rank)
     return killed
 
 

@@ -32,6 +32,7 @@ SHORT_NAMES: Final = {
     "interleaved": "interleaved_1f1b",
 }
 Content = TypeVar("Content")
+MAX_PASSES: Final = 100_000
 DEFAULT_RANKS, DEFAULT_MICROBATCHES = 4, 8
 
 
@@ -119,6 +120,12 @@ def _schedules(
         pp, microbatches = ranks, count
     pp = DEFAULT_RANKS if pp is None else pp
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+    passes = max(pp, 1) * max(microbatches, 1) * max(stages_per_rank or 1, 1)
+    if passes > MAX_PASSES:
+        raise ConfigError(
+            f"pp={pp}, microbatches={microbatches}, stages_per_rank={stages_per_rank or 'the default'}: {passes} passes, and "
+            f"at most {MAX_PASSES} are timed. Lower one of them."
+        )
     full = [SHORT_NAMES.get(name, name) for name in names or ([] if found else ["1f1b"])]
     open_ones = [name for name in full if name in SCHEDULES and SCHEDULES[name].fixed_stages_per_rank is None]
     for name in full:

@@ -57,7 +57,7 @@ FILLED: Final = re.compile(
 
 def nearest(key: str, known: Collection[str]) -> str:
     """A question for the nearest known key, else what to do without one."""
-    found = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+    found = difflib.get_close_matches(str(key)[:80], sorted(known), n=1, cutoff=0.6)
     return f"Did you mean {found[0]}?" if found else "Remove it."
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.block import trace_block
 from hf_parallel.memory.layout import ModelShape, Precision
+from hf_parallel.sections import spelled
+from hf_parallel.settings_file import parse_json, read_bounded
+
+
+MAX_CONFIG_BYTES: Final = 1 << 22  # names of labels make some long
+# What a model makes a module of each of.
+COUNTS: Final = frozenset(
+    {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_local_experts", "num_experts"}
+)
+MAX_MODULES: Final = 4096
 
 
 def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShape:
@@ -22,16 +33,36 @@ def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShap
     """
     from transformers import AutoConfig
 
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     try:
-        config = AutoConfig.from_pretrained(str(path) if path.exists() else name_or_path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        exists = path.exists()
+        if exists:
+            _refuse_odd_file(path / "config.json" if path.is_dir() else path)
+        config = AutoConfig.from_pretrained(str(path) if exists else name_or_path, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a config class raises what it likes on values of odd types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(
-            f"model {name_or_path!r}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
+            f"model {spelled(name_or_path)}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
     return shape_of_config(config, precision)
+
+
+def _refuse_odd_file(file: Path) -> None:
+    """Refuse what is no JSON file, or would build modules without end."""
+    if not file.exists():
+        return  # transformers says what it looked for
+    content = parse_json(read_bounded(file, MAX_CONFIG_BYTES, "a config.json"), file)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a mapping. Give the config.json of a model.")
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key, value in section.items():
+            if key in COUNTS and isinstance(value, int) and value > MAX_MODULES:
+                raise ConfigError(
+                    f"{file}: {key}={spelled(value)}: at most {MAX_MODULES} modules are counted. Correct the file."
+                )
 
 
 def shape_of_config(config: Any, precision: Precision | None = None) -> ModelShape:
@@ -84,9 +115,10 @@ def _on_meta(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (ValueError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(
-            f"model type {config.model_type!r} cannot be built from its config: {str(error).strip().splitlines()[0]} "
+            f"model type {spelled(config.model_type)} cannot be built from its config: {reason} "
             "Give the config of a causal language model."
         ) from None
 

@@ -7,16 +7,19 @@ times it and `check_schedule` proves, without a process group, that it is comple
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from hf_parallel.errors import ScheduleError
+from hf_parallel.sections import spelled
 
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
-ACTION_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+MAX_BYTES = 1 << 22  # of a schedule file: half a million actions
+ACTION_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Action:
         match = ACTION_TEXT.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"action {text.strip()!r}: an action is <stage><F|B|I|W><microbatch>, such as 2F0. Correct the text."
+                f"action {spelled(text.strip())}: an action is <stage><F|B|I|W><microbatch>, such as 2F0. Correct the text."
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), cast(Kind, kind), int(microbatch))
@@ -84,11 +87,11 @@ def read_schedule(path: str | Path) -> list[list[Action]]:
             `check_schedule`; names the file.
     """
     try:
-        schedule = parse_schedule(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        schedule = parse_schedule(_text_of(Path(path)))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ScheduleError):
+            raise ScheduleError(f"{path}, {error}") from None
         raise ScheduleError(f"{path}: cannot be read ({error}). Give a text file with one line a rank.") from None
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}, {error}") from None
     for line, actions in enumerate(schedule, start=1):
         if not actions:
             raise ScheduleError(f"{path}, line {line}: no action for rank {line - 1}. Fill or remove the line.")
@@ -102,6 +105,17 @@ def read_schedule(path: str | Path) -> list[list[Action]]:
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     return schedule
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file that may be what it should not: a device, a pipe, endless."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise OSError(f"it has more than {MAX_BYTES} bytes")
+    return content.decode("utf-8")
 
 
 def canonical(action: Action) -> Action:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from hf_parallel.deepspeed.rules import nearest
 from hf_parallel.recipes import KEY, ONE_PROCESS_TYPES, SECTION
+from hf_parallel.sections import shown
 
 
 KNOWN: Final = frozenset(
@@ -91,7 +92,7 @@ def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: unknown key, which accelerate refuses. {nearest(str(key), KNOWN)}"
     if "distributed_type" not in accelerate:
         yield "distributed_type: accelerate refuses a file without it. Set distributed_type to MULTI_GPU, or NO for one process."
-    kind = str(accelerate.get("distributed_type", "NO"))
+    kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
     for section, engine in ENGINE_SECTIONS.items():
         if accelerate.get(section) and kind != engine:
             yield (
@@ -110,7 +111,7 @@ def _process_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     for key in ("num_processes", "num_machines"):
         value = accelerate.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int):
-            yield f"{key}={value!r}: expected an integer. Set {key} to a number without quotes."
+            yield f"{key}={shown(value)}: expected an integer. Set {key} to a number without quotes."
         elif value < 1 and not (key == "num_processes" and value == -1):
             yield f"{key}={value}: expected an integer of 1 or more. Set {key} to 1 or more."
         else:
@@ -128,7 +129,7 @@ def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     if precision is False:
         yield "mixed_precision=false: YAML reads the bare word no as false. Write mixed_precision: 'no', in quotes."
     elif precision is not None and str(precision).lower() not in PRECISIONS:
-        yield f"mixed_precision={precision!r}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to 'no' or bf16."
+        yield f"mixed_precision={shown(precision)}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to 'no' or bf16."
     if str(precision).lower() == "fp16" and accelerate.get("use_cpu") is True:
         yield "mixed_precision='fp16' with use_cpu=true: fp16 needs a GPU. Set mixed_precision to bf16 or 'no'."
 
@@ -140,7 +141,7 @@ def _size_problems(accelerate: Mapping[str, Any], kind: str) -> Iterator[str]:
     version = str((accelerate.get("fsdp_config") or {}).get("fsdp_version", 1))
     if sizes and KEY not in section and not (kind == "FSDP" and version == "2"):
         yield (
-            f"{SECTION}.{sizes[0]}={section[sizes[0]]!r} with distributed_type={kind!r}: accelerate's own sizes need FSDP with "
+            f"{SECTION}.{sizes[0]}={shown(section[sizes[0]])} with distributed_type={kind!r}: accelerate's own sizes need FSDP with "
             f"fsdp_version 2. Remove it, and set the sizes in {SECTION}.{KEY}."
         )
 
@@ -165,7 +166,7 @@ def fsdp_problems(block: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
                 yield f"fsdp_config.{key} with fsdp_version=2 has no effect. Remove it (fsdp_reshard_after_forward says when to gather)."
         if str(given.get("fsdp_reshard_after_forward", "true")).lower() not in ("true", "false"):
             value = given["fsdp_reshard_after_forward"]
-            yield f"fsdp_config.fsdp_reshard_after_forward={value!r} with fsdp_version=2: expected true or false. Set it to true."
+            yield f"fsdp_config.fsdp_reshard_after_forward={shown(value)} with fsdp_version=2: expected true or false. Set it to true."
     offload = str(given.get("fsdp_activation_checkpointing_offload", "false")).lower() == "true"
     if offload and (version != "2" or str(given.get("fsdp_activation_checkpointing", "false")).lower() != "true"):
         yield (
@@ -176,6 +177,6 @@ def fsdp_problems(block: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
 
 def file_warnings(accelerate: Mapping[str, Any]) -> Iterator[str]:
     """What may fail or surprise at the top level of the file."""
-    kind = str(accelerate.get("distributed_type", "NO"))
+    kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
     if kind not in ONE_PROCESS_TYPES and accelerate.get("num_processes", -1) == -1:
         yield "num_processes: without it every launch needs --num_processes. Set num_processes to the number of ranks."

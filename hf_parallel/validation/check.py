@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
-
-import yaml
 
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.deepspeed.rules import inline_problems, inline_warnings, json_problems, json_warnings
-from hf_parallel.errors import ConfigError, ParallelError
+from hf_parallel.errors import MAX_LINES, ConfigError, ParallelError, bounded
 from hf_parallel.machine.facts import Machine
 from hf_parallel.pipeline_parallel.programs import ScheduleChoice
 from hf_parallel.recipes import KEY, SECTION, check_accelerate, read_section
+from hf_parallel.sections import spelled
+from hf_parallel.settings_file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
 from hf_parallel.validation.accelerate import file_problems, file_warnings
 
 
@@ -83,8 +84,8 @@ class _Place:
         self.lines = key_lines(self.text)
 
     def findings(self, severity: Severity, messages: Iterable[str], prefix: str = "") -> Iterator[Finding]:
-        for message in messages:
-            yield Finding(severity, message, self.path, self._line(prefix, message))
+        for message in islice(messages, MAX_LINES):
+            yield Finding(severity, bounded(message), self.path, self._line(prefix, message))
 
     def _line(self, prefix: str, message: str) -> int | None:
         """The line of the longest part of the key path that is written in the file."""
@@ -97,24 +98,6 @@ class _Place:
         return None
 
 
-def key_lines(text: str) -> dict[str, int]:
-    """Dotted key path -> line, from 1, of a YAML or JSON text; empty if it is neither."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        return {}
-    return dict(_walk(root, ""))
-
-
-def _walk(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        name = f"{path}{key.value}"
-        yield name, key.start_mark.line + 1
-        yield from _walk(value, f"{name}.")
-
-
 def check_file(path: Path, machine: Machine) -> Checked:
     """Check a config file against all rules.
 
@@ -125,9 +108,9 @@ def check_file(path: Path, machine: Machine) -> Checked:
     try:
         section, accelerate = read_section(path)
     except ConfigError as error:
-        text = str(error).removeprefix(f"{path}: ")
-        return Checked(path, None, {}, findings=(Finding("error", text, path),))
-    place = _Place(path, path.read_text(encoding="utf-8"))
+        texts = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
+        return Checked(path, None, {}, findings=tuple(Finding("error", text, path) for text in texts))
+    place = _Place(path, read_bounded(path))
     config, found = _check_section(place, section)
     found += place.findings("error", file_problems(accelerate))
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
@@ -240,17 +223,20 @@ def _check_deepspeed(
     named = block.get("deepspeed_config_file")
     if named is None:
         return None, found
-    file = Path(str(named)).expanduser()
+    file = Path(os.path.expanduser(str(named)))
     try:
-        text = file.read_text(encoding="utf-8")
-        config = json.loads(text)
-    except (OSError, ValueError) as error:
-        problem = f"deepspeed_config.deepspeed_config_file={str(named)!r}: {error}. Name a JSON file that can be read."
+        text = read_bounded(file, MAX_JSON_BYTES, "a DeepSpeed JSON file")
+        config = parse_json(text, file)
+    except ConfigError as error:
+        problem = (
+            f"deepspeed_config.deepspeed_config_file={spelled(str(named))}: {error} Name a JSON file that can be read."
+        )
         return None, [*found, *place.findings("error", [problem])]
     if not isinstance(config, dict):
         return None, [*found, Finding("error", 'expected a mapping. Write {"zero_optimization": {"stage": 2}}.', file)]
     inner, processes = _Place(file, text), accelerate.get("num_processes")
-    world = processes if isinstance(processes, int) and processes > 0 else None
+    is_number = isinstance(processes, int) and not isinstance(processes, bool)
+    world = processes if is_number and processes is not None and processes > 0 else None
     found += inner.findings("error", json_problems(config, keys, world))
     found += inner.findings("warning", json_warnings(config, machine.gpu_bytes))
     if accelerate.get("use_cpu") is True or not machine.gpus:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
 FLOORS = [
     {"errors", "sections"},
-    {"problems", "replica_sections", "machine", "noticeboard", "one_rank"},
+    {"problems", "replica_sections", "machine", "noticeboard", "one_rank", "settings_file"},
     {"zero_rules"},
     {"config", "compat"},
     {"recipes", "mesh", "watchdog", "accumulation"},

@@ -37,12 +37,18 @@ class CutOff:
         raise AssertionError("not reached")
 
 
+OF_OTHER_TESTS: set[threading.Thread] = set()
+
+
 def names_of_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_parallel")]
+    here = set(threading.enumerate()) - OF_OTHER_TESTS
+    return sorted(thread.name for thread in here if thread.name.startswith("hf_parallel"))
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> object:
+    OF_OTHER_TESTS.clear()
+    OF_OTHER_TESTS.update(threading.enumerate())
     yield
     assert names_of_threads() == []
 
