@@ -291,6 +291,23 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 dist.barrier()
         return state
 
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Not for a Trainer, which saves checkpoints; stock code would save one rank's optimizer state as if it were all.
+
+        Raises:
+            UnsupportedError: Always; loops of one's own have another (see `raw_loop`).
+        """
+        raise UnsupportedError(
+            "accelerator.save_state() inside a Trainer is not available: set save_strategy and save_steps of "
+            "TrainingArguments, whose checkpoints any layout resumes."
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Not for a Trainer, as `save_state`."""
+        raise UnsupportedError(
+            "accelerator.load_state() inside a Trainer is not available: call trainer.train(resume_from_checkpoint=folder)."
+        )
+
     def save_model(
         self,
         model: nn.Module,

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hf_parallel.compat import private_store
 from hf_parallel.errors import UnsupportedError
 
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 MEETING_S = 120.0
 
@@ -28,7 +32,7 @@ class Meeting:
 
     def __init__(self, names: Sequence[str], bound_s: float = MEETING_S) -> None:
         self._names, self._bound_s = list(names), bound_s
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._calls = 0
 
     def meet(self, what: str) -> None:

@@ -21,6 +21,7 @@ from hf_parallel.errors import RankMismatchError, UnsupportedError
 
 CHUNK = 1 << 16  # words of 8 bytes that are hashed together: they fit a cache
 SEED = 0x5EED
+WRAPS: Callable[[object], bool] = is_traceable_wrapper_subclass
 MOST, LEAST = 2**63 - 1, -(2**63)
 
 
@@ -172,7 +173,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     sources: tuple[Callable[[], Iterable[tuple[str, Tensor]]], ...] = (model.named_parameters, model.named_buffers)
     for source in sources:
         for name, tensor in source():
-            if not tensor.is_meta and tensor.numel() and not is_traceable_wrapper_subclass(tensor):
+            if not tensor.is_meta and tensor.numel() and not WRAPS(tensor):
                 yield name, tensor
 
 

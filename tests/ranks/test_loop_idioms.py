@@ -97,7 +97,7 @@ def out_of_memory(name: str) -> tuple[Any, ...]:
 
     accelerator, _, _, _, replicas = begin(name)
 
-    @find_executable_batch_size(starting_batch_size=16)
+    @find_executable_batch_size(starting_batch_size=9)
     def run(batch_size: int) -> tuple[Any, list[float]]:
         accelerator.free_memory()
         model = tiny.llama(tied=True)
@@ -107,7 +107,7 @@ def out_of_memory(name: str) -> tuple[Any, ...]:
         norms = []
         for batch in loader:
             accelerator.backward(model(**batch).loss)
-            if batch_size == 16:
+            if batch_size == 9:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
             norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()

@@ -204,7 +204,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
     refused("arguments", lambda: plain.trainer(arguments={"parallelism_config": plugin}))
     twice = pp2.trainer(model_init=lambda: tiny.llama())
     twice.train()
-    refused("model_init twice", twice.train)
+    refused("trial", lambda: twice.train(trial={"learning_rate": 1e-4}))
     trained = pp2.trainer()
     trained.train()
     refused("generate", lambda: trained.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2))
@@ -237,7 +237,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("adafactor", ["UnsupportedError", "optimizer Adafactor with tp_size=2", "AdamW"]),
         ("late", ["ConfigError", "add_callback()"]),
         ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
-        ("model_init twice", ["UnsupportedError", "a second model"]),
+        ("trial", ["UnsupportedError", "a second model", "trials of a search as runs of their "]),
         ("generate", ["UnsupportedError", "save_model()"]),
         ("deepcopy", ["UnsupportedError", "copy.deepcopy"]),
     ],
