@@ -24,8 +24,8 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.linear import row_product
 from hf_parallel.tensor_parallel.plan import BlockSequence, Place, Region, SequencePlan
-from hf_parallel.tensor_parallel.seeds import PairSeeds
 from hf_parallel.tensor_parallel.reads import own
+from hf_parallel.tensor_parallel.seeds import PairSeeds
 from hf_parallel.tensor_parallel.sequence_draws import Draws
 from hf_parallel.tensor_parallel.sequence_functions import (
     Entry,
