@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -85,6 +86,9 @@ class ShardedModel:
             )[:1]
             for module in modules:
                 _keep_name(module)
+        for name, module in model.named_modules():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                module.register_forward_pre_hook(partial(_refuse_parts, name))
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
@@ -126,6 +130,21 @@ class ShardedModel:
     def _now(self, parameter: Tensor) -> Tensor:
         reference, new = self._replaced.get(id(parameter), (lambda: None, parameter))
         return new if reference() is parameter else parameter
+
+
+def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
+    """Before a module runs: its parameters were gathered by the unit that it is part of, or nobody has called that.
+
+    Raises:
+        UnsupportedError: They are in parts, so that this is a call from outside of the model's forward.
+    """
+    for key, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"zero.stage=3 (or 2 with zero.engine=fsdp2): module {name} was called outside of the model's forward, where "
+                f"its {key} is shared out over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
+                "model's forward (pass input_ids in place of inputs_embeds made from the embedding), or set zero.stage to 1."
+            )
 
 
 def precision(own: torch.dtype, compute: torch.dtype | None, is_root: bool) -> MixedPrecisionPolicy:

@@ -254,7 +254,7 @@ class Whole(Tensor):
     __torch_function__ = plain_torch_function()
 
     @staticmethod
-    def __new__(cls, owned: Owned, part: Tensor) -> Whole:
+    def __new__(cls: type[Whole], owned: Owned, part: Tensor) -> Whole:
         made: Whole = _wrapper(cls, owned, part)
         return made
 
@@ -312,7 +312,7 @@ class Refused(Tensor):
     """What stands for a sharded tensor outside of every forward: its metadata, and an error for all else."""
 
     @staticmethod
-    def __new__(cls, owned: Owned, part: Tensor) -> Refused:
+    def __new__(cls: type[Refused], owned: Owned, part: Tensor) -> Refused:
         made: Refused = _wrapper(cls, owned, part)
         return made
 

@@ -117,7 +117,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     return found
 
 
-@pytest.mark.parametrize("name, reference", [("tp2", "one"), ("pp2", "one"), ("tp2_dp2", "ddp2"), ("pp2_dp2", "ddp2")])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("tp2", "one"), ("pp2", "one"), ("tp2_dp2", "ddp2"), ("pp2_dp2", "ddp2")]
+)
 def test_what_is_gathered_and_counted_is_that_of_the_replicas(
     name: str, reference: str, runs: dict[str, list[dict[str, Any]]]
 ) -> None:

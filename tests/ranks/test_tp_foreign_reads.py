@@ -238,3 +238,74 @@ def test_a_foreign_read_under_tp_trains_as_one_process(name: str, runs: dict[str
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[1].items():
         assert (weights[0][key] - value).norm() <= 1e-5 * value.norm(), key
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def raised(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - returned
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def outside_main(rank: int, world_size: int) -> dict[str, Any]:
+    """Reads of a sharded head outside of every forward, where ranks need not be in step."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, tp_size=2))
+    model = accelerator.prepare(tiny.llama())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, real = model.lm_head.weight, model.lm_head._parameters["weight"]
+    found = {
+        "norm": raised(lambda: weight.norm()) if rank == 0 else "",  # one rank alone: must not wait for the other
+        "logged": raised(lambda: float(weight.detach().abs().max())),
+        "function": raised(lambda: F.linear(torch.ones(1, 32), model.lm_head.weight)),
+        "hook": raised(lambda: model.lm_head.weight.register_hook(lambda grad: grad)),
+        "data": raised(lambda: model.lm_head.weight.data.zero_()),
+        "inside a block": raised(lambda: model.model.layers[0].mlp.down_proj.weight.sum()),
+        "shape": tuple(weight.shape),
+        "kept": (str(weight.dtype), weight.device.type, weight.requires_grad, weight.grad, weight.ndim, len(weight)),
+        "local": tuple(real.shape),
+    }
+    weight.requires_grad = False
+    found["frozen"] = not real.requires_grad
+    weight.requires_grad_(True)
+    weight.learning_rate = 3
+    found["attribute"] = (real.learning_rate, model.lm_head.weight.learning_rate)
+    accelerator.backward(model(**tiny.collate(tiny.rows(4))).loss)
+    optimizer.step()
+    found["gradient"] = raised(lambda: model.lm_head.weight.grad)
+    accelerator.hf_parallel.watchdog.stop()
+    return found
+
+
+def test_a_foreign_read_outside_of_a_forward_is_refused_by_name(tmp_path: Path) -> None:
+    results = run_ranks(outside_main, 2, tmp_path=tmp_path, env=ENV)
+    assert "lm_head.weight" in results[0].pop("norm")
+    results[1].pop("norm")
+    for found in results:
+        for use in ("logged", "function", "hook", "data", "gradient"):
+            assert found[use].startswith("UnsupportedError: lm_head.weight is used"), found[use]
+            assert "tensor_parallel.plan: {lm_head: replicate}" in found[use]
+        assert "model.layers.0.mlp.down_proj.weight" in found["inside a block"]
+        assert found["shape"] == (99, 32)
+        assert found["kept"] == ("torch.float32", "cpu", True, None, 2, 99)
+        assert found["local"][0] < 99
+        assert found["frozen"]
+        assert found["attribute"] == (3, 3)
+
+
+def embedded_main(rank: int, world_size: int, folder: str) -> str:
+    return raised(lambda: train("embedded_llama", Path(folder), {"zero": {"stage": 3}}, world_size, False))
+
+
+def test_an_embedding_called_outside_of_a_forward_under_zero_3_is_refused(tmp_path: Path) -> None:
+    for text in run_ranks(embedded_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV):
+        assert text.startswith("UnsupportedError: zero.stage=3"), text
+        assert "module model.embed_tokens was called outside of the model's forward" in text
+        assert "set zero.stage to 1" in text
