@@ -95,6 +95,7 @@ class _Watch(TorchFunctionMode):
         self._versions = [(tensor, tensor._version) for tensor in labels]
         self._count = None if count is None else float(count)
         self.made: dict[int, _Made] = {}
+        self._kept: set[int] = set()  # whether a label counts, and how many do
         self._times: dict[int, int] = {}  # a product with a number -> the other factor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,6 +117,10 @@ class _Watch(TorchFunctionMode):
                 self._labels.add(id(out))
                 self._versions.append((out, out._version))
                 self._alive.append(out)
+        elif self._counts(name, args):
+            self._kept.add(id(out))
+            self._alive.append(out)
+            made = None
         else:
             made = self._arithmetic(name, args, out, before)
         if made is not None:
@@ -133,9 +138,16 @@ class _Watch(TorchFunctionMode):
             return None
         return _Made(how["reduction"], int(how["target"].ne(IGNORED).sum()), float(out))
 
+    def _counts(self, name: str, args: Any) -> bool:
+        if name in ("ne", "__ne__"):
+            return len(args) == 2 and id(args[0]) in self._labels and isinstance(args[1], int) and args[1] == IGNORED
+        return name == "sum" and len(args) == 1 and id(args[0]) in self._kept
+
     def _arithmetic(self, name: str, args: Any, out: Tensor, before: _Made | None) -> _Made | None:
         first, second = (*args, None, None)[:2]
         if name in DIVIDES and before is not None and before.form == "sum" and not before.added:
+            if id(second) in self._kept and not second.ndim and int(second) == before.targets:
+                return replace(before, form="mean", value=float(out))
             divided = self._count is not None and second is not None and float(second) == self._count
             return replace(before, form="items", value=float(out)) if divided else None
         if name in ADDS and len(args) == 2:

@@ -192,7 +192,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return False
         why = why_not_additive(function, self.model.config, self.args.device)
         believed = torch.tensor(int(not why), device=self.args.device)
-        with self.hf_parallel_session.watchdog.waiting("waits for what other stages think of compute_loss_func"):
+        with pipeline.attachment.watchdog.waiting("waits for what other stages think of compute_loss_func"):
             dist.all_reduce(believed, dist.ReduceOp.MIN, group=pipeline.mesh.mp_group)
         if not believed:
             warn_not_additive(function, why)

@@ -1,0 +1,144 @@
+"""Which losses of models run microbatch by microbatch: only those that one plain cross-entropy makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+from transformers.loss import loss_utils
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_parallel.compat import is_causal_loss
+from hf_parallel.pipeline_parallel.loss_kind import judge_loss
+from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+
+
+def batch() -> dict[str, Tensor]:
+    return tiny.collate(tiny.rows(3, variable_length=True))
+
+
+def plain(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+    """A function of the user's own that computes what transformers' does."""
+    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def miscounts(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kw: Any) -> Tensor:
+    """Its count leaves out a token that is in no sample."""
+    losses = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    kept = (labels[:, 1:] != -100) & (labels[:, 1:] != 98)
+    return losses / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def mean(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return nn.CrossEntropyLoss()(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
+
+
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+def row_mean(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    each = [functional.cross_entropy(x[:-1], y[1:]) for x, y in zip(logits, labels, strict=True)]
+    return torch.stack(each).mean()
+
+
+def one_weight(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """The weight of a token that is in no sample."""
+    weight = torch.ones(vocab_size)
+    weight[98] = 5.0
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weight=weight)
+
+
+def without_one(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return ForCausalLMLoss(logits, labels.masked_fill(labels == 98, -100), vocab_size)
+
+
+def writes(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    labels[labels == 98] = -100
+    return ForCausalLMLoss(logits, labels, vocab_size)
+
+
+def doubled(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return ForCausalLMLoss(logits, labels, vocab_size, **kwargs).mul_(2)
+
+
+def by_batch_size(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
+) -> Tensor:
+    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch=len(labels))
+
+
+def hotter(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    """The temperature is of the whole batch."""
+    return ForCausalLMLoss(logits / logits.std(), labels, vocab_size, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (mean, "mean"),
+        (smoothed, "mean"),
+        (plain, "sum_over_items"),
+        (miscounts, "whole"),
+        (row_mean, "whole"),
+        (one_weight, "whole"),
+        (without_one, "whole"),
+        (writes, "whole"),
+        (doubled, "whole"),
+        (by_batch_size, "whole"),
+        (hotter, "whole"),
+        (functools.partial(ForCausalLMLoss, ignore_index=98), "whole"),
+        (functools.partial(ForCausalLMLoss), "sum_over_items"),
+    ],
+)
+def test_a_loss_function_runs_on_parts_only_if_it_is_one_plain_cross_entropy(
+    function: Callable[..., Any], kind: str
+) -> None:
+    model = tiny.llama(layers=1)
+    model.loss_function = function
+    sample = batch()
+    before = {key: value.clone() for key, value in sample.items()}
+    assert judge_loss(model, sample).kind == kind
+    assert all(torch.equal(before[key], value) for key, value in sample.items())
+
+
+class InTraining(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if self.training and output.loss is not None:
+            output.loss = output.loss + 1e-5 * output.logits.pow(2).mean()
+        return output
+
+
+def test_a_forward_is_judged_as_it_trains() -> None:
+    model = InTraining(tiny.llama(layers=1).config).eval()
+    assert judge_loss(model, batch()).kind == "whole"
+    assert not model.training
+    plan = shard_vocabulary(model, plan_tensor_parallel(model, 2, batch()), batch())
+    assert "something else in the loss depends on the logits" in plan.fallbacks["lm_head"]
+
+
+def test_families_keep_their_kind() -> None:
+    for name, kind in (("gpt2", "sum_over_items"), ("mixtral", "sum_and_extra"), ("mamba", "sum_over_items")):
+        assert judge_loss(tiny.MODELS[name](), batch()).kind == kind, name
+
+
+def test_the_loss_of_transformers_is_known_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_causal_loss(ForCausalLMLoss)
+    assert not is_causal_loss(functools.partial(ForCausalLMLoss))
+    assert not is_causal_loss(functools.wraps(ForCausalLMLoss)(lambda *a, **k: ForCausalLMLoss(*a, **k)))
+    genuine = loss_utils.fixed_cross_entropy
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda *a, **k: genuine(*a, **k))
+    assert not is_causal_loss(ForCausalLMLoss)
+    monkeypatch.undo()
+    monkeypatch.setattr(functional, "cross_entropy", functools.partial(functional.cross_entropy))
+    assert not is_causal_loss(ForCausalLMLoss)
