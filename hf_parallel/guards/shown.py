@@ -256,6 +256,11 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(wrapped, result)
 
 
+def plain_of(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the values of one that may be a stand-in."""
+    return tensor.plain() if isinstance(tensor, _Stand) else tensor
+
+
 def refuse_part(names: Sequence[str], present: int, pp_size: int) -> None:
     """Norms over some of a stage's gradients cannot be added up over stages that have others.
 
