@@ -178,7 +178,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     """What `parameter.register_hook` was given, by the ids of their handles; changing it changes what runs."""
-    found: dict[int, Any] | None = parameter._backward_hooks  # type: ignore[assignment]
+    found: dict[int, Any] | None = parameter._backward_hooks
     return found if found is not None else {}
 
 
@@ -186,6 +186,20 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return found if found is not None else {}
+
+
+def not_overridden() -> Any:
+    """`__torch_function__` of a tensor class whose functions are taken over in `__torch_dispatch__` alone."""
+    import torch
+
+    return torch._C._disabled_torch_function_impl
+
+
+def without_memory(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
+    """A tensor of class `kind` that has no memory, as `DTensor` is made."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 class HookCarrier:

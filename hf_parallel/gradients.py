@@ -256,7 +256,9 @@ class GradientSync:
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         if treats_elements_alone(optimizer):
             return
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        kind = type(optimizer).__name__
+        if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
+            kind += f" of {type(optimizer).__module__}"
         sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
         if sharded:
             raise UnsupportedError(

@@ -17,6 +17,7 @@ from hf_parallel.checkpointing.manifest import is_bare, read_json, read_manifest
 from hf_parallel.checkpointing.stored import Reader
 from hf_parallel.data_parallel.fsdp import local_of, rows_of, whole_of
 from hf_parallel.errors import CheckpointError
+from hf_parallel.guards.shown import plain_of
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 
@@ -41,7 +42,7 @@ def gather_tensors(
     for entry in ledger:
         if wanted is None or wanted(entry):
             mine = held.get(entry.name)
-            mine = mine if mine is None else whole_of(mine)  # over the replicas, one tensor at a time
+            mine = mine if mine is None else whole_of(plain_of(mine))  # over the replicas, one tensor at a time
             tensor = _gather_one(entry, mine, mesh) if mesh.dp_rank == 0 else None
             if tensor is not None:
                 full[entry.name] = tensor

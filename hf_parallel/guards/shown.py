@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hf_parallel.compat import in_backward_pass
+from hf_parallel.compat import in_backward_pass, not_overridden, without_memory
 from hf_parallel.errors import UnsupportedError
 
 
@@ -104,7 +104,7 @@ class Sums(Protocol):
 class _Stand(torch.Tensor):
     """A tensor without memory whose functions are carried out elsewhere."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = not_overridden()
 
     def plain(self) -> Tensor:
         """An ordinary tensor with its values."""
@@ -125,7 +125,7 @@ class _Stand(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.plain(), spec)
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -139,9 +139,7 @@ class SharedGradient(_Stand):
     @staticmethod
     def of(like: Tensor, part: Part, sums: Sums, changed: Tensor | None = None) -> SharedGradient:
         """Stands for the gradient of `like`, or for `changed`."""
-        made: SharedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            SharedGradient, like.shape, dtype=like.dtype, device=like.device
-        )
+        made: SharedGradient = without_memory(SharedGradient, like.shape, like.dtype, like.device)
         made.part, made.sums, made.changed = part, sums, changed
         return made
 
@@ -149,9 +147,9 @@ class SharedGradient(_Stand):
         return self.part.tensor() if self.changed is None else self.changed
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, SharedGradient):
             if func in SAME:
                 return SharedGradient.of(first, first.part, first.sums, first.changed)
@@ -189,9 +187,7 @@ class PartialNorm(_Stand):
 
     @staticmethod
     def _make(shape: Any, dtype: Any, device: Any, *values: Any) -> PartialNorm:
-        made: PartialNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            PartialNorm, shape, dtype=dtype, device=device
-        )
+        made: PartialNorm = without_memory(PartialNorm, shape, dtype, device)
         made.powers, made.names, made.owned, made.norm_type, made.sums = values
         return made
 
@@ -199,9 +195,9 @@ class PartialNorm(_Stand):
         return self.sums.own(self.powers, self.norm_type).to(self.device, self.dtype).view(self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, PartialNorm):
             if func in SAME | COPIES:
                 device, dtype = kwargs.get("device") or first.device, kwargs.get("dtype") or first.dtype
@@ -258,6 +254,11 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
         return leaf
 
     return pytree.tree_map(wrapped, result)
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the values of one that may be a stand-in."""
+    return tensor.plain() if isinstance(tensor, _Stand) else tensor
 
 
 def refuse_part(names: Sequence[str], present: int, pp_size: int) -> None:

@@ -220,12 +220,26 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
-        others = [callback for callback in self.callback_handler.callbacks if is_users(callback)]
-        if self._engine is not None:
-            self._engine.gradients.replicas.let_others_look(bool(others))
-            if any(map(looks_at_gradients, others)):
-                self._engine.gradients.shown.lay_open()
+        engine = self._engine
+        if engine is not None:
+            others, looks = self._looked_at_by()
+            engine.gradients.replicas.let_others_look(others)
+            if looks:
+                engine.gradients.shown.lay_open()
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+
+    def _looked_at_by(self) -> tuple[bool, bool]:
+        """Whether users have callbacks on any rank, and some that may look at gradients; asked once a run."""
+        callbacks = self.callback_handler.callbacks
+        known: tuple[bool, bool] | None = getattr(self, "_hf_parallel_looks", None)
+        if known is None:
+            others = [callback for callback in callbacks if is_users(callback)]
+            flags = torch.tensor([len(others) > 0, any(map(looks_at_gradients, others))], device=self.args.device)
+            flags = flags.int()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            others_look, gradients_too = (bool(flag) for flag in flags.tolist())
+            known = self._hf_parallel_looks = (others_look, gradients_too)
+        return known
 
 
 def is_users(callback: TrainerCallback) -> bool:
