@@ -31,11 +31,11 @@ from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batches import Announced, Digests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
-from hf_parallel.pipeline_parallel.cut import Running
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
 from hf_parallel.pipeline_parallel.selfcheck import LossKind
+from hf_parallel.pipeline_parallel.stage import Stage
 
 
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
@@ -93,7 +93,8 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
-        self._running: Running = next(iter(runtime.stages.values())).running  # type: ignore[attr-defined]
+        first: Stage = next(iter(runtime.stages.values()))  # type: ignore[assignment]
+        self._running, self._plan = first.running, first.plan
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
@@ -192,6 +193,14 @@ class PipelineEngine(Engine):
 
     def _refuse(self, batch: dict[str, Any]) -> None:
         given = [name for name in REFUSED if batch.get(name) not in (None, False)]
+        embedded = batch.get("inputs_embeds")
+        if isinstance(embedded, torch.Tensor) and (embedded.requires_grad or not self._planned_for("inputs_embeds")):
+            raise UnsupportedError(
+                f"inputs_embeds in a batch with pp_size={self.mesh.shape.pp_size}: the embedding is on the rank of the first "
+                "stage only, so the other ranks can neither make these vectors nor train what made them. Give the model "
+                "input_ids; what changes embeddings can be a forward hook of model.get_input_embeddings(), registered "
+                "before training. Or set pp_size to 1."
+            )
         if batch.pop("return_dict", True) is False:
             given.append("return_dict=False")
         if given:
@@ -200,6 +209,10 @@ class PipelineEngine(Engine):
                 "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
                 "process for that, or use pp_size 1."
             )
+
+    def _planned_for(self, name: str) -> bool:
+        """Whether the stages were planned with a sample that has the input `name`."""
+        return any(name in inputs for inputs in self._plan.covered)
 
     # -- fused ---------------------------------------------------------------------------------------------------
 
@@ -345,8 +358,9 @@ class PipelineEngine(Engine):
         self._queued = False
         passed, self._passed = self._passed, []
         for made, factor in passed:
+            gradients = made.take()
             self._backwards.scaled(factor)
-            add(made.take(), factor)
+            add(gradients, factor)
         last = GradientState().sync_gradients
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
