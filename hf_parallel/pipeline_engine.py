@@ -28,7 +28,7 @@ from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batches import Announced, Digests
+from hf_parallel.guards.batches import Announced, RiddenDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.pipeline_parallel.programs import Programs
@@ -108,8 +108,7 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._digests = Digests()
-        self._unread: list[torch.Tensor] = []
+        self._ridden = RiddenDigests(self.mesh)
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -310,22 +309,11 @@ class PipelineEngine(Engine):
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
-        told[len(batches) + self.mesh.rank % shape.mp_size] = self._digests.of(batches).to(device)
+        self._ridden.put(told[len(batches) :], batches)
         with self.attachment.watchdog.waiting("waits for the loss of the last stage"):
             dist.all_reduce(told, group=self.mesh.mp_group)
-        self._compare_batches(told[len(batches) :])
+        self._ridden.arrived(told[len(batches) :])
         return list(told[: len(batches)].float().unbind())
-
-    def _compare_batches(self, digests: torch.Tensor) -> None:
-        """Refuse batches that differ over the ranks; on a GPU only where a backward waits for the device anyway."""
-        self._unread.append(digests)
-        if digests.device.type == "cpu" or not torch.is_grad_enabled():
-            self._read_digests()
-
-    def _read_digests(self) -> None:
-        unread, self._unread = self._unread, []
-        for values in unread:
-            refuse_unlike(self.mesh, [int(value) for value in values.tolist()])
 
     def finish_backward(self, gradient: torch.Tensor, made: Made | None, seed: float) -> None:
         """Backward of a returned loss: apply the factor of upstream code; on the last one, finish the step."""
@@ -334,7 +322,7 @@ class PipelineEngine(Engine):
             self._passed.append((made, gradient / seed))
             self._queue()
             return
-        self._read_digests()
+        self._ridden.judge()
         self._factors.append(float(gradient) / seed)
         first = self._factors[0]
         if not all(abs(factor - first) <= 1e-6 * abs(first) for factor in self._factors):
@@ -366,7 +354,7 @@ class PipelineEngine(Engine):
             if last:
                 found, self._direct.found = self._direct.found, []
                 self._backwards.agree(found, tolerates_nan=self.scaler is not None)
-                self._read_digests()
+                self._ridden.judge()
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)
@@ -440,14 +428,14 @@ class PipelineEngine(Engine):
                 if self.mesh.tp_rank == 0:
                     double = int(logits.dtype is torch.float64)
                     header[:4] = torch.tensor([double, *logits.shape], device=header.device)
-            header[4 + self.mesh.rank % self.mesh.shape.mp_size] = self._digests.of([batch]).to(header.device)
+            self._ridden.put(header[4:], [batch])
             dist.all_reduce(header, group=self.mesh.mp_group)
             if not self.runtime.has_last_stage:
                 double, *shape = header[:4].tolist()
                 logits = torch.empty(
                     shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device
                 )
-            self._compare_batches(header[4:])
+            self._ridden.arrived(header[4:])
             dist.broadcast(logits, src=source, group=group)
         return logits
 

@@ -90,6 +90,43 @@ class Digests:
         return (values * weights[: values.numel()]).sum()
 
 
+class RiddenDigests:
+    """Digests of what the ranks of one model copy read, on messages that are sent anyway: one slot a rank.
+
+    Args:
+        mesh: This rank's mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._digests = Digests()
+        self._unread: list[Tensor] = []
+
+    def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Write this rank's digest into its slot of what will be summed over the ranks."""
+        slots[self._mesh.rank % self._mesh.shape.mp_size] = self._digests.of(batches).to(slots.device)
+
+    def arrived(self, slots: Tensor) -> None:
+        """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        self._unread.append(slots)
+        if slots.device.type == "cpu" or not torch.is_grad_enabled():
+            self.judge()
+
+    def judge(self) -> None:
+        """Refuse batches that differ.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        unread, self._unread = self._unread, []
+        for slots in unread:
+            refuse_unlike(self._mesh, [int(value) for value in slots.tolist()])
+
+
 class SharedBatch:
     """Compares the batch of every forward pass over the ranks that share its layers; without a pipeline.
 

@@ -21,7 +21,7 @@ TP2: dict[str, Any] = {"tp_size": 2}
 LATE: dict[str, Any] = {"steps": 9}  # the first steps are checked more closely
 RIGHT: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ("Editing", "EditingSecond", "Replacing", "Copying", "ThroughNumpy", "ThroughView")),
-    *((name, {}) for name in ("Removing", "Preparing", "Prepared", "hooked", "replaced_step")),
+    *((name, {}) for name in ("Removing", "Preparing", "Prepared", "hooked", "replaced_step", "our_subclass")),
     *((name, {}) for name in ("TwoBackwards", "UnequalBackwards", "ScaledByBatch", "Unread")),
     *((name, {"model": "llama_tied"}) for name in ("Temperature", "Weighted", "TiedPenalty", "UnequalBackwards")),
     *((name, {"accumulation": 1}) for name in ("Temperature", "Weighted", "Editing", "TwoBackwards")),
