@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
 
-from hf_parallel.batches import count_targets, num_rows, refuse_unlike, split_rows
+from hf_parallel.batches import count_targets, num_rows, split_rows
 from hf_parallel.compat import queue_after_backward
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
