@@ -70,6 +70,21 @@ def test_what_cannot_be_right_is_refused_before_its_first_update_on_every_rank(n
     assert re.search(message, found[0]["error"]), found[0]["error"]
 
 
+REPLICATED: list[tuple[str, dict[str, Any]]] = [
+    ("ScaledByBatch", {"rows": 4}),
+    ("ScaledByBatch", {"rows": 4, "accumulation": 1, "model": "llama_tied"}),
+    ("Editing", {"rows": 4}),
+]
+
+
+def test_each_replica_has_factors_of_its_own_as_under_ddp(tmp_path: Path) -> None:
+    stock = launch([(name, None, options) for name, options in REPLICATED], 2, tmp_path / "ddp")
+    mine = launch([(name, PP2, options) for name, options in REPLICATED], 4, tmp_path / "pp2dp2")
+    for reference, found in zip(stock, mine, strict=True):
+        for each in found:
+            same({**each, "folder": found[0]["folder"]}, reference[0])
+
+
 # -- loops of their own, and what a pipeline cannot be asked ---------------------------------------------------------
 
 
