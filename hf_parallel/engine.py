@@ -25,6 +25,7 @@ from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.batches import SharedBatch
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas
@@ -181,6 +182,7 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._queued = False
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
@@ -188,8 +190,11 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
+            self._shared_batch.compare(batch)
             self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)
+        elif "labels" in kwargs:
+            self._shared_batch.compare(kwargs)
         context = self.autocast()
         with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
             output = self.attachment.forward(*args, **kwargs)

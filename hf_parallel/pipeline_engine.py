@@ -22,21 +22,21 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hf_parallel.batches import count_targets, num_rows, refuse_unlike, split_rows
+from hf_parallel.batches import count_targets, num_rows, split_rows
 from hf_parallel.compat import loss_functions, queue_after_backward
 from hf_parallel.engine import Attachment, Engine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batches import Announced, Digests
+from hf_parallel.guards.batches import Announced, RiddenDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
-from hf_parallel.pipeline_parallel.cut import Running
 from hf_parallel.pipeline_parallel.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
+from hf_parallel.pipeline_parallel.stage import Stage
 
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,8 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
-        self._running: Running = next(iter(runtime.stages.values())).running  # type: ignore[attr-defined]
+        first: Stage = next(iter(runtime.stages.values()))  # type: ignore[assignment]
+        self._running, self._plan = first.running, first.plan
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
@@ -113,8 +114,7 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._digests = Digests()
-        self._unread: list[torch.Tensor] = []
+        self._ridden = RiddenDigests(self.mesh)
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -200,6 +200,14 @@ class PipelineEngine(Engine):
 
     def _refuse(self, batch: dict[str, Any]) -> None:
         given = [name for name in REFUSED if batch.get(name) not in (None, False)]
+        embedded = batch.get("inputs_embeds")
+        if isinstance(embedded, torch.Tensor) and (embedded.requires_grad or not self._planned_for("inputs_embeds")):
+            raise UnsupportedError(
+                f"inputs_embeds in a batch with pp_size={self.mesh.shape.pp_size}: the embedding is on the rank of the first "
+                "stage only, so the other ranks can neither make these vectors nor train what made them. Give the model "
+                "input_ids; what changes embeddings can be a forward hook of model.get_input_embeddings(), registered "
+                "before training. Or set pp_size to 1."
+            )
         if batch.pop("return_dict", True) is False:
             given.append("return_dict=False")
         if given:
@@ -208,6 +216,10 @@ class PipelineEngine(Engine):
                 "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
                 "process for that, or use pp_size 1."
             )
+
+    def _planned_for(self, name: str) -> bool:
+        """Whether the stages were planned with a sample that has the input `name`."""
+        return any(name in inputs for inputs in self._plan.covered)
 
     # -- fused ---------------------------------------------------------------------------------------------------
 
@@ -336,22 +348,11 @@ class PipelineEngine(Engine):
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
-        told[len(batches) + self.mesh.rank % shape.mp_size] = self._digests.of(batches).to(device)
+        self._ridden.put(told[len(batches) :], batches)
         with self.attachment.watchdog.waiting("waits for the loss of the last stage"):
             dist.all_reduce(told, group=self.mesh.mp_group)
-        self._compare_batches(told[len(batches) :])
+        self._ridden.arrived(told[len(batches) :])
         return list(told[: len(batches)].float().unbind())
-
-    def _compare_batches(self, digests: torch.Tensor) -> None:
-        """Refuse batches that differ over the ranks; on a GPU only where a backward waits for the device anyway."""
-        self._unread.append(digests)
-        if digests.device.type == "cpu" or not torch.is_grad_enabled():
-            self._read_digests()
-
-    def _read_digests(self) -> None:
-        unread, self._unread = self._unread, []
-        for values in unread:
-            refuse_unlike(self.mesh, [int(value) for value in values.tolist()])
 
     def finish_backward(self, gradient: torch.Tensor, made: Made | None, seed: float) -> None:
         """Backward of a returned loss: apply the factor of upstream code; on the last one, finish the step."""
@@ -361,7 +362,7 @@ class PipelineEngine(Engine):
             self._queue()
             return
         self.gradients.begin_callers_backward()
-        self._read_digests()
+        self._ridden.judge()
         self._factors.append(float(gradient) / seed)
         first = self._factors[0]
         if not all(abs(factor - first) <= 1e-6 * abs(first) for factor in self._factors):
@@ -386,14 +387,15 @@ class PipelineEngine(Engine):
         self._queued = False
         passed, self._passed = self._passed, []
         for made, factor in passed:
+            gradients = made.take()
             self._backwards.scaled(factor)
-            add(made.take(), factor)
+            add(gradients, factor)
         last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
                 found, self._direct.found = self._direct.found, []
                 self._backwards.agree(found, tolerates_nan=self.scaler is not None)
-                self._read_digests()
+                self._ridden.judge()
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)
@@ -471,14 +473,14 @@ class PipelineEngine(Engine):
                 if self.mesh.tp_rank == 0:
                     double = int(logits.dtype is torch.float64)
                     header[:4] = torch.tensor([double, *logits.shape], device=header.device)
-            header[4 + self.mesh.rank % self.mesh.shape.mp_size] = self._digests.of([batch]).to(header.device)
+            self._ridden.put(header[4:], [batch])
             dist.all_reduce(header, group=self.mesh.mp_group)
             if not self.runtime.has_last_stage:
                 double, *shape = header[:4].tolist()
                 logits = torch.empty(
                     shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device
                 )
-            self._compare_batches(header[4:])
+            self._ridden.arrived(header[4:])
             dist.broadcast(logits, src=source, group=group)
         return logits
 

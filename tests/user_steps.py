@@ -118,6 +118,18 @@ def replaced_step(trainer: Trainer) -> None:
     trainer.training_step = step  # type: ignore[method-assign]
 
 
+def subclass_of_ours() -> type[Trainer]:
+    """`HFParallelTrainer` as the base of a user's class, which then comes before our own methods."""
+    from hf_parallel import HFParallelTrainer
+
+    class Mine(HFParallelTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            mask_tail(inputs["labels"])
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Mine
+
+
 # -- losses scaled, added up and backpropagated by hand --------------------------------------------------------------
 
 
@@ -281,6 +293,7 @@ KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
 KINDS |= {
     "hooked": (Trainer, {"change": hooked}),
     "replaced_step": (Trainer, {"change": replaced_step}),
+    "our_subclass": (Editing, {"form": subclass_of_ours}),
     "Temperature": (Temperature, {"prepare": with_temperature}),
     "Weighted": (Weighted, {"prepare": with_temperature}),
     "drawn_inputs": (Trainer, {"collator": Drawing}),
@@ -304,7 +317,11 @@ def run(
     made = tiny.MODELS[model]()
     options.get("prepare", lambda model: None)(made)
     callbacks = []
-    if parallel is not None:
+    given: dict[str, Any] = {}
+    if parallel is not None and "form" in options:
+        kind = options["form"]()
+        given["config"] = {"pp_size": parallel["pp_size"]}
+    elif parallel is not None:
         from hf_parallel import HFParallelCallback
 
         callbacks.append(HFParallelCallback({}, **parallel))
@@ -329,6 +346,7 @@ def run(
         train_dataset=tiny.rows(96, True),
         data_collator=options.get("collator", lambda: tiny.collate)(),
         callbacks=callbacks,
+        **given,
     )
     options.get("change", lambda trainer: None)(trainer)
     error = None

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hf_parallel.batches import refuse_unlike
 from hf_parallel.compat import version_of
+from hf_parallel.mesh import Mesh
 
 
 BITS = 52  # a digest is exact as a float64, in which losses travel
@@ -85,6 +88,82 @@ class Digests:
             padded = torch.nn.functional.pad(values, (0, -values.numel() % _CHUNK))
             values = (padded.view(-1, _CHUNK) * weights).sum(1)
         return (values * weights[: values.numel()]).sum()
+
+
+class RiddenDigests:
+    """Digests of what the ranks of one model copy read, on messages that are sent anyway: one slot a rank.
+
+    Args:
+        mesh: This rank's mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._digests = Digests()
+        self._unread: list[Tensor] = []
+
+    def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Write this rank's digest into its slot of what will be summed over the ranks."""
+        slots[self._mesh.rank % self._mesh.shape.mp_size] = self._digests.of(batches).to(slots.device)
+
+    def arrived(self, slots: Tensor) -> None:
+        """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        self._unread.append(slots)
+        if slots.device.type == "cpu" or not torch.is_grad_enabled():
+            self.judge()
+
+    def judge(self) -> None:
+        """Refuse batches that differ.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        unread, self._unread = self._unread, []
+        for slots in unread:
+            refuse_unlike(self._mesh, [int(value) for value in slots.tolist()])
+
+
+class SharedBatch:
+    """Compares the batch of every forward pass over the ranks that share its layers; without a pipeline.
+
+    Args:
+        mesh: This rank's mesh.
+        device: Where the model computes.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self._digests = Digests()
+        self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def compare(self, batch: Mapping[str, Any]) -> None:
+        """Collective over the tensor-parallel ranks: one number each.
+
+        On a GPU a batch without labels is judged when the next one comes: nothing else there waits for the device.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        if self._mesh.tp_group is None:
+            return
+        mine = self._digests.of([batch]).to(self._device).reshape(1)
+        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
+        dist.all_gather(everyone, mine, group=self._mesh.tp_group)
+        values = torch.cat(everyone)
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before[1].synchronize()
+            refuse_unlike(self._mesh, before[0].tolist())
+        if values.device.type != "cuda" or "labels" in batch:
+            refuse_unlike(self._mesh, values.tolist())
+            return
+        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        self._under_way = here, torch.cuda.current_stream(values.device).record_event()
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -32,15 +32,49 @@ class Uncopyable:
         self.__deepcopy__({})
 
 
+class Running:
+    """Whether code of stages or engine runs: it may look at weights that are not here, and knows what they are.
+
+    Attributes:
+        depth: Calls under way; 1 and more also until somebody hands the model to user code.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Code of a stage runs."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def require(self, name: str) -> None:
+        """Refuse values that nobody has here.
+
+        Raises:
+            UnsupportedError: Neither a stage nor the engine runs.
+        """
+        if not self.depth:
+            raise UnsupportedError(
+                f"{name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
+                "rank has the weights of its own stages). Compute a loss from logits (call the model without labels); give "
+                "the model input_ids instead of inputs_embeds; read the weights of a saved model; or set pp_size to 1."
+            )
+
+
 class ZeroOutput(Uncopyable):
     """Forward of a module whose output nobody here needs: zeros of the shape it would have had."""
 
-    def __init__(self, weight: Tensor, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, weight: Tensor, kind: str, name: str, running: Running) -> None:
+        self.kind, self.name, self.running = kind, name, running
         self.shape = tuple(weight.shape)
         self.dtype = weight.dtype
 
     def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.running.require(f"{self.name}.weight")
         if self.kind == "rows":
             return torch.zeros(*given.shape, self.shape[1], dtype=self.dtype, device=given.device)
         width = self.shape[0] if given.shape[-1] == self.shape[1] else self.shape[1]
@@ -68,41 +102,8 @@ class _Placeholder(Uncopyable, Tensor):
             for given in (*args, *(kwargs or {}).values()):
                 for item in given if isinstance(given, (list, tuple)) else (given,):
                     if isinstance(item, cls):
-                        item.refuse_outside()
+                        item._running.require(item._name)
         return result
-
-    def refuse_outside(self) -> None:
-        """Refuse values that nobody has here.
-
-        Raises:
-            UnsupportedError: No stage runs.
-        """
-        if not self._running.depth:
-            raise UnsupportedError(
-                f"{self._name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
-                "rank has the weights of its own stages). Compute the loss from logits (call the model without labels), "
-                "read weights of a saved model, or set pp_size to 1."
-            )
-
-
-class Running:
-    """Whether code of stages or engine runs: it may look at weights that are not here, and knows what they are.
-
-    Attributes:
-        depth: Calls under way; 1 and more also until somebody hands the model to user code.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 1
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Code of a stage runs."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
 
 
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
@@ -144,7 +145,7 @@ def cut_parameters(
         if touched and not kept and prefix in plan.zero_outputs:
             weight = module._parameters["weight"]
             if weight is not None:
-                module.forward = ZeroOutput(weight, plan.zero_outputs[prefix])
+                module.forward = ZeroOutput(weight, plan.zero_outputs[prefix], prefix, running)
                 touched = []
         for key in loose:
             if key in touched:

@@ -164,9 +164,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     def _is_stock(self, name: str) -> bool:
         """Whether a method is the one that transformers ships: not overridden, replaced on the object or patched."""
-        order = type(self).__mro__
-        after = order[order.index(HFParallelTrainerMixin) + 1 :]
-        kind = next(kind for kind in after if name in vars(kind))
+        others = [kind for kind in type(self).__mro__ if kind.__module__.split(".")[0] != __name__.split(".")[0]]
+        kind = next(kind for kind in others if name in vars(kind))
         return name not in vars(self) and kind is Trainer and vars(kind)[name].__module__ == Trainer.__module__
 
     def _leaves_batches_alone(self) -> bool:
