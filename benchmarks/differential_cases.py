@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import json
 import random
@@ -263,11 +262,7 @@ PARTS: dict[str, Callable[..., Any] | type] = {
     for name, part in vars(module).items()
     if inspect.getmodule(part) is module
 }
-
-
-@functools.cache
-def source_of(name: str) -> str:
-    return inspect.getsource(PARTS[name])
+SOURCES = {name: inspect.getsource(part) for name, part in PARTS.items()}  # as they are now, whoever edits them later
 
 
 def named_in(text: str) -> list[str]:
@@ -281,8 +276,8 @@ def script(setup: Setup) -> str:
     body = trainer_text(setup) if setup.driver == "trainer" else loop_text(setup)
     wanted = named_in(body)
     for name in tuple(wanted):
-        wanted += [other for other in named_in(source_of(name)) if other not in wanted]
-    texts = [source_of(name) for name in PARTS if name in wanted]
+        wanted += [other for other in named_in(SOURCES[name]) if other not in wanted]
+    texts = [SOURCES[name] for name in PARTS if name in wanted]
     lines = [f'"""{setup.as_text()}"""', "", "from __future__ import annotations", "", "from typing import Any", ""]
     settings = f"SETTINGS = {setup.parallel!r}\n"
     return "\n".join([*lines, HEADER, settings, *texts, body, main_text(setup)])
@@ -449,10 +444,11 @@ def ending_lines(setup: Setup) -> list[str]:
     lines: list[str] = []
     if setup.resume is not None:
         lines += [
-            f"    settings = settings if settings is None else {setup.resume!r}",
-            "    trainer = make_trainer(folder, processes, settings, True)",
-            "    watch(trainer)",
-            "    trainer.train(resume_from_checkpoint=folder + '/checkpoint-2')",
+            "    if settings is not None:  # the reference is a run without interruption",
+            f"        settings = {setup.resume!r}",
+            "        trainer = make_trainer(folder, processes, settings, True)",
+            "        watch(trainer)",
+            "        trainer.train(resume_from_checkpoint=folder + '/checkpoint-2')",
         ]
     elif setup.extra == "second":
         lines += [

@@ -80,6 +80,12 @@ class Watch(TrainerCallback):
             save_file({name: tensor.clone() for name, tensor in held.items()}, self.folder / "gradients.safetensors")
 
 
+def plain(gradient: Any) -> torch.Tensor:
+    """The tensor behind a view of the whole model's gradient."""
+    found: torch.Tensor = gradient.plain() if hasattr(gradient, "plain") else gradient
+    return found
+
+
 def whole_gradients(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     """Every gradient by name, whole on rank 0; collective."""
     session = getattr(accelerator, "hf_parallel", None)
@@ -89,10 +95,11 @@ def whole_gradients(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     from hf_parallel.weights import gather_tensors
 
     attachment = session.engine.attachment
-    held = {name: p.grad for name, p in attachment.parameters.items() if p.grad is not None}
+    held = {name: plain(p.grad) for name, p in attachment.parameters.items() if p.grad is not None}
     zero = session.engine.gradients.replicas.zero
-    if zero is not None and not held:
-        held = zero_gradients(zero)
+    if zero is not None:  # the optimizer's parts have them; the parameters may have views, for callbacks to edit
+        whole = zero_gradients(zero)
+        held = {name: tensor for name, tensor in whole.items() if not held or name in held}
     names: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(names, sorted(held))
     present = {name for some in names for name in some}  # a rank cannot know which of another stage are frozen

@@ -63,6 +63,9 @@ def main() -> None:
     record, kind, script = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     sys.argv = sys.argv[3:]
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    if kind.endswith("-stock"):  # the launcher read a recipe of ours; stock is not to know
+        for name in [name for name in os.environ if "PARALLELISM_CONFIG" in name]:
+            del os.environ[name]
     run = run_loop if kind.startswith("loop") else run_trainer
     run(script, record, kind.endswith("-stock"))
 
