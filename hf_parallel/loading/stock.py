@@ -6,6 +6,7 @@ memory for the optimizer state of the whole model.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from hf_parallel.checkpointing.description import (
     read_description,
 )
 from hf_parallel.checkpointing.folders import STATE
+from hf_parallel.checkpointing.note import without_note
 from hf_parallel.checkpointing.optimizer import MASTER_WEIGHT, PREFIX, SEPARATOR, WHOLE, decode
 from hf_parallel.checkpointing.pieces import Piece
 from hf_parallel.checkpointing.small import RANDOM, SCALER, SCHEDULER, load_small, rng_file
@@ -29,18 +31,6 @@ from hf_parallel.mesh import MeshShape
 
 
 OPTIMIZER = "optimizer.pt"
-# A text that begins with the pickle instruction to look up a name: what follows is in the error of whoever unpickles it.
-NOTE = (
-    "c This checkpoint was written by hf_parallel. Its optimizer state is in training_state, where the stock Trainer does "
-    "not look. Resume with HFParallelCallback, or run `hf-parallel merge CHECKPOINT FOLDER --trainer-state` and resume from "
-    "FOLDER\n"
-    "(this file is a text, put here so that the stock Trainer stops instead of beginning with an empty optimizer)\n"
-)
-
-
-def write_note(folder: Path) -> None:
-    """Leave the stock Trainer an `optimizer.pt` that it stops at, with what to do in the text of its error."""
-    (folder / OPTIMIZER).write_text(NOTE)
 
 
 def write_stock_state(checkpoint: Path, folder: Path) -> None:
@@ -60,7 +50,7 @@ def write_stock_state(checkpoint: Path, folder: Path) -> None:
         if (checkpoint / name).is_file():
             load_small(checkpoint / name)
             shutil.copyfile(checkpoint / name, folder / name)
-    shutil.copyfile(checkpoint / STATE, folder / STATE)
+    (folder / STATE).write_text(json.dumps(without_note(checkpoint / STATE), indent=2, sort_keys=True) + "\n")
     _write_random_states(checkpoint, folder, MeshShape(**description["mesh"]))
 
 

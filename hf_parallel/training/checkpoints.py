@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hf_parallel.checkpointing.background import Background, Channels, on_host
 from hf_parallel.checkpointing.dcp import TensorIndex
 from hf_parallel.checkpointing.folders import (
     STAGING,
+    STATE,
     FileRecord,
     clean,
     files_of,
@@ -34,10 +36,10 @@ from hf_parallel.checkpointing.folders import (
     write_manifest,
 )
 from hf_parallel.checkpointing.manifest import OPEN
+from hf_parallel.checkpointing.note import add_note, overlooked
 from hf_parallel.checkpointing.relist import Published, adopt, looks_of, relist
 from hf_parallel.checkpointing.shared import Claim, require_shared
 from hf_parallel.checkpointing.small import SCHEDULER
-from hf_parallel.loading.stock import write_note
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training.resuming import ResumeMixin
@@ -79,7 +81,8 @@ class CheckpointMixin(ResumeMixin):
             session.release()  # stock makes a new model now
         if resume_from_checkpoint is True and self._hf_parallel_checkpoints:
             resume_from_checkpoint = self._newest_checkpoint()
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        with overlooked() if self._hf_parallel_checkpoints else nullcontext():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish_saving()
         return output
 
@@ -168,7 +171,9 @@ class CheckpointMixin(ResumeMixin):
             self.state.best_model_checkpoint = self._best_checkpoint(run_dir, best)
             with self._together(run_dir / name, "finish the checkpoint"):
                 if self.args.should_save:
-                    self.state.save_to_json(str(staging / name / "trainer_state.json"))
+                    self.state.save_to_json(str(staging / name / STATE))
+                    if not self.args.save_only_model:
+                        add_note(staging / name / STATE)
         except BaseException:
             self._discard(staging)
             raise
@@ -272,8 +277,6 @@ class CheckpointMixin(ResumeMixin):
             os.makedirs(folder, exist_ok=True)
             if self.args.should_save and self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
-            if self.args.should_save:
-                write_note(folder)
         if self._saves_behind:
             with self._together(folder, "copy the training state"):
                 self._hf_parallel_taken = replace(taken, pieces=on_host(taken.pieces))
