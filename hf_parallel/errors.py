@@ -7,7 +7,7 @@ parameter, file, rank) at fault, the rule with its numbers, and a concrete fix.
 from __future__ import annotations
 
 
-MAX_LINE, MAX_LINES = 1600, 40
+MAX_LINE, MAX_LINES = 1600, 20
 
 
 def bounded(text: str) -> str:

@@ -168,7 +168,7 @@ class NoticeBoard:
             return []
         self._calling_since = time.monotonic()
         try:
-            if self._store.has_extended_api() and self._store.check(keys):
+            if self._store.check(keys):
                 return [value.decode() for value in self._store.multi_get(keys)]
         except (RuntimeError, OSError, ValueError, AttributeError, NotImplementedError):
             return []  # not every store has it; a store that is gone is noticed by the questions that follow

@@ -9,7 +9,7 @@ from typing import Any, Final
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.block import trace_block
 from hf_parallel.memory.layout import ModelShape, Precision
-from hf_parallel.sections import spelled
+from hf_parallel.sections import shown, spelled
 from hf_parallel.settings_file import parse_json, read_bounded
 
 
@@ -125,9 +125,9 @@ def _on_meta(config: Any) -> Any:
 
 def _number(config: Any, key: str) -> int:
     value = getattr(config, key, None)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or value < 1:
         raise ConfigError(
-            f"the config of {config.model_type!r} has {key}={value!r}: memory is counted from an integer. Add it to the "
+            f"the config of {config.model_type!r} has {key}={shown(value)}: memory is counted from an integer. Add it to the "
             "config, or leave out --model."
         )
     return value

@@ -181,13 +181,14 @@ import atexit, sys, threading
 import torch.distributed as dist
 left = []
 def names():
-    return [t.name for t in threading.enumerate() if t.name.startswith("hf_parallel")]
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("hf_parallel"))
 # Registered first, so it runs last: what is there now is there when the interpreter is taken down.
 atexit.register(lambda: print("at the end", names()))
 from hf_parallel.watchdog import Watchdog
 store = dist.TCPStore("127.0.0.1", 0, 1, True)
 guard = Watchdog(store.clone(), 0, ["rank 0", "rank 1"], 60.0)
 guard.start()
+assert guard._board.flush(30.0)
 print("running", names())
 """
 
