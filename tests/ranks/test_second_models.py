@@ -125,9 +125,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
             accelerator = Accelerator(cpu=True, **options)
             student, teacher = tiny.llama(), tiny.gpt2().eval()
             optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, eps=1e-5)
-            loader = DataLoader(
-                tiny.rows(32, True), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate
-            )
+            loader = DataLoader(tiny.rows(32), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate)
             if how == "evaluation":
                 student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
                 teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
