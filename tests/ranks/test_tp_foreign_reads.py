@@ -246,7 +246,7 @@ def test_a_foreign_read_under_tp_trains_as_one_process(name: str, runs: dict[str
 def raised(action: Callable[[], Any]) -> str:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - returned
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
