@@ -194,11 +194,13 @@ def _first_call(
         if not mode.heads:
             raise
         error, fits = failed, False
+    except BaseException:  # a stage of a pipeline that ends before the head
+        mode.fits[names] = True
+        raise
     finally:
         mode.watch = None
-    if mode.heads:
-        mode.fits[names] = on_all(fits, device, loss.copy.group)
-    if mode.fits.get(names, True):
+    mode.fits[names] = on_all(fits, device, loss.copy.group) if mode.heads else True
+    if mode.fits[names]:
         return _without_logits(output) if hides else output
     _refuse_part(model, names, hides, error)
     torch.set_rng_state(before[0])
