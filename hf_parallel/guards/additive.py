@@ -242,8 +242,8 @@ class _State:
 
     def restore(self) -> None:
         """Put containers, attributes, closures and tensors back."""
-        if self.changed():
-            for undo in self._undo:
+        for same, undo in zip(self._same, self._undo, strict=True):
+            if not same():
                 undo()
 
     def _walk(self, value: Any, depth: int) -> None:
@@ -310,7 +310,7 @@ class _State:
         self._same.append(lambda: value._version == version)
 
         def undo() -> None:
-            if content is not None and value._version != version:
+            if content is not None:
                 with torch.no_grad():
                     value.copy_(content)
 
