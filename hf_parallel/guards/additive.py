@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy
@@ -242,8 +242,8 @@ class _State:
 
     def restore(self) -> None:
         """Put containers, attributes, closures and tensors back."""
-        if self.changed():
-            for undo in self._undo:
+        for same, undo in zip(self._same, self._undo, strict=True):
+            if not same():
                 undo()
 
     def _walk(self, value: Any, depth: int) -> None:
@@ -271,7 +271,7 @@ class _State:
                 self._walk(item, depth + 1)
         elif isinstance(value, nn.Module):
             self._of_module(value)
-        elif not isinstance(value, type):
+        elif not isinstance(value, (type, ModuleType)):
             self._of_object(value, depth)
 
     def _of_function(self, value: FunctionType, depth: int) -> None:
@@ -308,8 +308,13 @@ class _State:
             self.learned.append(value)
         version, content = value._version, value.detach().clone() if value.numel() <= 2**16 else None
         self._same.append(lambda: value._version == version)
-        if content is not None:
-            self._undo.append(lambda: value.detach().copy_(content) and None)
+
+        def undo() -> None:
+            if content is not None:
+                with torch.no_grad():
+                    value.copy_(content)
+
+        self._undo.append(undo)
 
     def _of_mapping(self, value: dict[Any, Any], depth: int) -> None:
         before = dict(value)
