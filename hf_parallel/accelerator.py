@@ -352,7 +352,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         """As stock."""
         if self.gradient_state.sync_gradients:
-            self.gradients.shown.take_back()
+            self.gradients.before_update()
         super().step(closure)
 
 

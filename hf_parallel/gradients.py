@@ -236,10 +236,18 @@ class GradientSync:
         owners = [*self._parameters.values(), *(shard.master for shard in (zero.shards if zero is not None else []))]
         return [local_of(owner.grad) for owner in owners if owner.grad is not None]
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def before_update(self) -> None:
+        """A loss scaler or an optimizer looks at the gradients next: what user code made of them counts.
+
+        Raises:
+            UnsupportedError: Names a parameter that was replaced, or has another shape.
+        """
         if self._weights is not None:
             self._weights.check()
         self.shown.take_back()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.before_update()
         self._refuse_changed_parts()
         zero = self.replicas.zero
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)

@@ -137,8 +137,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_changed_weights_stay_changed(layout: str, name: str, moment: str, runs: dict[str, Any]) -> None:
     found = user_loops.difference(runs[f"{layout}-{name}-{moment}"], runs[f"one-{name}-{moment}"])
-    # Half-precision weights have 8 bits; an edit that is lost is 30 % off.
-    assert found < (0.03 if layout.endswith("bf16") else 1e-5), math.log10(found)
+    # Next to fp32, rounding of a bf16 run is 5 % of its worst parameter; an edit that is lost is 30 to 120 % of each.
+    assert found < (0.1 if layout.endswith("bf16") else 1e-5), math.log10(found)
 
 
 def exchanged(rank: int, world_size: int, layout: str) -> None:
