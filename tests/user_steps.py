@@ -247,18 +247,11 @@ class TiedPenalty(Trainer):
         return model(**inputs).loss + 0.01 * model.get_input_embeddings().weight.square().sum()
 
 
-class HeadByHand(Trainer):
-    """Reads a weight that one stage has."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(**inputs).loss + 0.01 * model.model.layers[0].mlp.up_proj.weight.square().sum()
-
-
 # -- ranks that draw for themselves ----------------------------------------------------------------------------------
 
 
 class Drawing:
-    """A collator that draws on rank 1 what rank 0 does not, from its 13th batch on: later than the first checks."""
+    """A collator that draws on rank 1 what rank 0 does not, from its 9th batch on: later than the first checks."""
 
     def __init__(self, name: str = "input_ids") -> None:
         self.name, self.count = name, 0
@@ -266,7 +259,7 @@ class Drawing:
     def __call__(self, features: list[Any]) -> dict[str, torch.Tensor]:
         batch = tiny.collate(features)
         self.count += 1
-        if self.count > 12 and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        if self.count > 8 and torch.distributed.is_initialized() and torch.distributed.get_rank():
             batch[self.name][1, 2] = 5 + self.count % 7
         return batch
 
@@ -287,7 +280,7 @@ KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
             Prepared,
         ),
         *(TwoBackwards, UnequalBackwards, ScaledByBatch, Unread, Poisoned, PoisonedLogits, UnlikeScales, UnlikeLabels),
-        *(Penalty, PenaltyOnLogits, TiedPenalty, HeadByHand),
+        *(Penalty, PenaltyOnLogits, TiedPenalty),
     )
 }
 KINDS |= {

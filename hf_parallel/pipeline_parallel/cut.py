@@ -88,7 +88,7 @@ class _Placeholder(Uncopyable, Tensor):
     of the user) would compute with zeros, and is refused.
     """
 
-    _name: str
+    _full_name: str
     _running: Running
 
     @classmethod
@@ -102,7 +102,7 @@ class _Placeholder(Uncopyable, Tensor):
             for given in (*args, *(kwargs or {}).values()):
                 for item in given if isinstance(given, (list, tuple)) else (given,):
                     if isinstance(item, cls):
-                        item._running.require(item._name)
+                        item._running.require(item._full_name)
         return result
 
 
@@ -112,7 +112,7 @@ def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     tensor = table.pop(key)
     module._non_persistent_buffers_set.discard(key)
     placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
-    placeholder._name, placeholder._running = name, running
+    placeholder._full_name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 
@@ -123,7 +123,7 @@ def settle_placeholders(model: nn.Module, device: torch.device) -> None:
             if isinstance(value, _Placeholder) and value.is_meta:
                 settled = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
                 placeholder = settled.as_subclass(_Placeholder)
-                placeholder._name, placeholder._running = value._name, value._running
+                placeholder._full_name, placeholder._running = value._full_name, value._running
                 object.__setattr__(module, key, placeholder)
 
 

@@ -183,19 +183,16 @@ class PipelinePlan:
         return any(self._storage.get(alias) in self._read for alias in self._aliases.get(name, (name,)))
 
     def is_loose(self, name: str) -> bool:
-        """Whether no forward reads this small trained parameter: a loss may (a temperature), and it runs on every rank."""
+        """Whether no forward reads this small parameter: a loss may (a temperature), and a loss runs on every rank."""
         return any(alias in self._loose for alias in self._aliases.get(name, (name,)))
 
     def _find_loose(self, model: nn.Module) -> frozenset[str]:
-        found = frozenset(
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-            and parameter.numel() <= LOOSE_ELEMENTS
-            and not self.is_read(name)
-            and not any(self._in_stack(alias) for alias in self._aliases.get(name, (name,)))
-        )
-        return found if len(found) <= LOOSE_COUNT else frozenset()
+        kinds: tuple[set[str], set[str]] = (set(), set())  # frozen, trained: a frozen tower has many
+        for name, parameter in model.named_parameters():
+            inside = any(self._in_stack(alias) for alias in self._aliases.get(name, (name,)))
+            if parameter.numel() <= LOOSE_ELEMENTS and not inside and not self.is_read(name):
+                kinds[parameter.requires_grad].add(name)
+        return frozenset(name for names in kinds if len(names) <= LOOSE_COUNT for name in names)
 
     def block_of(self, name: str) -> int | None:
         """Index of the block a parameter name lies in, None outside the stack."""

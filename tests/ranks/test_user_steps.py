@@ -30,17 +30,20 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
 ]
 # name -> optimizer steps before it, class of the error and what it names.
 REFUSED: dict[str, tuple[int, str]] = {
-    "Poisoned": (1, r"RankMismatchError: .*rank 0 \(pp 0 of 2\): its losses were scaled by nan.*rank 1 .*scaled by 1"),
+    "Poisoned": (
+        1,
+        r"RankMismatchError: .*rank 0 \(pp 0 of 2\): its losses were scaled by nan over 2.*rank 1 .*scaled by 2 over 2",
+    ),
     "PoisonedLogits": (1, r"RankMismatchError: .*rank 0 \(pp 0 of 2\): the gradient that its loss gave .*nan"),
-    "UnlikeScales": (0, r"RankMismatchError: .*rank 1 \(pp 1 of 2\): its losses were scaled by 1\.01"),
+    "UnlikeScales": (0, r"RankMismatchError: .*rank 1 \(pp 1 of 2\): its losses were scaled by 2\.02"),
     "UnlikeLabels": (0, r"RankMismatchError: .*different losses in one optimizer step"),
     "Penalty": (
         0,
         r"UnsupportedError: .*\d+ parameters past the model's forward \(first: lm_head\.weight\).*weight_decay",
     ),
     "PenaltyOnLogits": (0, r"UnsupportedError: .*\d+ parameters past the model's forward .*set pp_size to 1"),
-    "drawn_inputs": (6, r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike"),
-    "drawn_labels": (6, r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike"),
+    "drawn_inputs": (4, r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike"),
+    "drawn_labels": (4, r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike"),
 }
 
 
@@ -174,7 +177,7 @@ def shared_main(rank: int, world_size: int) -> list[str]:
     accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
     model = accelerator.prepare(tiny.llama(layers=1))
     draw, data, found = Drawing(), tiny.rows(8), []
-    for _ in range(12):
+    for _ in range(8):
         model(**draw(data))
     for training in (True, False):
         model.train(training)
