@@ -202,7 +202,12 @@ def shrink_all(bad: list[tuple[Setup, Verdict]], runner: Runner, limit: int) -> 
     """Write the smallest script of the first failing set-ups."""
     place = ROOT / "build" / "differential"
     place.mkdir(parents=True, exist_ok=True)
-    for setup, verdict in bad[:limit]:
+    crashes: set[str] = set()
+    for setup, verdict in bad:
+        if limit == 0 or verdict.text[:60] in crashes:
+            continue
+        limit -= 1
+        crashes |= {verdict.text[:60]} if verdict.word == "crashed" else set()
         small, last = shrink(setup, verdict.word, runner)
         last = last or verdict
         path = place / f"case_{setup.seed}.py"
@@ -222,7 +227,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", type=int, nargs="+", help="these seeds only, with their scripts kept")
     parser.add_argument("--only", type=pair, nargs="+", default=[], help="field=value: set-ups that have it; * is any")
     parser.add_argument("--skip", type=pair, nargs="+", default=[], help="field=value: no set-up that has it")
-    parser.add_argument("--shrink", type=int, default=8, help="so many failing set-ups are shrunk")
+    parser.add_argument("--shrink", type=int, default=6, help="so many failing set-ups are shrunk, one of each crash")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a launch may take")
     parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "differential.json")
     return parser.parse_args(arguments)

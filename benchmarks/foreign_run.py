@@ -55,8 +55,11 @@ def run_loop(script: Path, record: Path, stock: bool) -> None:
         if "Accelerator(" not in text:
             raise ValueError(f"{script} makes no Accelerator")
         text = text.replace("Accelerator(", PLUGIN)
-    exec(compile(text, str(script), "exec"), space)
-    write(record, space["history"])
+    try:
+        exec(compile(text, str(script), "exec"), space)
+    finally:  # a refusal after the first update is no refusal
+        if space.get("history"):
+            write(record, space["history"])
 
 
 def main() -> None:

@@ -17,21 +17,21 @@ model, optimizer, dataloader, scheduler = accelerator.prepare(
 folder = os.path.join(os.environ["FOREIGN_OUTPUT"], "state")
 
 
-def train(batches: object) -> list[dict[str, float]]:
-    found = []
+history = []
+
+
+def train(batches: object) -> None:
     for batch in batches:
         loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        found.append({"loss": accelerator.reduce(loss.detach(), "mean").item()})
-        if len(found) == 2 and not os.path.exists(folder):
-            accelerator.wait_for_everyone()
+        history.append({"loss": accelerator.reduce(loss.detach(), "mean").item()})
+        if len(history) == 2:
             accelerator.save_state(folder)
-    return found
 
 
-history = train(dataloader)
+train(dataloader)
 accelerator.load_state(folder)
-history += train(accelerator.skip_first_batches(dataloader, 2))
+train(accelerator.skip_first_batches(dataloader, 2))
