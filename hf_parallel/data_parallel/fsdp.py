@@ -30,6 +30,25 @@ from hf_parallel.errors import UnsupportedError
 HALF = (torch.bfloat16, torch.float16)
 
 
+class AssignablePart(DTensor):
+    """A part that takes `parameter.data = new` over: torch's own `DTensor` ignores the assignment without a word."""
+
+    @property
+    def data(self) -> Tensor:
+        """As stock: the part, outside of autograd."""
+        return DTensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new.shape != self.shape:
+            raise UnsupportedError(
+                f"data of shape {tuple(new.shape)} was assigned to a parameter of shape {tuple(self.shape)} whose parts are shared "
+                "out over replicas. Assign a tensor of the parameter's shape, or change the model before training."
+            )
+        with torch.no_grad():
+            local_of(self).copy_(local_of(new) if isinstance(new, DTensor) else rows_of(self, new))
+
+
 class ShardedModel:
     """A model whose parameters are kept in parts; made in place, before an engine looks at the parameters.
 
@@ -93,6 +112,9 @@ class ShardedModel:
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
         self._hooks = HookCarrier(self.parts)
+        for parameter in self._parameters:
+            if type(parameter) is DTensor:
+                parameter.__class__ = AssignablePart
         for name, old in before.items():
             if old is not after[name]:
                 vars(after[name]).update(
