@@ -157,7 +157,7 @@ def test_a_loop_with_several_backwards_a_step(tmp_path: Path) -> None:
         assert found["zeroed"] == pytest.approx(stock["zeroed"], rel=1e-5)
         assert "MissingOutput: outputs['log_probs'] of a training step with pp_size above 1" in found["log_probs"]
         assert "outputs['aux_loss'] of a training step" in found["by key"]
-        assert "call the model without labels" in found["get"]
+        assert "model is called without labels" in found["get"]
         assert "model is called without labels (labels = inputs.pop('labels'))" in found["by position"]
         assert found["asked politely"] == [False, False, None]
         assert "backpropagated twice with pp_size above 1" in found["twice"]
