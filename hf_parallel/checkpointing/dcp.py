@@ -260,7 +260,8 @@ class _SafeReader(FileSystemReader):
         for place in found.storage_data.values():
             name = place.relative_path
             if is_bare(name) and not os.path.lexists(folder / name):
-                return  # reading says which tensors are lost
+                sizes[name] = 1 << 62  # reading says which tensors are lost
+                continue
             if not is_bare(name) or not is_regular(folder / name):
                 raise CheckpointError(
                     f"{self._index} says that tensors are in {str(name)!r:.200}, which is no file beside it. It is damaged, or "
