@@ -197,7 +197,7 @@ def draw_zero(rng: random.Random, pp: int) -> dict[str, Any]:
         found["engine"] = "fsdp2"
     if rng.random() < 0.3:
         found["offload_optimizer"] = "cpu"
-        if stage == 3:
+        if stage >= 2:
             found["offload_param"] = "cpu"
     elif stage == 1 and rng.random() < 0.2:
         found["overlap_gather"] = True

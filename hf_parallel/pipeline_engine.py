@@ -196,6 +196,12 @@ class PipelineEngine(Engine):
             )
         if self.trains and "labels" in batch:
             return self._fused(batch)
+        if "labels" in batch:  # whether a backward follows is not known, and a fused step has already run it
+            raise UnsupportedError(
+                f"labels in a batch with pp_size={self.mesh.shape.pp_size} while gradients are recorded and the model is in "
+                "evaluation mode (from_pretrained leaves it there). Call model.train() before a training loop, or evaluate "
+                "under torch.no_grad()."
+            )
         return self._split(batch)
 
     def _refuse(self, batch: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ ROWS = 8  # of a step, over all processes that get rows of their own
 
 def make_model() -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_pretrained(os.environ["FOREIGN_MODEL"], attn_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(os.environ["FOREIGN_MODEL"], attn_implementation="eager").train()
 
 
 def make_optimizer(model: Any) -> Any:

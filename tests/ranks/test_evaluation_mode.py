@@ -1,0 +1,50 @@
+"""A loop that forgets `model.train()`: `from_pretrained` leaves a model in evaluation mode, and stock trains it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from torch.utils.data import DataLoader
+
+
+def losses_of(rank: int, world_size: int, parallel: dict[str, Any] | None) -> Any:
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin, UnsupportedError
+
+    more = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
+    accelerator = Accelerator(cpu=True, **more)
+    model = tiny.llama().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(tiny.rows(16), batch_size=4, collate_fn=tiny.collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = []
+    try:
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        if parallel is not None:
+            accelerator.hf_parallel.watchdog.stop()
+    return found
+
+
+@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])
+def test_a_model_in_evaluation_mode_trains_as_stock_or_is_refused(parallel: dict[str, Any], tmp_path: Path) -> None:
+    env = {"ACCELERATE_USE_CPU": "true"}
+    alone = run_ranks(losses_of, 1, None, tmp_path=tmp_path, env=env, init_group=False)[0]
+    for found in run_ranks(losses_of, 2, parallel, tmp_path=tmp_path, env=env):
+        if "pp_size" in parallel:
+            assert "model.train()" in found
+        else:
+            assert found == pytest.approx(alone, abs=1e-5)
