@@ -168,7 +168,10 @@ def draw(seed: int) -> Setup:
     if rng.random() < 0.12:
         values["resume"] = draw_resume(rng, tp * pp * dp, dp, values["rows"], dict(values["settings"]), (tp, pp))
         values["steps"] = 4
-    return consistent(Setup(**values))
+    setup = Setup(**values)
+    while consistent(setup) != setup:  # one choice rules out another, which may allow a third
+        setup = consistent(setup)
+    return setup
 
 
 def draw_settings(rng: random.Random, tp: int, pp: int, dp: int) -> dict[str, Any]:
