@@ -31,6 +31,8 @@ from hf_parallel.tensor_parallel.layout import ShardSpec
 
 logger = logging.getLogger(__name__)
 
+FULLY_SHARD = "torch.distributed.fsdp."  # it exchanges the parameters of modules, and means what is there
+
 # What a tensor tells without its values.
 METADATA = frozenset(
     getattr(Tensor, name).__get__
@@ -172,6 +174,8 @@ def _noticing(plain: type) -> type:
         tensor = None if owned is None else _held(self, name)
         if owned is None or tensor is None or owned.scope.depth:
             return plain.__getattr__(self, name)  # type: ignore[attr-defined]  # nn.Module's
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(FULLY_SHARD):
+            return tensor
         return stand_in(owned, tensor)
 
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__getattr__": read}

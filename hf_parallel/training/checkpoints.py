@@ -40,6 +40,7 @@ from hf_parallel.checkpointing.note import add_note, overlooked
 from hf_parallel.checkpointing.relist import Published, adopt, looks_of, relist
 from hf_parallel.checkpointing.shared import Claim, require_shared
 from hf_parallel.checkpointing.small import SCHEDULER
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_engine import PipelineEngine
 from hf_parallel.training.resuming import ResumeMixin
@@ -77,7 +78,12 @@ class CheckpointMixin(ResumeMixin):
         self._finish_saving()  # of a run before this one that ended with an error
         self._require_shared_folder()
         session, trial = self.hf_parallel_session, kwargs.get("trial", args[0] if args else None)
-        if session is not None and self.model_init is not None and trial is None:
+        if session is not None and trial is not None:
+            raise UnsupportedError(
+                "a trial of a hyperparameter search in a parallel run: each trial makes a second model, and the stages and shards "
+                "of this rank belong to the first. Launch trials of a search as runs of their own."
+            )
+        if session is not None and self.model_init is not None:
             session.release()  # stock makes a new model now
         if resume_from_checkpoint is True and self._hf_parallel_checkpoints:
             resume_from_checkpoint = self._newest_checkpoint()

@@ -237,7 +237,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("adafactor", ["UnsupportedError", "optimizer Adafactor with tp_size=2", "AdamW"]),
         ("late", ["ConfigError", "add_callback()"]),
         ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
-        ("trial", ["UnsupportedError", "a second model", "trials of a search as runs of their "]),
+        ("trial", ["UnsupportedError", "a second model", "trials of a search as runs of their own"]),
         ("generate", ["UnsupportedError", "save_model()"]),
         ("deepcopy", ["UnsupportedError", "copy.deepcopy"]),
     ],
