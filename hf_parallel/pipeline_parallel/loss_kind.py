@@ -239,9 +239,11 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..
                     found.append(_watched(model, run, sample, trains=trains, counted=counted))
                 except _UnknownError:
                     raise
-                except Exception:
-                    if not trains:
-                        raise  # a model may refuse to train while its modules do not
+                except Exception as error:  # the model's own code
+                    if not trains:  # a model may refuse to train while its modules do not
+                        raise _UnknownError(
+                            f"a small batch with ignored labels raises {type(error).__name__}"
+                        ) from error
         _compare_rows(model, run, sample, found[0])
     except _UnknownError as unknown:
         return Verdict("whole", str(unknown))

@@ -343,7 +343,7 @@ class Refused(Tensor):
             return read(args[0].__dict__["tp_part"], *args[1:], **(kwargs or {}))
         found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Refused))
         owned: Owned = found.__dict__["tp_owned"]
-        if func is Tensor.grad.__get__ and found.__dict__["tp_part"].grad is None:
+        if func == Tensor.grad.__get__ and found.__dict__["tp_part"].grad is None:
             return None
         used = getattr(func, "__name__", str(func))
         accessor = getattr(getattr(func, "__self__", None), "__name__", "")

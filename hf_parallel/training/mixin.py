@@ -123,9 +123,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
     ) -> Any:
         """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
         with in_lockstep(self.model):
-            return self._compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
 
-    def _compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
+    def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
         pipeline = self._pipeline
         function = self._last_stage_loss() if pipeline is not None and pipeline.trains else None
         uncounted = num_items_in_batch is None and self.compute_loss_func is not None  # it may do anything then

@@ -41,8 +41,7 @@ def begin(name: str, **options: Any) -> tuple[Any, Any, Any, Any, int]:
 
         options["parallelism_config"] = HFParallelPlugin({}, **parallel)
     accelerator = Accelerator(cpu=True, **options)
-    mp = (parallel or {}).get("pp_size", 1) * (parallel or {}).get("tp_size", 1)
-    replicas = accelerator.num_processes // mp
+    replicas = accelerator.num_processes
     model = tiny.llama(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
     loader = DataLoader(tiny.rows(48), batch_size=8 // replicas, collate_fn=tiny.collate)

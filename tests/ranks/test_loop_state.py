@@ -60,11 +60,10 @@ def start(parallel: dict[str, Any] | None, model: Any, **options: Any) -> tuple[
 
         options["parallelism_config"] = HFParallelPlugin({}, **parallel)
     accelerator = Accelerator(cpu=True, **options)
-    mp = 1 if parallel is None else parallel.get("pp_size", 1) * parallel.get("tp_size", 1)
     torch.manual_seed(7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
-    replicas = accelerator.num_processes // mp
+    replicas = accelerator.num_processes
     loader = DataLoader(tiny.rows(64, True), batch_size=8 // replicas, collate_fn=tiny.collate)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)

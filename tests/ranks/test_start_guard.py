@@ -15,9 +15,9 @@ from hf_parallel.guards.start import begin_alike, fingerprints, refuse_unlike_pa
 
 
 KINDS: dict[str, torch.Tensor] = {
-    "float": torch.randn(7, 5),
-    "half": torch.randn(3, 3).bfloat16(),
-    "double": torch.randn(130_001, dtype=torch.float64),
+    "floats": torch.randn(7, 5),
+    "halves": torch.randn(3, 3).bfloat16(),
+    "doubles": torch.randn(130_001, dtype=torch.float64),
     "flags": torch.tensor([True, False, True]),
     "counts": torch.arange(9, dtype=torch.int32),
     "bytes": torch.arange(11, dtype=torch.uint8),
@@ -25,7 +25,7 @@ KINDS: dict[str, torch.Tensor] = {
     "repeated": torch.randn(1, 5).expand(3, 5),
     "empty": torch.zeros(0, 3),
     "one": torch.tensor(3.0),
-    "complex": torch.randn(5, dtype=torch.complex64),
+    "complexes": torch.randn(5, dtype=torch.complex64),
 }
 
 

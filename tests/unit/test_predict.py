@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,9 @@ def test_a_holding_counts_frozen_weights_without_gradients_and_adam_states_in_th
 class Silent:
     def runs(self, text: str) -> None:
         pass
+
+    def waiting(self, text: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,19 @@ VALUES = [
         "1.5",
         "'1.5e3'",
         "1:30:00",
-        "'٣'",
+        "'\u0663'",
         "0b1",
     ),
     *("2001-99-99", "2001-01-01", "2001-01-01 25:61:61", "!!python/object/apply:os.system [ls]", "!!python/tuple [1]"),
-    *("!!int hello", "!!int ''", "!!float x", "!!bool hello", "!!timestamp hello", "!!binary 'é'", "!!set {a, b}"),
+    *(
+        "!!int hello",
+        "!!int ''",
+        "!!float x",
+        "!!bool hello",
+        "!!timestamp hello",
+        "!!binary '\u00e9'",
+        "!!set {a, b}",
+    ),
     *(
         "!!omap [a: 1, a: 2]",
         "!!pairs [a: 1]",
@@ -386,7 +394,7 @@ def test_a_section_that_is_no_mapping_is_refused_by_name(line: str, message: str
         ("a: 1\nb: " + "[" * 5000, 2, "nested too deeply"),
         (
             "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 20))]),
-            5,
+            4,
             "aliases",
         ),
     ],
@@ -494,7 +502,8 @@ def test_no_command_ends_in_a_traceback(tmp_path: Path) -> None:
         with answering(command, ""):
             result = CliRunner().invoke(app, command)
             assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
-            assert result.exit_code in (1, 2), result.output
+            finds = command[0] == "recipes" and Path(command[1]).is_file()  # it says where a file is, and reads none
+            assert result.exit_code in ((0,) if finds else (1, 2)), result.output
             assert len(result.output) < 20_000
 
 
