@@ -26,8 +26,8 @@ def merge(
 
     try:
         found = merge_checkpoint(checkpoint, folder, max_shard_size, trainer_state=trainer_state)
-    except (CheckpointError, ValueError) as error:
-        typer.echo(str(error), err=True)
+    except (CheckpointError, ValueError, OSError) as error:
+        typer.echo(str(error)[:1600], err=True)
         raise typer.Exit(1) from None
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), **dataclasses.asdict(found)}, indent=2))

@@ -30,8 +30,8 @@ from hf_parallel.errors import UnsupportedError
 HALF = (torch.bfloat16, torch.float16)
 
 
-class AssignablePart(DTensor):
-    """A part that takes `parameter.data = new` over: torch's own `DTensor` ignores the assignment without a word."""
+class KeptPart(DTensor):
+    """A part whose memory stays: `fully_shard` works on it, and torch's own `DTensor` drops `parameter.data = new`."""
 
     @property
     def data(self) -> Tensor:
@@ -40,13 +40,11 @@ class AssignablePart(DTensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        if new.shape != self.shape:
-            raise UnsupportedError(
-                f"data of shape {tuple(new.shape)} was assigned to a parameter of shape {tuple(self.shape)} whose parts are shared "
-                "out over replicas. Assign a tensor of the parameter's shape, or change the model before training."
-            )
-        with torch.no_grad():
-            local_of(self).copy_(local_of(new) if isinstance(new, DTensor) else rows_of(self, new))
+        raise UnsupportedError(
+            f"parameter.data = new, on a parameter of shape {tuple(self.shape)}, with zero.stage: 3 or engine: fsdp2: the parts are in "
+            "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
+            "zero.stage to 1 or 2 of the native engine."
+        )
 
 
 class ShardedModel:
@@ -114,7 +112,7 @@ class ShardedModel:
         self._hooks = HookCarrier(self.parts)
         for parameter in self._parameters:
             if type(parameter) is DTensor:
-                parameter.__class__ = AssignablePart
+                parameter.__class__ = KeptPart
         for name, old in before.items():
             if old is not after[name]:
                 vars(after[name]).update(

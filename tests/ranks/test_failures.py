@@ -164,14 +164,14 @@ def quantised_layers(rank: int, folder: str) -> None:
 
 
 def width_in_the_loss(rank: int, folder: str) -> None:
-    """Each pair is right by itself, but the loss looks at the shape of a weight."""
+    """Each pair is right by itself, but the loss looks at the shape of a weight, where nobody can notice."""
     from transformers import LlamaForCausalLM
 
     class WidthAware(LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
             if output.get("loss") is not None:
-                output["loss"] = output["loss"] * self.model.layers[0].self_attn.q_proj.weight.shape[0]
+                output["loss"] = output["loss"] * self.model.layers[0].self_attn.q_proj._parameters["weight"].shape[0]
             return output
 
     trainer = trainer_on(TP2, folder)

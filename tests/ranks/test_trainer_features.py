@@ -234,7 +234,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
                 "save_on_each_node=True",
             ],
         ),
-        ("adafactor", ["UnsupportedError", "optimizer Adafactor of transformers.optimization with tp_size=2", "AdamW"]),
+        (
+            "adafactor",
+            ["UnsupportedError", "optimizer Adafactor of transformers.optimization with tp_size=2", "AdamW"],
+        ),
         ("late", ["ConfigError", "add_callback()"]),
         ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
         ("trial", ["UnsupportedError", "a second model", "trials of a search as runs of their own"]),
