@@ -200,8 +200,6 @@ class DirectEngine(Engine):
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
-        if self.gradients.replicas.sharded is not None and not torch.is_grad_enabled():
-            self.gradients.replicas.sharded.reshard()  # whoever looks at model.parameters() next finds those that are trained
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

@@ -135,8 +135,9 @@ class GradientSync:
         self._parts = self._parts_now()
 
     def _parts_now(self) -> list[tuple[int, int]]:
-        locals_ = [local_of(p.grad) for p in self._parameters.values() if p.grad is not None]
-        return [(gradient.data_ptr(), gradient._version) for gradient in locals_]
+        # What changes a DTensor counts on the DTensor alone; what changes its local tensor counts there.
+        gradients = [(p.grad, local_of(p.grad)) for p in self._parameters.values() if p.grad is not None]
+        return [(local.data_ptr(), whole._version + local._version) for whole, local in gradients]
 
     def _refuse_changed_parts(self) -> None:
         """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""

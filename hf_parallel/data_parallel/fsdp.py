@@ -106,6 +106,7 @@ class ShardedModel:
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 module.register_forward_pre_hook(partial(_refuse_parts, name))
+        model.register_forward_hook(self._after_forward)  # behind that of `fully_shard`, which keeps the root's gathered
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
@@ -123,6 +124,11 @@ class ShardedModel:
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
         self._hooks.follow()
+
+    def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
+        """Whoever looks at `model.parameters()` after an evaluation finds those that are trained."""
+        if not torch.is_grad_enabled():
+            self.reshard()
 
     def reshard(self) -> None:
         """Give up what a forward pass without a backward pass left gathered: it would not follow updates."""

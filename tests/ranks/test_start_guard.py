@@ -61,7 +61,7 @@ def guard_main(rank: int, world_size: int) -> dict[str, Any]:
         for name in KINDS:
             model._buffers[name] = change(model._buffers[name])
             if name == "repeated":
-                model._buffers[name] = model._buffers[name][:1].expand(3, 5)
+                model._buffers[name] = (model._buffers[name][:1] + 1).expand(3, 5)
     start = begin_alike(model)
     found["sent"], found["lines"] = start.sent, start.describe()
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
