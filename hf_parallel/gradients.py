@@ -54,7 +54,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
-        self._parts: list[tuple[int, int]] | None = None
+        self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
         self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
@@ -134,15 +134,14 @@ class GradientSync:
     def _remember_parts(self) -> None:
         self._parts = self._parts_now()
 
-    def _parts_now(self) -> list[tuple[int, int]]:
-        # What changes a DTensor counts on the DTensor alone; what changes its local tensor counts there.
-        gradients = [(p.grad, local_of(p.grad)) for p in self._parameters.values() if p.grad is not None]
-        return [(local.data_ptr(), whole._version + local._version) for whole, local in gradients]
+    def _parts_now(self) -> float:
+        """The sum of the squares of this rank's parts: a change of a DTensor leaves no other trace. Waits for the device."""
+        return float(self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0))
 
     def _refuse_changed_parts(self) -> None:
         """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""
         known, self._parts = self._parts, None
-        if known is not None and known != self._parts_now():
+        if known is not None and known == known and known != self._parts_now():  # NaN is no change
             raise UnsupportedError(
                 f"gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
                 f"tp_size={self._mesh.shape.tp_size} and parameters shared out over replicas: a norm of them counts this rank's "

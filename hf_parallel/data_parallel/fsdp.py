@@ -106,7 +106,9 @@ class ShardedModel:
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 module.register_forward_pre_hook(partial(_refuse_parts, name))
-        model.register_forward_hook(self._after_forward)  # behind that of `fully_shard`, which keeps the root's gathered
+        model.register_forward_hook(
+            self._after_forward
+        )  # behind that of `fully_shard`, which keeps the root's gathered
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         self._parameters = list(after.values())
