@@ -31,6 +31,8 @@ class _Place:
 class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
     """Counts replicas where stock counts processes; inert without tensor or pipeline parallelism."""
 
+    flag_tensor: torch.Tensor | None
+
     @property
     def _mesh(self) -> Mesh:
         mesh: Mesh = self.hf_parallel.mesh
