@@ -114,7 +114,7 @@ class ShardedModel:
         self._parameters = list(after.values())
         self._hooks = HookCarrier(self.parts)
         for parameter in self._parameters:
-            if type(parameter) is DTensor:
+            if is_part(parameter):
                 parameter.__class__ = KeptPart
         for name, old in before.items():
             if old is not after[name]:

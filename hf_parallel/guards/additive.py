@@ -204,7 +204,7 @@ def _random_states(device: torch.device | str) -> Iterator[Callable[[], bool]]:
 
     def states() -> list[Any]:
         there = [torch.cuda.get_rng_state(d) for d in devices]
-        return [torch.random.get_rng_state(), *there, random.getstate(), numpy.random.get_state()[1:3]]
+        return [torch.random.get_rng_state(), *there, random.getstate(), numpy.random.get_state()[1:3]]  # type: ignore[index]
 
     def equal(a: Any, b: Any) -> bool:
         if isinstance(a, tuple):

@@ -46,7 +46,7 @@ class _Told:
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, for what a stock output may lack too; anything else is refused instead of being None."""
         held: Any = super()
-        if key in self:
+        if key in self:  # type: ignore[attr-defined]
             return held.__getitem__(key)
         if key in ("loss", *NONE_UNASKED):
             return default

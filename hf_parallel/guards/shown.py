@@ -125,7 +125,7 @@ class _Stand(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.plain(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

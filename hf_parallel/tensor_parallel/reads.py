@@ -262,10 +262,10 @@ class Whole(Tensor):
         made: Whole = _wrapper(cls, owned, part)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Whole({self.__dict__['tp_owned'].name}, shape={tuple(self.shape)})"
 
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """The whole tensor, outside autograd; the first call is collective over the tensor-parallel group."""
         known: Tensor | None = self.__dict__["tp_whole"]
         if known is None:
@@ -274,7 +274,7 @@ class Whole(Tensor):
         return known
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable and any(isinstance(arg, Whole) for arg in args[:1]):
             _refuse(args[0].__dict__["tp_owned"], "changed in place", _reader())
         args, kwargs = pytree.tree_map(
@@ -320,7 +320,7 @@ class Refused(Tensor):
         made: Refused = _wrapper(cls, owned, part)
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with no_torch_function():
             return f"Refused({self.__dict__['tp_owned'].name}, shape={tuple(self.shape)})"
 
@@ -343,24 +343,24 @@ class Refused(Tensor):
             return read(args[0].__dict__["tp_part"], *args[1:], **(kwargs or {}))
         found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Refused))
         owned: Owned = found.__dict__["tp_owned"]
-        if func == Tensor.grad.__get__ and found.__dict__["tp_part"].grad is None:
+        if func == Tensor.grad.__get__ and found.__dict__["tp_part"].grad is None:  # type: ignore[union-attr]
             return None
         used = getattr(func, "__name__", str(func))
         accessor = getattr(getattr(func, "__self__", None), "__name__", "")
         return _refuse(owned, f"used ({accessor if used in ('__get__', '__set__') else used})", _reader())
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Refused))
         return _refuse(found.__dict__["tp_owned"], f"used ({func})", _reader())
 
 
 # Whether it is trained, and what it is called, is the same for the part.
 ON_THE_PART: dict[Any, Callable[..., Any]] = {
-    Tensor.requires_grad.__get__: lambda part: part.requires_grad,
-    Tensor.requires_grad.__set__: lambda part, value: part.requires_grad_(value),
+    Tensor.requires_grad.__get__: lambda part: part.requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__: lambda part, value: part.requires_grad_(value),  # type: ignore[attr-defined]
     Tensor.requires_grad_: lambda part, value=True: part.requires_grad_(value),
-    Tensor.is_leaf.__get__: lambda part: part.is_leaf,
+    Tensor.is_leaf.__get__: lambda part: part.is_leaf,  # type: ignore[attr-defined]
 }
 
 

@@ -178,7 +178,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return None
         if self.compute_loss_func is None:
             stock = type(self.label_smoother) is LabelSmoother
-            return functools.partial(self._smoothed, self.label_smoother) if stock else None
+            return functools.partial(self._smoothed, self.label_smoother) if stock else None  # type: ignore[arg-type]
         judged = getattr(self, "_hf_parallel_additive", None)
         if judged is None or judged[0] is not self.compute_loss_func:
             judged = self._hf_parallel_additive = (self.compute_loss_func, self._adds_up(self.compute_loss_func))
