@@ -115,7 +115,7 @@ class ShardedModel:
         self._hooks = HookCarrier(self.parts)
         for parameter in self._parameters:
             if is_part(parameter):
-                parameter.__class__ = KeptPart
+                parameter.__class__ = KeptPart  # type: ignore[assignment]
         for name, old in before.items():
             if old is not after[name]:
                 vars(after[name]).update(

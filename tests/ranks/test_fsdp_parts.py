@@ -298,7 +298,6 @@ def refusals_rank(rank: int, world_size: int) -> dict[str, str]:
     accelerator = make_accelerator()
     model = accelerator.prepare(tiny.llama())
     refused("copy", lambda: copy.deepcopy(model))
-    refused("save", lambda: model.save_pretrained("somewhere"))
     refused("adafactor", lambda: accelerator.prepare(Adafactor(model.parameters())))
     for parameter in model.model.embed_tokens.parameters():
         parameter.requires_grad_(False)
@@ -311,6 +310,5 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         assert "zero.engine=fsdp2: parameter model.scale is a single number" in found["scalar"]
         assert "2 dtypes (model.embed_tokens.weight is float32, lm_head.weight is bfloat16)" in found["mixed"]
         assert "copy.deepcopy of a parallelized model" in found["copy"]
-        assert "trainer.save_model" in found["save"]
-        assert "optimizer Adafactor with zero.stage above 0" in found["adafactor"]
+        assert "optimizer Adafactor of transformers.optimization with zero.stage above 0" in found["adafactor"]
         assert "frozen or unfrozen after zero.stage=3" in found["frozen"]
