@@ -315,7 +315,7 @@ def deferred(rank: int, world_size: int) -> None:
                 waiting = {id(weight) for weight, _, _ in pending}
                 accumulate(pending)
             linears = {name for name in plan.linears if f"{name}.weight" in dict(model.named_parameters())}
-            put_off = {name for name in linears if id(model.get_submodule(name).weight) in waiting}
+            put_off = {name for name in linears if id(model.get_submodule(name)._parameters["weight"]) in waiting}
             columns = {name for name in linears if plan.linears[name].role == "column"}
             summed = {name for name in columns if not all(s.sharded for s in plan.linears[name].weight.sections)}
             assert put_off == linears - summed, "not those alone whose gradient is summed over the ranks"
