@@ -47,7 +47,8 @@ def shown(model: Any) -> dict[str, str]:
         if name.endswith(("_proj", "lm_head", "embed_tokens")):
             forward = vars(module).get("forward")
             runs = forward.__func__.__name__ if forward is not None else "whole"
-            found[name] = f"{runs} {tuple(module._parameters["weight"].shape)}"
+            part = module._parameters["weight"]
+            found[name] = f"{runs} {tuple(part.shape)}"
         elif name.endswith("experts"):
             shapes = " ".join(str(tuple(parameter.shape)) for parameter in module.parameters())
             found[name] = f"{module.forward.__func__.__name__} {shapes}"
