@@ -45,13 +45,14 @@ def shown(model: Any) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
         if name.endswith(("_proj", "lm_head", "embed_tokens")):
-            forward = vars(module).get("forward")
+            forward = vars(module).get("tp_scope_inner", vars(module).get("forward"))
             runs = forward.__func__.__name__ if forward is not None else "whole"
             part = module._parameters["weight"]
             found[name] = f"{runs} {tuple(part.shape)}"
         elif name.endswith("experts"):
             shapes = " ".join(str(tuple(parameter.shape)) for parameter in module.parameters())
-            found[name] = f"{module.forward.__func__.__name__} {shapes}"
+            runs = vars(module).get("tp_scope_inner", module.forward).__func__.__name__
+            found[name] = f"{runs} {shapes}"
     return found
 
 
