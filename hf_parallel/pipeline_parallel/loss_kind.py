@@ -204,13 +204,6 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def loss_normalisation(
-    model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None
-) -> LossKind:
-    """How the model's own loss is normalised; see `judge_loss`."""
-    return judge_loss(model, sample, forward).kind
-
-
 def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Verdict:
     """How the model's own loss may be computed, found by calling it: as in training, as in evaluation, row by row.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.loss_kind import loss_normalisation
+from hf_parallel.pipeline_parallel.loss_kind import judge_loss
 from hf_parallel.pipeline_parallel.samples import tiny_samples
 from hf_parallel.pipeline_parallel.selfcheck import check_split
 
@@ -164,17 +164,17 @@ def test_control_flow_on_values_is_caught_by_the_loss() -> None:
 
 def test_a_loss_that_honours_the_item_count_is_recognised() -> None:
     inputs = batch()
-    assert loss_normalisation(build("llama"), inputs) == "sum_over_items"
-    assert loss_normalisation(build("mixtral"), inputs) == "sum_and_extra"
-    assert loss_normalisation(build("gpt2_tied", resid_pdrop=0.5), inputs) == "sum_over_items"
-    assert loss_normalisation(Plain(), samples()[0]) == "mean"
+    assert judge_loss(build("llama"), inputs).kind == "sum_over_items"
+    assert judge_loss(build("mixtral"), inputs).kind == "sum_and_extra"
+    assert judge_loss(build("gpt2_tied", resid_pdrop=0.5), inputs).kind == "sum_over_items"
+    assert judge_loss(Plain(), samples()[0]).kind == "mean"
 
 
 def test_a_loss_that_swallows_the_item_count_is_a_mean() -> None:
     model = build("llama")
     inner = model.loss_function
     model.loss_function = lambda *args, num_items_in_batch=None, **kwargs: inner(*args, **kwargs)
-    assert loss_normalisation(model, batch()) == "mean"
+    assert judge_loss(model, batch()).kind == "mean"
 
 
 def test_a_loss_that_is_not_finite_is_named_as_such() -> None:
