@@ -73,6 +73,9 @@ bench-wire: setup  ## bytes and seconds of compressed gradients over a slow netw
 bench-reducer: setup  ## time the gradient reduction against torch's DDP
 	$(BIN)/python benchmarks/bench_reducer.py
 
+bench-guards: setup  ## what the guards against silent mistakes cost a training step
+	$(BIN)/python benchmarks/bench_guards.py
+
 bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
 	$(BIN)/python benchmarks/bench_compression.py
 

@@ -49,7 +49,7 @@ PIPELINE_ONLY = (
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
-TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "on_fallback")
+TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "reduce_dtype", "on_fallback")
 
 
 def _section(model: type[Section]) -> Any:

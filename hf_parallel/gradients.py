@@ -117,9 +117,7 @@ class GradientSync:
         Raises:
             UnsupportedError: A parameter was frozen or unfrozen after ZeRO partitioned the optimizer.
         """
-        if self._trained != self._now_trained():  # (un)frozen since, alike on the ranks that hold them
-            self.replicas.relay()
-            self._lay_out()
+        self.follow_freezing()
         self._reduce_shared()
         self.replicas.reduce(factor)
         zero, sharded = self.replicas.zero, self.replicas.sharded
@@ -130,6 +128,16 @@ class GradientSync:
                 queue_after_backward(self._remember_parts)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
+
+    def follow_freezing(self) -> None:
+        """Fix the buckets anew if parameters were frozen or unfrozen since, alike on the ranks that hold them.
+
+        Raises:
+            UnsupportedError: As for `reduce`.
+        """
+        if self._trained != self._now_trained():
+            self.replicas.relay()
+            self._lay_out()
 
     def _remember_parts(self) -> None:
         self._parts = self._parts_now()

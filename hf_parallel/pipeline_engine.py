@@ -293,8 +293,22 @@ class PipelineEngine(Engine):
     def _follow_freezing(self) -> None:
         """What stages send each other changes with what is trained."""
         with self.attachment.watchdog.waiting("waits for the other stages to begin the step"):
-            if self._freezing.noticed():
+            if self._freezing.begin():
                 self.runtime.forget_headers()
+
+    def _drop_frozen(self, *, keeps: bool = False) -> set[int]:
+        """Gradients of parameters that were frozen before the schedule do not count; their ids.
+
+        Args:
+            keeps: Whether `p.grad` is of earlier schedules, when the parameter was trained.
+        """
+        with self.attachment.watchdog.waiting("waits for what the other stages froze"):
+            frozen = self._freezing.finish()
+        for parameter in frozen if not keeps else ():
+            parameter.grad = None
+        if frozen:
+            self.gradients.follow_freezing()
+        return {id(parameter) for parameter in frozen}
 
     def _check_loss(self) -> None:
         """A loss function that was replaced since it was judged gets whole batches, which is always right."""
@@ -348,16 +362,18 @@ class PipelineEngine(Engine):
     def _share_losses(
         self, losses: Sequence[Any], shares: list[_Share], batches: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
-        """The loss of each batch on all ranks of the model copy; what each rank has read rides on the message."""
+        """The loss of each batch on all ranks of the model copy; what each rank has read and frozen rides on the message."""
         device, shape = self.attachment.device, self.mesh.shape
-        told = torch.zeros(len(batches) + shape.mp_size, dtype=torch.float64, device=device)
+        told = torch.zeros(len(batches) + shape.mp_size + 1, dtype=torch.float64, device=device)
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
-        self._ridden.put(told[len(batches) :], batches)
+        self._ridden.put(told[len(batches) : -1], batches)
+        self._freezing.put(told[-1:])
         with self.attachment.watchdog.waiting("waits for the loss of the last stage"):
             dist.all_reduce(told, group=self.mesh.mp_group)
-        self._ridden.arrived(told[len(batches) :])
+        self._freezing.arrived(told[-1])
+        self._ridden.arrived(told[len(batches) : -1])
         return list(told[: len(batches)].float().unbind())
 
     def finish_backward(self, gradient: torch.Tensor, made: Made | None, seed: float) -> None:
@@ -381,6 +397,7 @@ class PipelineEngine(Engine):
             self._factors = []
             self._window = None
             self._reduce(first)
+            self._drop_frozen()
 
     def _queue(self) -> None:
         """Finish the backward pass that now runs when it is over: gradients may still arrive."""
@@ -392,11 +409,14 @@ class PipelineEngine(Engine):
     def _finish_pass(self) -> None:
         self._queued = False
         passed, self._passed = self._passed, []
+        last, on_cpu = self.ends_step, self.attachment.device.type == "cpu"
+        frozen: set[int] = set()
+        if last or on_cpu:  # a GPU is waited for at the end of a step only
+            frozen = self._drop_frozen(keeps=bool(passed) and on_cpu)
         for made, factor in passed:
-            gradients = made.take()
+            gradients = [(parameter, gradient) for parameter, gradient in made.take() if id(parameter) not in frozen]
             self._backwards.scaled(factor)
             add(gradients, factor)
-        last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
                 found, self._direct.found = self._direct.found, []
@@ -473,20 +493,22 @@ class PipelineEngine(Engine):
         """
         watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
-            header = torch.zeros(4 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
+            header = torch.zeros(5 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
             if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self.mesh.tp_rank == 0:
                     double = int(logits.dtype is torch.float64)
                     header[:4] = torch.tensor([double, *logits.shape], device=header.device)
-            self._ridden.put(header[4:], [batch])
+            self._ridden.put(header[4:-1], [batch])
+            self._freezing.put(header[-1:])
             dist.all_reduce(header, group=self.mesh.mp_group)
             if not self.runtime.has_last_stage:
                 double, *shape = header[:4].tolist()
                 logits = torch.empty(
                     shape, dtype=torch.float64 if double else torch.float32, device=self.attachment.device
                 )
-            self._ridden.arrived(header[4:])
+            self._freezing.arrived(header[-1])
+            self._ridden.arrived(header[4:-1])
             dist.broadcast(logits, src=source, group=group)
         return logits
 

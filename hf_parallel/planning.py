@@ -59,6 +59,7 @@ class Plans:
         prediction: What the cut is expected to cost, None with pp_size 1.
         ledger: The full model's parameters.
         element_size: Bytes of one element of the parameters.
+        reduces_in_fp32: Whether partial sums over tensor-parallel ranks are made and summed in fp32.
         loss_kind: How the model's own loss may be computed (see `judge_loss`).
     """
 
@@ -73,6 +74,7 @@ class Plans:
     prediction: Prediction | None
     ledger: Ledger
     element_size: int
+    reduces_in_fp32: bool
     loss_kind: LossKind
 
 
@@ -164,6 +166,7 @@ def make_plans(
         prediction=prediction,
         ledger=ledger,
         element_size=next(model.parameters()).element_size(),
+        reduces_in_fp32=config.tensor_parallel.reduce_dtype == "float32",
         loss_kind=loss_kind,
     )
 
@@ -315,7 +318,8 @@ def summary(plans: Plans) -> list[str]:
         where = ", inputs in host memory" if plans.recompute.offload else ""
         lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
     if plans.tensor_parallel is not None:
-        lines += report(plans.tensor_parallel, plans.element_size)
+        size = plans.element_size
+        lines += report(plans.tensor_parallel, size, max(size, 4) if plans.reduces_in_fp32 else size)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
         lines += [f"tensor parallel: {line}" for line in whole]
     return lines

@@ -255,6 +255,7 @@ def transform(
             mesh.tp_rank,
             holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
             deferral=None if pieces is None else pieces.weights,
+            reduces_in_fp32=plans.reduces_in_fp32,
         )
     return pieces
 

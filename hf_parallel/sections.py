@@ -185,6 +185,13 @@ class TensorParallelConfig(Section):
         Literal["auto"] | bool,
         Field(description="'auto' (where it verifies), true or false: loss on logits sharded over the vocabulary"),
     ] = "auto"
+    reduce_dtype: Annotated[
+        Literal["compute", "float32"],
+        Field(
+            description="dtype of partial sums over the tp ranks: 'compute' (that of the products) or 'float32' (not rounded "
+            "before the sum; twice the bytes in half precision)"
+        ),
+    ] = "compute"
     self_check: SelfCheck = "auto"
     on_fallback: Annotated[
         Literal["warn", "error", "ignore"],

@@ -1,8 +1,12 @@
 """Parameters that user code freezes or unfreezes between steps, made known to all stages of a pipeline.
 
 What a stage sends says whether it wants gradients back, and the next stage learns it once. User code on a rank sees the
-parameters of that rank only, so the others cannot notice by themselves. One small message a schedule, over host memory:
-no device waits for it.
+parameters of that rank only, so the others cannot notice by themselves.
+
+While everything is trained, nothing can be unfrozen, and what is frozen needs no message before a schedule: the schedule
+runs as before, a flag rides on the message that carries its loss, and what it computed for frozen parameters is dropped
+before the update. While something is frozen, the stages ask each other before each schedule (one small message over host
+memory, no device waits for it), because the gradients of what is unfrozen could not be made up for.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh, new_group_of
@@ -39,32 +43,85 @@ class Freezing:
             lists = mesh.shape.groups(lambda d, p, t: (d, t))
             self._group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
         self._trained = self._now()
+        self._wishes: list[nn.Parameter] = []  # to be frozen, and trained until the others know
+        self._unread: list[Tensor] = []
+        self._forget = False
+        self._asks = False
+        self._ask()
 
     def _now(self) -> dict[str, bool]:
         return {name: parameter.requires_grad for name, parameter in self._parameters.items()}
 
-    def noticed(self) -> bool:
-        """Whether any stage has frozen or unfrozen something since the last call; collective over the pipeline.
+    def begin(self) -> bool:
+        """A schedule begins: whether stages tell each other anew what they send; collective if something is frozen.
 
         Every holder of a shared parameter then has it in the new state.
         """
         if self._group is None:
             return False
+        if self._asks or self._told():
+            self._freeze_wishes()
+            self._ask()
+        else:
+            for name, trained in self._trained.items():
+                parameter = self._parameters[name]
+                if trained and not parameter.requires_grad:
+                    parameter.requires_grad_(True)
+                    self._wishes.append(parameter)
+        forget, self._forget = self._forget, False
+        return forget
+
+    def put(self, slot: Tensor) -> None:
+        """Write whether this rank has something to tell into what will be summed over the ranks (one element)."""
+        slot.fill_(float(bool(self._wishes)))
+
+    def arrived(self, slot: Tensor) -> None:
+        """The sum over the ranks; read when the schedule's gradients are finished."""
+        if torch.is_grad_enabled():  # not an evaluation
+            self._unread.append(slot)
+
+    def finish(self) -> list[nn.Parameter]:
+        """The backward pass of a schedule ends; collective if a rank has told something.
+
+        Returns:
+            This rank's parameters that are frozen from now on, whose gradients of the schedule do not count.
+        """
+        if self._group is None or not self._told():
+            return []
+        before = self._now()
+        self._freeze_wishes()
+        self._ask()
+        return [p for name, p in self._parameters.items() if before[name] and not p.requires_grad]
+
+    def _told(self) -> bool:
+        """Whether a rank had something to tell, the same on all."""
+        unread, self._unread = self._unread, []
+        return any(float(slot) > 0 for slot in unread)
+
+    def _freeze_wishes(self) -> None:
+        for parameter in self._wishes:
+            parameter.requires_grad_(False)
+        self._wishes = []
+
+    def _ask(self) -> None:
+        """Compare with the other stages; collective over the pipeline."""
+        if self._group is None:
+            return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
-        words = [int(bool(changed))]
+        words = [int(bool(changed)), int(not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-        anywhere, *states = said.tolist()
+        anywhere, self._asks, *states = said.tolist()
         if not anywhere:
-            return False
+            return
         for name, state in zip(self._shared, states, strict=True):
             if name in self._parameters and state != SAME:
                 self._parameters[name].requires_grad_(state == UNFROZEN)
         self._freeze_spare()
         self._trained = self._now()
-        return True
+        self._forget = True
 
     def _freeze_spare(self) -> None:
         """What is here only because it could not be taken out is trained elsewhere."""

@@ -26,7 +26,7 @@ from hf_parallel.tensor_parallel.functions import (
     take_heads,
 )
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_product
+from hf_parallel.tensor_parallel.linear import column_product, plain_product, row_sum
 from hf_parallel.tensor_parallel.plan import InputRule, LinearPlan, PairPlan, Ranges, TPPlan
 from hf_parallel.tensor_parallel.reads import Scope, install_reads, open_in, own
 from hf_parallel.tensor_parallel.routing import install_routing
@@ -72,7 +72,7 @@ class _PartialState:
 class _RowState:
     """Settings of a row that is no linear (experts), kept as `tp_row`."""
 
-    group: TPGroup
+    copy: SharedCopy
 
 
 @dataclass
@@ -86,7 +86,7 @@ class _EntryState:
 class _NormState:
     """Settings of a module that needs all channels, kept as `tp_norm`."""
 
-    group: TPGroup
+    copy: SharedCopy
     sizes: list[int]
     start: int
 
@@ -108,6 +108,7 @@ def apply_tensor_parallel(
     holds: Callable[[str], bool],
     *,
     deferral: Deferral | None = None,
+    reduces_in_fp32: bool = False,
 ) -> None:
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
@@ -128,6 +129,7 @@ def apply_tensor_parallel(
         tp_rank: This rank in `group`.
         holds: Whether this stage holds the parameter (or per-head buffer) of that name; the others are not touched.
         deferral: Puts off the weight gradients of sharded layers, for a schedule that splits backward passes.
+        reduces_in_fp32: Whether half-precision partial sums are made and summed over the ranks in fp32.
 
     Raises:
         PlanError: If the plan is for another number of ranks, was applied before, or does not fit the parameters.
@@ -139,7 +141,7 @@ def apply_tensor_parallel(
             f"the plan is for tp_size={plan.tp_size}, the group has {group.size()} ranks. "
             f"Make a plan for {group.size()}."
         )
-    shared = SharedCopy(group, deferral)
+    shared = SharedCopy(group, deferral, widens=reduces_in_fp32)
     held = {name: linear for name, linear in plan.linears.items() if holds(f"{name}.weight")}
     for name in held:
         if vars(model.get_submodule(name)).keys() & {"tp_linear", "tp_embedding"}:
@@ -238,14 +240,14 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
         vars(root)["tp_partial"].uses.update({name.removeprefix(prefix): use for name, use in uses.items()})
     for name, spec in pair.norms.items():
         sizes = [spec.local_size(tp_size, rank) for rank in range(tp_size)]
-        state = _NormState(shared.group, sizes, sum(sizes[:tp_rank]))
+        state = _NormState(shared, sizes, sum(sizes[:tp_rank]))
         _replace_forward(model.get_submodule(name), "tp_norm", state, _norm_forward)
     if pair.routing is not None:
         install_routing(model.get_submodule(pair.row), pair.routing, tp_size, tp_rank)
     for name in pair.entries:
         _replace_forward(model.get_submodule(name), "tp_entry", _EntryState(shared), _entry_forward)
     if not is_linear:
-        _replace_forward(model.get_submodule(pair.row), "tp_row", _RowState(shared.group), _sum_forward)
+        _replace_forward(model.get_submodule(pair.row), "tp_row", _RowState(shared), _sum_forward)
     if pair.inputs:
         if "tp_inputs" not in vars(root):
             vars(root)["tp_inputs"] = _InputState(shared, (), tp_rank)
@@ -293,17 +295,22 @@ def _replace_forward(module: nn.Module, key: str, state: Any, forward: Callable[
 
 
 def _summed_where_whole(
-    tensor: Tensor, dim: int, lengths: Sequence[int], whole: Sequence[bool], group: TPGroup
+    tensor: Tensor, dim: int, lengths: Sequence[int], whole: Sequence[bool], shared: SharedCopy
 ) -> Tensor:
     """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
     if not any(whole):
         return tensor
     if all(whole):
-        return copy_to_tp(tensor, group)
+        return _copied(tensor, shared)
     parts = torch.split(tensor, list(lengths), dim)
     return torch.cat(
-        [copy_to_tp(part, group) if is_whole else part for part, is_whole in zip(parts, whole, strict=True)], dim
+        [_copied(part, shared) if is_whole else part for part, is_whole in zip(parts, whole, strict=True)], dim
     )
+
+
+def _copied(x: Tensor, shared: SharedCopy) -> Tensor:
+    """F for a tensor that nobody else reads."""
+    return copy_to_tp(x, shared.group, widens=shared.widens)
 
 
 def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -318,7 +325,7 @@ def _column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 
 def _used(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
     """The outputs of a column that this rank computes."""
-    tensor = _summed_where_whole(tensor, dim, state.lengths, state.replicated, state.copy.group)
+    tensor = _summed_where_whole(tensor, dim, state.lengths, state.replicated, state.copy)
     return _taken(state, tensor, dim)
 
 
@@ -332,7 +339,7 @@ def _taken(state: _LinearState, tensor: Tensor, dim: int) -> Tensor:
 def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(row_product(state.copy, x, own(self, "weight"), state.transposed), state.copy.group)
+    total = row_sum(state.copy, x, own(self, "weight"), state.transposed)
     bias = own(self, "bias")
     return total if bias is None else total + bias  # after the sum: the bias counts once
 
@@ -340,9 +347,9 @@ def _row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 def _reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = reduce_from_tp(row_product(state.copy, x, own(self, "weight"), state.transposed), state.copy.group)
+    total = row_sum(state.copy, x, own(self, "weight"), state.transposed)
     bias = own(self, "bias")
-    return _taken(state, copy_to_tp(total if bias is None else total + bias, state.copy.group), -1)
+    return _taken(state, _copied(total if bias is None else total + bias, state.copy), -1)
 
 
 def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -355,9 +362,7 @@ def _gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 def _latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _LinearState = self.tp_linear
     x = only_tensor(args, named)
-    return copy_to_tp(
-        plain_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed), state.copy.group
-    )
+    return _copied(plain_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed), state.copy)
 
 
 def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -366,7 +371,7 @@ def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
     def enter(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
         partial = state.copy.partial_of(tensor)
-        return copy_to_tp(tensor, state.copy.group) if partial is None else partial
+        return _copied(tensor, state.copy) if partial is None else partial
 
     return self.tp_entry_inner(*map_tensors(enter, args), **map_tensors(enter, kwargs))
 
@@ -374,18 +379,19 @@ def _entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _sum_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     state: _RowState = self.tp_row
     out = self.tp_row_inner(*args, **kwargs)
-    return out if leaves_partial(self) else reduce_from_tp(out, state.group)
+    return out if leaves_partial(self) else reduce_from_tp(out, state.copy.group, widens=state.copy.widens)
 
 
 def _norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module on the channels of all ranks, of which this rank keeps its own."""
     state: _NormState = self.tp_norm
-    local = state.sizes[state.group.rank()]
+    group, widens = state.copy.group, state.copy.widens
+    local = state.sizes[group.rank()]
 
     def gather(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or tensor.ndim < 2 or tensor.shape[-1] != local:
             return tensor
-        return copy_to_tp(gather_from_tp(tensor, state.group, state.sizes), state.group)
+        return copy_to_tp(gather_from_tp(tensor, group, state.sizes), group, widens=widens)
 
     whole: Tensor = self.tp_norm_inner(*map_tensors(gather, args), **map_tensors(gather, kwargs))
     return whole.narrow(-1, state.start, local)
@@ -409,7 +415,7 @@ def _partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, use in state.uses.items():
             path, _, key = name.rpartition(".")
             owner = self.get_submodule(path)
-            used = _summed_where_whole(owner._parameters[key], use.dim, use.lengths, use.whole, state.copy.group)
+            used = _summed_where_whole(owner._parameters[key], use.dim, use.lengths, use.whole, state.copy)
             vars(owner)[key] = used if use.share == 1.0 else used * use.share
             shadowed.append((vars(owner), key))
         return self.tp_partial_inner(*args, **kwargs)
@@ -430,7 +436,7 @@ def _take_inputs(
         rule = rules.get(path)
         if rule is None:
             return tensor
-        tensor = copy_to_tp(tensor, group)
+        tensor = _copied(tensor, state.copy)
         if rule.dim is None:
             return tensor
         return take_heads(tensor, rule.dim, rule.heads, group.size(), state.tp_rank)

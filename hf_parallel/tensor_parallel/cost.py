@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_parallel.tensor_parallel.plan import Coverage, PairPlan, SequencePlan, TPPlan
+
+
+FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,15 @@ def bytes_per_rank(plan: TPPlan, element_size: int) -> list[int]:
     return held
 
 
-def traffic(plan: TPPlan, element_size: int) -> Traffic:
-    """Bytes on the wire, with ring collectives: an all-reduce of n bytes sends 2 n (t - 1) / t, an all-gather half."""
+def traffic(plan: TPPlan, element_size: int, reduced_size: int | None = None) -> Traffic:
+    """Bytes on the wire, with ring collectives: an all-reduce of n bytes sends 2 n (t - 1) / t, an all-gather half.
+
+    Args:
+        plan: The plan.
+        element_size: Bytes of an activation.
+        reduced_size: Bytes of an element that is summed over the ranks; None for `element_size`.
+    """
+    reduced_size = reduced_size or element_size
     reduced, gathered, weights = 0.0, 0.0, 0.0
     for pair in plan.pairs:
         reduced += _reduced_per_token(plan, pair)
@@ -65,24 +76,40 @@ def traffic(plan: TPPlan, element_size: int) -> Traffic:
             reduced += numel / linear.weight.full_size
         elif linear.role == "column":
             weights += numel * (1.0 - linear.weight.sharded_share)
-    reduced += _reduced_by_vocabulary(plan)
+    ends = _reduced_by_vocabulary(plan)
+    reduced += ends.head
     if plan.sequence is not None:
         gathered += _moved_for_sequence(plan.sequence)
         weights += sum(
             plan.numel.get(f"{block.name}.{name}", 0) for block in plan.sequence.blocks for name in block.partial
         )
-    ring = element_size * (plan.tp_size - 1) / plan.tp_size
-    return Traffic(ring * (2 * reduced + gathered), ring * 2 * weights)
+    ring = (plan.tp_size - 1) / plan.tp_size
+    # With a sequence that is shared the second half of an all-reduce is an all-gather, of what was rounded before.
+    back = reduced_size if plan.sequence is None else element_size
+    sums = reduced * (reduced_size + back) + 2 * (ends.embedding * element_size + ends.loss * FP32)
+    return Traffic(ring * (sums + element_size * gathered), ring * 2 * reduced_size * weights)
 
 
-def _reduced_by_vocabulary(plan: TPPlan) -> float:
+class _Ends(NamedTuple):
     """Elements all-reduced per token by an embedding and a head that are cut by rows of the vocabulary.
 
-    Output of the embedding, gradient of the head's input, and four numbers of the loss.
+    Output of the embedding, in which one rank's rows meet zeros; gradient of the head's input; numbers of the loss.
     """
-    ends = [name for name, linear in plan.linears.items() if linear.role in ("vocab_embedding", "vocab_head")]
-    widths = [plan.numel.get(f"{name}.weight", 0) / plan.linears[name].weight.full_size for name in ends]
-    return len(ends) * max(widths, default=0.0) + (4.0 if ends else 0.0)
+
+    embedding: float
+    head: float
+    loss: float
+
+
+def _reduced_by_vocabulary(plan: TPPlan) -> _Ends:
+    names = {linear.role: name for name, linear in plan.linears.items() if linear.role.startswith("vocab_")}
+    widths = [plan.numel.get(f"{name}.weight", 0) / plan.linears[name].weight.full_size for name in names.values()]
+    width = max(widths, default=0.0)  # a tied pair is counted under one of its names
+    return _Ends(
+        embedding=width if "vocab_embedding" in names else 0.0,
+        head=width if "vocab_head" in names else 0.0,
+        loss=4.0 if names else 0.0,
+    )
 
 
 def _moved_for_sequence(plan: SequencePlan) -> float:
@@ -127,9 +154,9 @@ def _expert_width(plan: TPPlan, pair: PairPlan) -> float:
     return plan.numel.get(f"{names[0]}.weight", 0) / rows[0].weight.full_size
 
 
-def report(plan: TPPlan, element_size: int) -> list[str]:
-    """Lines for the start of a run."""
-    share, work, wire = plan.coverage(), flops_coverage(plan), traffic(plan, element_size)
+def report(plan: TPPlan, element_size: int, reduced_size: int | None = None) -> list[str]:
+    """Lines for the start of a run; sizes as for `traffic`."""
+    share, work, wire = plan.coverage(), flops_coverage(plan), traffic(plan, element_size, reduced_size)
     held, full = bytes_per_rank(plan, element_size), element_size * sum(plan.numel.values())
     lines = [
         f"tensor parallel: {share.paired:.0%} of the parameters in column-row pairs, {share.gathered:.0%} sharded with "

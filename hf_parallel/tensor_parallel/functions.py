@@ -62,7 +62,7 @@ class VirtualGroup:
 TPGroup = ProcessGroup | VirtualGroup
 
 
-def copy_to_tp(x: Tensor, group: TPGroup) -> Tensor:
+def copy_to_tp(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
     """f: `x` forward, gradient summed over `group` backward.
 
     Marks the entry of a replicated tensor into a region where each rank computes its own part. Nothing is
@@ -71,21 +71,24 @@ def copy_to_tp(x: Tensor, group: TPGroup) -> Tensor:
     Args:
         x: Replicated tensor of any shape.
         group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per backward pass.
+        widens: Whether half-precision gradients are summed in fp32.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    result: Tensor = _CopyToTP.apply(x, group, None)  # type: ignore[no-untyped-call]
+    result: Tensor = _CopyToTP.apply(x, group, widens, None)  # type: ignore[no-untyped-call]
     return result
 
 
-def reduce_from_tp(x: Tensor, group: TPGroup) -> Tensor:
+def reduce_from_tp(x: Tensor, group: TPGroup, *, widens: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """g: sum of `x` over `group` forward, identity backward.
 
     Args:
         x: This rank's partial sum, of any shape.
         group: The tensor-parallel group; all its ranks must call this. One all-reduce of `x` per forward pass.
+        widens: Whether half-precision tensors are summed in fp32.
+        dtype: Of the result; None for that of `x`.
     """
-    result: Tensor = _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _ReduceFromTP.apply(x, group, widens, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -144,6 +147,32 @@ class Entered(Protocol):
     def again(self) -> Callable[[Tensor], Tensor]:
         """Gathers the part that was kept."""
 
+    @property
+    def wide(self) -> WideSum | None:
+        """Where its readers add up its gradient, if that is done in fp32."""
+
+
+class WideSum:
+    """Where the layers that read one tensor add up its gradient in fp32, for the one that sums it over the ranks.
+
+    Their gradients would otherwise be rounded to the tensor's dtype one by one, on each rank.
+    """
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient in fp32; its memory may be kept."""
+        self._total = gradient if self._total is None else self._total.add_(gradient)
+
+    def take(self, *more: Tensor | None) -> Tensor | None:
+        """The sum so far and of `more`, in memory of its own; begins anew."""
+        for gradient in more:
+            if gradient is not None:
+                self.add(gradient.to(torch.float32, copy=self._total is None))
+        total, self._total = self._total, None
+        return total
+
 
 class SharedCopy:
     """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
@@ -155,14 +184,18 @@ class SharedCopy:
     Args:
         group: The tensor-parallel group.
         deferral: Puts off the weight gradients of the layers that share this; None: they are computed at once.
+        widens: Whether half-precision partial sums are made and summed in fp32.
 
     Attributes:
         entered: Input of the region that runs; its sum over the ranks is the region's.
+        wide: Where the readers of the last tensor add up its gradient, if that is done in fp32.
     """
 
-    def __init__(self, group: TPGroup, deferral: Deferral | None = None) -> None:
+    def __init__(self, group: TPGroup, deferral: Deferral | None = None, *, widens: bool = False) -> None:
         self.group = group
         self.deferral = deferral
+        self.widens = widens
+        self.wide: WideSum | None = None
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._copy: Tensor | None = None
@@ -174,7 +207,7 @@ class SharedCopy:
             return x
         known = self.find(x)
         if known is None:
-            known = _CopyToTP.apply(x, self.group, self)  # type: ignore[no-untyped-call]
+            known = _CopyToTP.apply(x, self.group, self.widens, self)  # type: ignore[no-untyped-call]
             self.keep(x, known)
         return known
 
@@ -183,9 +216,9 @@ class SharedCopy:
         same = self._source is not None and self._source() is x and self._version == x._version
         return self._copy if same else None
 
-    def keep(self, x: Tensor, copy: Tensor) -> None:
+    def keep(self, x: Tensor, copy: Tensor, wide: WideSum | None = None) -> None:
         """Remember the copy of `x` for its other readers."""
-        self._copy, self._source, self._version = copy, weakref.ref(x), x._version
+        self._copy, self._source, self._version, self.wide = copy, weakref.ref(x), x._version, wide
 
     def partial_of(self, x: Tensor) -> Tensor | None:
         """What computes with parts should read in place of `x`, if that is the gathered input of a region."""
@@ -193,11 +226,11 @@ class SharedCopy:
 
     def clear(self) -> None:
         """Forget the last tensor."""
-        self._source = self._copy = None
+        self._source = self._copy = self.wide = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedCopy:
         """A copy of a model communicates over the same group, with a slot of its own."""
-        return SharedCopy(self.group, self.deferral)
+        return SharedCopy(self.group, self.deferral, widens=self.widens)
 
 
 def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
@@ -215,8 +248,18 @@ def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def sum_over(x: Tensor, group: TPGroup) -> Tensor:
-    """Sum of the ranks' `x`, of any shape, in new memory; outside autograd. One all-reduce."""
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether sums in fp32 are more exact than sums in `dtype`."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def sum_over(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
+    """Sum of the ranks' `x`, of any shape, in new memory; outside autograd. One all-reduce.
+
+    A half-precision tensor is summed in fp32 if it `widens`, which sends twice the bytes.
+    """
+    if widens and is_half(x.dtype):
+        return sum_over(x.float(), group).to(x.dtype)
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
@@ -245,25 +288,25 @@ def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
 
 class _CopyToTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, shared: SharedCopy | None) -> Tensor:
-        ctx.group, ctx.shared = group, shared
+    def forward(ctx: Any, x: Tensor, group: TPGroup, widens: bool, shared: SharedCopy | None) -> Tensor:
+        ctx.group, ctx.widens, ctx.shared = group, widens, shared
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.shared is not None:
             ctx.shared.clear()
-        return sum_over(grads[0], ctx.group), None, None
+        return sum_over(grads[0], ctx.group, widens=ctx.widens), None, None, None
 
 
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        return sum_over(x, group)
+    def forward(ctx: Any, x: Tensor, group: TPGroup, widens: bool, dtype: torch.dtype) -> Tensor:
+        return sum_over(x, group, widens=widens).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0], None, None, None
 
 
 class _GatherFromTP(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_parallel.compat import in_backward_pass, run_inside_checkpoint
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.functions import SharedCopy, TPGroup
-from hf_parallel.tensor_parallel.linear import row_product
+from hf_parallel.tensor_parallel.linear import rounded_to, row_product
 from hf_parallel.tensor_parallel.plan import BlockSequence, Place, Region, SequencePlan
 from hf_parallel.tensor_parallel.reads import own
 from hf_parallel.tensor_parallel.seeds import PairSeeds
@@ -51,12 +51,14 @@ class SequenceMode:
 
     Attributes:
         length: Full length of the sequence of which the running block has a part; 0: it has all of it.
+        widens: Whether half-precision gradients of parameters are summed in fp32.
         blocked: Whether this forward must take the ordinary path.
         draws: Random numbers of the running block.
     """
 
     def __init__(self, group: TPGroup, dim: int) -> None:
         self.group, self.dim = group, dim
+        self.widens = False
         self.length = 0
         self.blocked = False
         self.draws = Draws(group)
@@ -66,6 +68,7 @@ class SequenceMode:
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceMode:
         """A copy of a model communicates over the same group, with a state of its own."""
         twin = SequenceMode(self.group, self.dim)
+        twin.widens = self.widens
         twin.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
         return twin
 
@@ -185,7 +188,7 @@ def install_regions(
     if "tp_sequence" not in vars(model):
         install_blocks(model, plan, shared.group)
     mode: SequenceMode = vars(model)["tp_sequence"]
-    mode.draws.pairs = seeds
+    mode.draws.pairs, mode.widens = seeds, shared.widens
     for block in plan.blocks:
         root = model.get_submodule(block.name)
         prefix = f"{block.name}." if block.name else ""
@@ -299,7 +302,8 @@ def _used_in_part(block: nn.Module, names: Sequence[str], mode: SequenceMode) ->
     if not learned:
         yield
         return
-    for (owner, key, _), summed in zip(learned, copies_to_tp([p for _, _, p in learned], mode.group), strict=True):
+    copies = copies_to_tp([p for _, _, p in learned], mode.group, widens=mode.widens)
+    for (owner, key, _), summed in zip(learned, copies, strict=True):
         vars(owner)[key] = summed
     try:
         yield
@@ -317,7 +321,7 @@ def _region_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     before = shared.entered
 
     def enter(x: Tensor) -> Tensor:
-        entry = Entry(x, *along)
+        entry = Entry(x, *along, widens=shared.widens)
         shared.entered = entry
         return entry.full
 
@@ -329,8 +333,9 @@ def _region_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         shared.entered = before
     if plan.exit == "row":
         return out
-    leave = scatter_to_sequence if plan.exit == "split" else reduce_scatter_to_sequence
-    return _placed(plan.outputs, lambda x: leave(x, *along), out)
+    if plan.exit == "split":
+        return _placed(plan.outputs, lambda x: scatter_to_sequence(x, *along), out)
+    return _placed(plan.outputs, lambda x: reduce_scatter_to_sequence(x, *along, widens=shared.widens), out)
 
 
 def leaves_partial(module: nn.Module) -> bool:
@@ -346,14 +351,16 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.tp_scatter_inner(*args, **kwargs)
     linear = self.tp_linear
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    total = row_product(linear.copy, x, own(self, "weight"), linear.transposed)
+    weight = own(self, "weight")
+    dtype = rounded_to(linear.copy, x) if state.scatters else None
+    total = row_product(linear.copy, x, weight, linear.transposed, is_wide=dtype is not None)
     if not state.scatters:
         return total
     if unfolded(total, mode.dim, mode.length).shape[mode.dim] != mode.length:
         raise PlanError(
             f"a row's output of shape {tuple(total.shape)} has no dim {mode.dim} of {mode.length} positions."
         )
-    total = reduce_scatter_to_sequence(total, *mode.along())
+    total = reduce_scatter_to_sequence(total, *mode.along(), dtype=dtype)
     mode.draws.leave_region()
     bias: Tensor | None = own(self, "bias")
     return total if bias is None else total + bias  # after the sum: the bias counts once

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_parallel.compat import reduce_scatter_flat
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup, gather_over, sum_over
+from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup, WideSum, gather_over, is_half, sum_over
 from hf_parallel.tensor_parallel.layout import split_units
 
 
@@ -52,7 +52,15 @@ def gather_from_sequence(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[in
     return result
 
 
-def reduce_scatter_to_sequence(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+def reduce_scatter_to_sequence(
+    x: Tensor,
+    group: TPGroup,
+    dim: int,
+    sizes: Sequence[int],
+    *,
+    widens: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """This rank's positions of the sum of `x` over the ranks forward, all-gather of the gradient backward.
 
     Args:
@@ -60,16 +68,18 @@ def reduce_scatter_to_sequence(x: Tensor, group: TPGroup, dim: int, sizes: Seque
         group: The tensor-parallel group; all its ranks must call this.
         dim: The sequence dim.
         sizes: Positions of every rank; they sum to S.
+        widens: Whether half-precision tensors are summed in fp32.
+        dtype: Of the result; None for that of `x`.
     """
-    result: Tensor = _ReduceScatter.apply(x, group, dim, sizes)  # type: ignore[no-untyped-call]
+    result: Tensor = _ReduceScatter.apply(x, (group, dim, sizes), widens, dtype or x.dtype)  # type: ignore[no-untyped-call]
     return result
 
 
-def copies_to_tp(tensors: Sequence[Tensor], group: TPGroup) -> list[Tensor]:
+def copies_to_tp(tensors: Sequence[Tensor], group: TPGroup, *, widens: bool = False) -> list[Tensor]:
     """`copy_to_tp` of several tensors, with one all-reduce of all their gradients per dtype."""
     if not torch.is_grad_enabled():
         return list(tensors)
-    return list(_Copies.apply(group, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Copies.apply(group, widens, *tensors))  # type: ignore[no-untyped-call]
 
 
 class Entry:
@@ -84,13 +94,18 @@ class Entry:
         group: The tensor-parallel group; all its ranks must make this.
         dim: The sequence dim.
         sizes: Positions of every rank.
+        widens: Whether half-precision gradients are summed in fp32.
+
+    Attributes:
+        wide: Where layers that compute parts may add up their gradients in fp32; None: they return them.
     """
 
-    def __init__(self, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> None:
+    def __init__(self, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int], *, widens: bool = False) -> None:
         self.shard = x.detach()
         again = _Again(group, dim, sizes)
         self.again: Callable[[Tensor], Tensor] = again
-        entered: tuple[Tensor, Tensor] = _Enter.apply(x, again)  # type: ignore[no-untyped-call]
+        self.wide = WideSum() if widens and x.dtype is not torch.float64 else None
+        entered: tuple[Tensor, Tensor] = _Enter.apply(x, again, self.wide)  # type: ignore[no-untyped-call]
         self.full, self._partial = entered
 
     def find(self, x: Tensor) -> Tensor | None:
@@ -126,11 +141,13 @@ def all_gather_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) 
     return full if whole is x else full.flatten(0, 1)
 
 
-def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int], *, widens: bool = False) -> Tensor:
     """This rank's positions along `dim` of the sum of the ranks' `x`, in new memory; outside autograd.
 
-    `x` may be folded, [B * S, H].
+    `x` may be folded, [B * S, H]. A half-precision tensor is summed in fp32 if it `widens`.
     """
+    if widens and is_half(x.dtype):
+        return reduce_scatter_along(x.float(), group, dim, sizes).to(x.dtype)
     if isinstance(group, VirtualGroup):
         return _own(sum_over(x, group), group, dim, sizes)
     whole = unfolded(x, dim, sum(sizes))
@@ -192,9 +209,11 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.along = group, dim, sizes
-        return reduce_scatter_along(x, group, dim, sizes)
+    def forward(
+        ctx: Any, x: Tensor, along: tuple[TPGroup, int, Sequence[int]], widens: bool, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.along = along
+        return reduce_scatter_along(x, *along, widens=widens).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -203,29 +222,31 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, again: _Again) -> tuple[Tensor, Tensor]:
-        ctx.again = again
+    def forward(ctx: Any, x: Tensor, again: _Again, wide: WideSum | None) -> tuple[Tensor, Tensor]:
+        ctx.again, ctx.wide, ctx.dtype = again, wide, x.dtype
         ctx.set_materialize_grads(False)
         full = all_gather_along(x, again.group, again.dim, again.sizes)
         return full, full.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         again: _Again = ctx.again
         again.full = None
         along = again.group, again.dim, again.sizes
         whole, partial = grads
-        total = None if partial is None else reduce_scatter_along(partial, *along)
+        if ctx.wide is not None:
+            partial = ctx.wide.take(partial)
+        total = None if partial is None else reduce_scatter_along(partial, *along).to(ctx.dtype)
         if whole is not None:
             own = _own(whole, *along)
             total = own if total is None else total.add_(own)
-        return total, None
+        return total, None, None
 
 
 class _Copies(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: TPGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
+    def forward(ctx: Any, group: TPGroup, widens: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.widens = group, widens
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -233,7 +254,7 @@ class _Copies(torch.autograd.Function):
         summed: list[Tensor | None] = [None] * len(grads)
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             chosen = [i for i, grad in enumerate(grads) if grad.dtype == dtype]
-            flat = sum_over(torch.cat([grads[i].flatten() for i in chosen]), ctx.group)
+            flat = sum_over(torch.cat([grads[i].flatten() for i in chosen]), ctx.group, widens=ctx.widens)
             for i, part in zip(chosen, flat.split([grads[i].numel() for i in chosen]), strict=True):
                 summed[i] = part.view(grads[i].shape)
-        return (None, *summed)
+        return (None, None, *summed)

@@ -39,6 +39,13 @@ def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
         assert whole > shared > with_sequence
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_guards_runs(tmp_path: Path) -> None:
+    report = run("bench_guards.py", tmp_path / "report.json", "--layouts", "pp2", "zero1")
+    assert [row["layout"] for row in report["rows"]] == ["pp2", "zero1"]
+    assert all(row["inside_cpu_s"] > 0 for row in report["rows"]), "a guard that was renamed is not measured"
+
+
 def samples(foreign: list[float]) -> list[Sample]:
     return [Sample(name, 4, number, 1.0 + number, load, 0.5) for number, load in enumerate(foreign) for name in "ab"]
 

@@ -1,0 +1,310 @@
+"""Time what the guards cost a training step, on two gloo ranks with one thread each.
+
+    python benchmarks/bench_guards.py            # some minutes on a quiet machine
+    python benchmarks/bench_guards.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
+
+Optimizer steps of 8 microbatches of the same Llama and layout, as they are and with every guard of `hf_parallel.guards` that
+runs in a step replaced by nothing, here only: there is no switch for users. Samples are taken in rotating order within one
+run and compared by the median of paired ratios (see timing.py for the guard against other load). Since half a percent is
+less than one sample scatters, the time inside of the guards is also measured by itself: `inside` is wall time, waiting for
+messages included, `CPU` what the guards compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from rich.console import Console
+from rich.table import Table
+from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_parallel import HFParallelPlugin
+from hf_parallel.guards import batches
+from hf_parallel.guards.arrivals import Arrivals
+from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.direct import DirectGradients
+from hf_parallel.guards.freezing import Freezing
+from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.weights import WeightGuard
+from hf_parallel.pipeline_engine import PipelineEngine
+
+
+VARIANTS = ("guarded", "bare")
+MICROBATCHES = 8
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp_size": 2, "num_microbatches": MICROBATCHES},
+    "pp2 loop": {"pp_size": 2, "num_microbatches": MICROBATCHES},  # as with user code between loader and model
+    "dp2": {},
+    "zero1": {"zero": {"stage": 1}},
+    "tp2": {"tp_size": 2},
+}
+UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
+    *((Arrivals, name, None) for name in ("set_aside", "hide", "show", "put_back", "settle", "note", "note_all")),
+    (Arrivals, "use", True),
+    *((Backwards, name, None) for name in ("scaled", "arrived", "agree")),
+    (batches, "_state", None),
+    *((batches.RiddenDigests, name, None) for name in ("put", "arrived", "judge")),
+    (batches.SharedBatch, "compare", None),
+    (DirectGradients, "watch", None),
+    (DirectGradients, "stop", None),
+    *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
+    (HookGuard, "check", None),
+    (PipelineEngine, "_check_loss", None),
+    (ShownGradients, "show", None),
+    (ShownGradients, "take_back", ()),
+    (WeightGuard, "check", None),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes of a run."""
+
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    rounds: int = 40
+    steps: int = 1
+    hidden: int = 384
+    blocks: int = 6
+    vocab: int = 4096
+    length: int = 96
+    foreign: float = 0.15
+    quiet_budget: float = 120.0
+
+
+class Switch:
+    """Puts the guards in place, with a clock around them, or nothing."""
+
+    def __init__(self) -> None:
+        self._own = [(owner, name, getattr(owner, name)) for owner, name, _ in UNGUARDED]
+        self._depth = 0
+        self.wall_s = self.cpu_s = 0.0
+        self.by_name: dict[str, float] = {}
+
+    def set(self, variant: str) -> None:
+        """Make the guards those of a variant."""
+        for (owner, name, own), (_, _, nothing) in zip(self._own, UNGUARDED, strict=True):
+            label = f"{getattr(owner, '__name__', '?').rpartition('.')[2]}.{name}"
+            setattr(owner, name, self._timed(own, label) if variant == "guarded" else _returns(nothing))
+
+    def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return function(*args, **kwargs)
+            self._depth += 1
+            wall, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self.wall_s += time.perf_counter() - wall
+                spent = time.thread_time() - cpu
+                self.cpu_s += spent
+                self.by_name[label] = self.by_name.get(label, 0.0) + spent
+
+        return timed
+
+    def spent(self) -> tuple[float, float]:
+        """Wall and CPU seconds inside of the guards since the last call."""
+        spent = self.wall_s, self.cpu_s
+        self.wall_s = self.cpu_s = 0.0
+        return spent
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class Bench:
+    """One rank's side of a layout: one model that both variants train on."""
+
+    def __init__(self, rank: int, settings: Settings, layout: str, switch: Switch) -> None:
+        self.settings, self.layout, self.switch = settings, layout, switch
+        self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        self.staged = layout.startswith("pp")
+        plugin = HFParallelPlugin({}, **LAYOUTS[layout])
+        steps = 1 if self.staged else MICROBATCHES
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, parallelism_config=plugin)
+        model = self._model()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        )
+        torch.manual_seed(0 if LAYOUTS[layout].keys() & {"pp_size", "tp_size"} else rank)
+        rows = torch.randint(0, settings.vocab, (MICROBATCHES, settings.length))
+        self.batches = [rows] if self.staged else list(rows.split(1))
+        self.spent: list[tuple[str, float, float]] = []
+
+    def _model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        settings = self.settings
+        config = LlamaConfig(
+            hidden_size=settings.hidden,
+            intermediate_size=settings.hidden * 11 // 4,
+            num_hidden_layers=settings.blocks,
+            num_attention_heads=max(2, settings.hidden // 64),
+            num_key_value_heads=max(2, settings.hidden // 64),
+            vocab_size=settings.vocab,
+            max_position_embeddings=settings.length,
+        )
+        return LlamaForCausalLM(config).train()
+
+    def step(self) -> float:
+        """One optimizer step; the loss of its last batch."""
+        loss = torch.zeros(())
+        engine: Any = self.accelerator.hf_parallel.engine  # type: ignore[attr-defined]
+        for ids in self.batches:
+            batch = {"input_ids": ids, "labels": ids}
+            if self.layout == "pp2":
+                engine.begin_window([batch])  # as the Trainer does
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def sample(self, variant: str, microbatches: int, number: int) -> Sample:
+        """Time the steps of a variant."""
+        self.switch.set(variant)
+        self.switch.spent()
+
+        def steps() -> float:
+            for _ in range(self.settings.steps):
+                loss = self.step()
+            return loss
+
+        sample = self.clock.sample(variant, microbatches, number, steps)
+        mine = torch.tensor(self.switch.spent(), dtype=torch.float64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        if variant == "guarded" and number >= 0:
+            self.spent.append((variant, *mine.tolist()))
+        return sample
+
+
+def worker(rank: int, settings: Settings) -> dict[str, Any]:
+    """Run one rank; return samples and seconds inside of the guards, by layout."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    switch = Switch()
+    found: dict[str, Any] = {}
+    for layout in settings.layouts:
+        bench = Bench(rank, settings, layout, switch)
+        for _ in range(4):  # the first steps compare batches byte by byte
+            facts = {name: (bench.sample(name, MICROBATCHES, -1).loss,) for name in VARIANTS}
+        check_agreement(facts, "bare")
+        switch.by_name.clear()
+        samples = all_samples(VARIANTS, [MICROBATCHES], lambda count: settings.rounds, bench.sample)
+        steps = settings.rounds * settings.steps
+        found[layout] = {
+            "cpu_ms_of_rank_0": {name: 1e3 * spent / steps for name, spent in sorted(switch.by_name.items())},
+            "samples": [asdict(sample) for sample in samples],
+            "spent": bench.spent,
+            "parameters": bench.parameters,
+        }
+        switch.set("guarded")
+        with contextlib.suppress(AttributeError):
+            bench.accelerator.hf_parallel.watchdog.stop()  # type: ignore[attr-defined]
+    return found
+
+
+def row_of(layout: str, found: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """What the samples of a layout say."""
+    samples = [Sample(**sample) for sample in found["samples"]]
+    rounds = Rounds.of(samples, MICROBATCHES, settings.foreign)
+    ratios = sorted(group["guarded"].seconds / group["bare"].seconds for group in rounds.used)
+    seconds = rounds.median(lambda group: group["bare"].seconds)
+    cpu = rounds.median(lambda group: group["bare"].cpu) / 2  # of one rank
+    middle = len(found["spent"]) // 2
+    inside, inside_cpu = (sorted(one[k] for one in found["spent"])[middle] for k in (1, 2))
+    return {
+        "layout": layout,
+        "seconds": seconds / settings.steps,
+        "ratio": rounds.median(lambda group: group["guarded"].seconds / group["bare"].seconds),
+        "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+        "cpu_ratio": rounds.median(lambda group: group["guarded"].cpu / group["bare"].cpu),
+        "inside_s": inside / settings.steps,
+        "inside_share": inside / seconds,
+        "inside_cpu_s": inside_cpu / settings.steps,
+        "inside_cpu_share": inside_cpu / cpu,
+        "foreign_cores": rounds.foreign,
+        "verdict": rounds.verdict,
+    }
+
+
+HEAD = (
+    "layout",
+    "step ms",
+    "guarded / bare (quartiles)",
+    "CPU / CPU",
+    "inside ms",
+    "inside %",
+    "inside CPU ms",
+    "CPU %",
+    "rounds",
+    "load",
+)
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as text."""
+    low, high = row["quartiles"]
+    return (
+        row["layout"],
+        f"{1e3 * row['seconds']:.0f}",
+        f"{row['ratio']:.4f} ({low:.4f} .. {high:.4f})",
+        f"{row['cpu_ratio']:.4f}",
+        f"{1e3 * row['inside_s']:.2f}",
+        f"{100 * row['inside_share']:.2f}",
+        f"{1e3 * row['inside_cpu_s']:.2f}",
+        f"{100 * row['inside_cpu_share']:.2f}",
+        row["verdict"],
+        f"{row['foreign_cores']:.2f}",
+    )
+
+
+def rows_of(found: dict[str, Any], settings: Settings) -> Sequence[dict[str, Any]]:
+    """One row for each layout."""
+    return [row_of(layout, found[layout], settings) for layout in settings.layouts]
+
+
+def main() -> None:
+    """Run both ranks, print the table and write the report."""
+    parser = parser_of(__doc__, "build/reports/bench-guards.json")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=None)
+    given = parser.parse_args()
+    chosen: dict[str, Any] = {"foreign": given.foreign, "quiet_budget": given.quiet_budget}
+    chosen["layouts"] = tuple(given.layouts or LAYOUTS)
+    if given.smoke:
+        tiny = {"hidden": 64, "blocks": 2, "vocab": 64, "length": 8, "rounds": 2, "quiet_budget": 0.0}
+        settings = Settings(**{**chosen, **tiny})
+    else:
+        settings = Settings(**chosen, rounds=given.rounds or Settings.rounds)
+    found = run_both_ranks(worker, settings)
+    rows = rows_of(found, settings)
+    size = found[settings.layouts[0]]["parameters"] / 1e6
+    table = Table(
+        *HEAD, title=f"Llama of {size:.1f}M parameters, 2 gloo ranks, {MICROBATCHES} x {settings.length} tokens"
+    )
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=140).print(table)
+    write_report(given.output, {"settings": asdict(settings), "rows": rows, "samples": found})
+
+
+if __name__ == "__main__":
+    main()
