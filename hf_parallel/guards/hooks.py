@@ -39,7 +39,8 @@ class HookGuard:
         mesh: Mesh,
         assemble: Callable[[str, Tensor], Tensor],
     ) -> None:
-        self._ledger, self._parameters, self._mesh, self._assemble = ledger, dict(parameters), mesh, assemble
+        self._ledger, self._mesh, self._assemble = ledger, mesh, assemble
+        self._parameters = [(n, p, ledger.entries[n].spec is not None) for n, p in parameters.items()]
         self._warned = False
 
     def check(self) -> None:
@@ -50,11 +51,11 @@ class HookGuard:
         """
         if self._mesh.mp_group is None:
             return
-        for name, parameter in self._parameters.items():
+        for name, parameter, is_sharded in self._parameters:
             hooks = gradient_hooks(parameter)
             if hooks:
                 self._adapt(name, hooks)
-            if self._ledger.entries[name].spec is not None:
+            if is_sharded and accumulation_hooks(parameter):
                 self._refuse_accumulation(name, parameter)
 
     def _adapt(self, name: str, hooks: dict[int, Any]) -> None:
