@@ -52,7 +52,13 @@ GRADIENTS = {
     "scaled gradients of parts": Setup(seed=31, callback="ScaleGradients", dp=2, settings={"zero": {"stage": 1}}),
     "dropped gradients of parts": Setup(seed=32, callback="DropGradients", dp=2, settings={"zero": {"stage": 1}}),
 }
-SETUPS = GROUPS | FORWARDS | HOOKS | GRADIENTS
+FREEZING = {
+    "frozen parts": Setup(seed=41, callback="FreezeLater", dp=2, settings={"zero": {"stage": 1}}, accumulation=2),
+}
+PENALTY = {
+    "a penalty over all parameters, shards": Setup(seed=51, loss="Regularised", tp=2, evaluate=True, model="bloom"),
+}
+SETUPS = FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
 
 
 @pytest.fixture(scope="module")
