@@ -227,6 +227,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 f"gradient_accumulation_steps={wanted}, but the loop steps after every batch. Put its body into `with "
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
             )
+        self.hf_parallel_engine.backpropagates(loss.detach())
         with self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 
