@@ -25,6 +25,7 @@ from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.batches import SharedBatch
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -81,6 +82,10 @@ class Engine:
         self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
+
+    def _common_weights(self, attachment: Attachment) -> CommonWeights:
+        replicas = attachment.gradients.replicas
+        return CommonWeights(attachment.ledger, attachment.parameters, attachment.mesh, lambda: replicas.arriving)
 
     @property
     def ends_step(self) -> bool:
@@ -182,7 +187,7 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._queued = False
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device)
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, self._common_weights(attachment))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""

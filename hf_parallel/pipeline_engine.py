@@ -114,7 +114,7 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._ridden = RiddenDigests(self.mesh)
+        self._ridden = RiddenDigests(self.mesh, self._common_weights(attachment))
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -349,8 +349,7 @@ class PipelineEngine(Engine):
         self, losses: Sequence[Any], shares: list[_Share], batches: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
         """The loss of each batch on all ranks of the model copy; what each rank has read rides on the message."""
-        device, shape = self.attachment.device, self.mesh.shape
-        told = torch.zeros(len(batches) + shape.mp_size, dtype=torch.float64, device=device)
+        told = torch.zeros(len(batches) + self._ridden.width, dtype=torch.float64, device=self.attachment.device)
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
@@ -473,7 +472,7 @@ class PipelineEngine(Engine):
         """
         watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
-            header = torch.zeros(4 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
+            header = torch.zeros(4 + self._ridden.width, dtype=torch.int64, device=self.attachment.device)
             if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self.mesh.tp_rank == 0:

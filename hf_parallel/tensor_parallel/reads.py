@@ -5,12 +5,14 @@ a regulariser) means the whole tensor and gets a stand-in of its shape: inside a
 gathered when they are first used, and its gradient is cut to this rank's part; anywhere else, where a collective could wait
 for ever, using them is an error that names the parameter. Shape, dtype and device can be read everywhere.
 
-`named_parameters()`, optimizers and checkpoints take the parts themselves: they do not read attributes.
+Optimizers and checkpoints take the parts themselves: they do not read attributes. `model.named_parameters()` gives the parts
+too, but whole tensors in a Trainer's `compute_loss`, where it is a loss that reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -61,12 +63,14 @@ class Reads:
         copy: For the group.
         tp_rank: This rank.
         depth: Calls that are running which all ranks of the group make alike.
+        lists_whole: Whether the innermost of them is a loss, to which the model lists whole parameters.
         reports: Whether this rank says who reads what.
     """
 
     copy: SharedCopy
     tp_rank: int
     depth: int = 0
+    lists_whole: bool = False
     reports: bool = False
     inside: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, Tensor] = field(default_factory=dict)
@@ -131,6 +135,22 @@ def install_reads(
             vars(module)["tp_owned"] = owned
             plain = type(module)
             module.__class__ = kinds.setdefault(plain, _noticing(plain))
+    vars(model)["named_parameters"] = functools.partial(_named_parameters, model)
+
+
+def _named_parameters(
+    model: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """As of every module; a loss that reads parameters (a penalty on all weights) gets whole ones, as if by name."""
+    reads: Reads = vars(model)["tp_reads"]
+    owned: dict[int, Owned] = {}
+    if reads.lists_whole:
+        for module in model.modules():
+            for key, one in vars(module).get("tp_owned", {}).items():
+                owned[id(_held(module, key))] = one
+    for name, parameter in type(model).named_parameters(model, prefix, recurse, remove_duplicate):
+        one = owned.get(id(parameter))
+        yield name, parameter if one is None else stand_in(one, parameter)  # type: ignore[misc]
 
 
 def open_in(module: nn.Module, scope: Scope) -> None:
@@ -146,17 +166,24 @@ def own(module: nn.Module, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def in_lockstep(model: nn.Module) -> Iterator[None]:
-    """Inside, all tensor-parallel ranks run the same code, so that whole tensors can be gathered."""
+def in_lockstep(model: nn.Module, *, lists_whole: bool = False) -> Iterator[None]:
+    """Inside, all tensor-parallel ranks run the same code, so that whole tensors can be gathered.
+
+    Args:
+        model: The sharded model.
+        lists_whole: Whether `model.named_parameters()` gives whole tensors too: for a loss, not for a forward pass.
+    """
     reads: Reads | None = vars(model).get("tp_reads")
     if reads is None:
         yield
         return
     reads.depth += 1
+    before, reads.lists_whole = reads.lists_whole, lists_whole
     try:
         yield
     finally:
         reads.depth -= 1
+        reads.lists_whole = before
         if not reads.depth:
             reads.inside.clear()
 
