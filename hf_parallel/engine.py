@@ -27,6 +27,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.batches import SharedBatch
+from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas
@@ -82,6 +83,7 @@ class Engine:
         self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
+        self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
 
     def _common_weights(self, attachment: Attachment) -> CommonWeights:
         replicas = attachment.gradients.replicas
@@ -201,7 +203,7 @@ class DirectEngine(Engine):
         elif "labels" in kwargs:
             self._shared_batch.compare(kwargs)
         context = self.autocast()
-        with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
+        with self._watching(), context:
             output = self.attachment.forward(*args, **kwargs)
         if not isinstance(context, contextlib.nullcontext):
             output = convert_to_fp32(output)
@@ -210,6 +212,14 @@ class DirectEngine(Engine):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._during_backward)
         return output
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if not self.trains:
+            yield
+            return
+        with self._buffers.watching(), self.attachment.random_check.watching():
+            yield
 
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if not self._queued:
@@ -221,6 +231,7 @@ class DirectEngine(Engine):
         self._queued = False
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
             if self.ends_step:
+                self._buffers.end_step()
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)

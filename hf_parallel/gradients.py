@@ -24,6 +24,7 @@ from hf_parallel.guards.crossing import crosses_parameters
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.states import guard_states
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Entry, Ledger
@@ -242,8 +243,16 @@ class GradientSync:
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
+            self._guard_states(optimizer)
         hooks.settle()
         return hooks
+
+    def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
+        zero = self.replicas.zero
+        if zero is not None and optimizer is zero.optimizer:
+            guard_states(
+                optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
+            )
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -265,6 +274,8 @@ class GradientSync:
         self.before_update()
         self._refuse_changed_parts()
         zero = self.replicas.zero
+        if zero is not None:
+            self._guard_states(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if left or not self.arrivals.use(updated):

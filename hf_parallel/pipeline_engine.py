@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -279,13 +279,14 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        losses = self.runtime.run(
-            microbatches,
-            self._programs.training(len(microbatches)),
-            backward=True,
-            loss_of=lambda output, index: self._loss_of(output, shares[index]),
-            seed=self._seed,
-        )
+        with self._buffers.watching(len(microbatches) // len(batches)):
+            losses = self.runtime.run(
+                microbatches,
+                self._programs.training(len(microbatches)),
+                backward=True,
+                loss_of=lambda output, index: self._loss_of(output, shares[index]),
+                seed=self._seed,
+            )
         if arms:
             self.gradients.end_schedule()
         return self._share_losses(losses, shares, batches)
@@ -398,6 +399,7 @@ class PipelineEngine(Engine):
         last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
+                self._buffers.end_step()
                 found, self._direct.found = self._direct.found, []
                 self._backwards.agree(found, tolerates_nan=self.scaler is not None)
                 self._ridden.judge()
@@ -406,6 +408,7 @@ class PipelineEngine(Engine):
                 self.gradients.accumulate(1.0)
 
     def _reduce(self, factor: float) -> None:
+        self._buffers.end_step()
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             self.gradients.reduce(factor)
 
@@ -421,7 +424,8 @@ class PipelineEngine(Engine):
         self._direct.stop()
         self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
-        state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
+        with self._buffers.watching(len(microbatches)) if self.trains else nullcontext():
+            state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
         self._direct.watch()
         self._pending = self.trains

@@ -23,6 +23,7 @@ from hf_parallel.compat import has_pre_hooks
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.tensor_parallel.parts import watch_calls
 from hf_parallel.tensor_parallel.reads import in_lockstep
 from hf_parallel.training.checkpoints import CheckpointMixin
 
@@ -45,6 +46,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     accelerator: HFParallelAccelerator
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
+    _hf_parallel_watched: nn.Module
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
 
     # -- attaching -----------------------------------------------------------------------------------------------
@@ -53,7 +55,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
+            self._watch_callbacks()
         return super().create_optimizer(model)
+
+    def _watch_callbacks(self) -> None:
+        """Numbers that callbacks take of parameters are those of whole ones, or refused."""
+        handler = self.callback_handler
+        if any(map(is_users, handler.callbacks)) and getattr(self, "_hf_parallel_watched", None) is not self.model:
+            vars(handler).pop("call_event", None)
+            handler.call_event = watch_calls(handler.call_event, self.model)  # type: ignore[method-assign]
+            self._hf_parallel_watched = self.model
 
     @property
     def _pipeline(self) -> PipelineEngine | None:

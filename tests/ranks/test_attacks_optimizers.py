@@ -133,8 +133,32 @@ def noisy_by_name(loop: Loop) -> None:
     trained(loop, disturb)
 
 
+def reset(loop: Loop) -> None:
+    """The moments of each parameter are forgotten."""
+    loop.prepare()
+
+    def forget(step: int) -> None:
+        for parameter in loop.model.parameters():
+            loop.optimizers[0].state.pop(parameter, None)
+
+    trained(loop, forget)
+
+
+def reset_all(loop: Loop) -> None:
+    """The moments of whatever the optimizer has are forgotten."""
+    loop.prepare()
+
+    def forget(step: int) -> None:
+        for state in loop.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].mul_(0.5)
+
+    trained(loop, forget)
+
+
 BODIES: dict[str, Callable[[Loop], None]] = {
-    body.__name__: body for body in (clipped, centred, normalised, lars, hooked, through_groups, noisy, noisy_by_name)
+    body.__name__: body
+    for body in (clipped, centred, normalised, lars, hooked, through_groups, noisy, noisy_by_name, reset, reset_all)
 }
 CROSSES = "depends on the gradients of others"
 # Name -> layout -> what the error says, or nothing where the loop is right.
@@ -147,6 +171,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "through_groups": {"dp2": "", "zero1": "flat parts of all parameters", "zero3": "", "pp2": "", "tp2": ""},
     "noisy": {"dp2": "", "zero1": "", "pp2": "its values differ there"},
     "noisy_by_name": {"dp2": "", "zero1": "", "pp2": ""},
+    "reset": {"dp2": "", "zero1": "one state a part", "zero3": "", "pp2": "", "tp2": ""},
+    "reset_all": {"zero1": "", "zero3": "", "pp2": "", "tp2": ""},
 }
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
 
