@@ -314,7 +314,8 @@ class GradientSync:
         crosses = crosses_parameters(optimizer) if any(group["params"] for group in optimizer.param_groups) else False
         device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         found = torch.tensor([int(crosses is True), int(crosses is None)], device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
+        if self._mesh.mp_group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
         kind, (anywhere, unknown) = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", found.tolist()
         if anywhere:
             raise UnsupportedError(

@@ -58,6 +58,12 @@ class OwnHooks:
 
     def _outermost(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            return hook(*args) if self._depth <= 1 else None
+            if self._depth > 1:
+                return None
+            try:
+                return hook(*args)
+            except BaseException:
+                self._depth = 0  # there will be no end of this step
+                raise
 
         return run
