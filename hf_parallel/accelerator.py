@@ -25,6 +25,7 @@ from hf_parallel.compat import loss_scale
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.replica_view import ReplicaViewMixin
 from hf_parallel.session import Session
@@ -147,13 +148,14 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As stock, on the parameters this rank holds."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
-            self.hf_parallel.refuse_foreign(optimizer)
-            self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        self.hf_parallel.refuse_foreign(optimizer)
+        hooks = self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
-            prepared.gradients = self.hf_parallel_engine.gradients
+            prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -349,10 +351,12 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
 
     gradients: GradientSync
+    own_hooks: OwnHooks
 
     def step(self, closure: Any = None) -> None:
         """As stock."""
-        if self.gradient_state.sync_gradients:
+        self.own_hooks.begin()
+        if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
         super().step(closure)
 

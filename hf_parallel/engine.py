@@ -25,8 +25,10 @@ from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batches import SharedBatch
+from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -85,6 +87,11 @@ class Engine:
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
         self.gathers = meeting_of_copy(self.mesh)
+        self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
+
+    def _common_weights(self, attachment: Attachment) -> CommonWeights:
+        replicas = attachment.gradients.replicas
+        return CommonWeights(attachment.ledger, attachment.parameters, attachment.mesh, lambda: replicas.arriving)
 
     @property
     def ends_step(self) -> bool:
@@ -189,7 +196,7 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._queued = False
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device)
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, self._common_weights(attachment))
         self._backwards = Backwards(attachment.mesh, attachment.device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,7 +211,7 @@ class DirectEngine(Engine):
         elif "labels" in kwargs:
             self._shared_batch.compare(kwargs)
         context = self.autocast()
-        with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
+        with self._watching(), context:
             output = made = self.attachment.forward(*args, **kwargs)
         finer = not isinstance(context, contextlib.nullcontext)
         if finer:
@@ -231,6 +238,14 @@ class DirectEngine(Engine):
         if self.mesh.tp_group is not None and loss.numel() == 1:
             self._backwards.lost(loss)
 
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if not self.trains:
+            yield
+            return
+        with self._buffers.watching(), self.attachment.random_check.watching():
+            yield
+
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if self.mesh.tp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
@@ -245,6 +260,7 @@ class DirectEngine(Engine):
             if self.ends_step:
                 if self.mesh.tp_group is not None:
                     self._backwards.agree_later()
+                self._buffers.end_step()
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)

@@ -115,7 +115,7 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._ridden = RiddenDigests(self.mesh)
+        self._ridden = RiddenDigests(self.mesh, self._common_weights(attachment))
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -279,13 +279,14 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        losses = self.runtime.run(
-            microbatches,
-            self._programs.training(len(microbatches)),
-            backward=True,
-            loss_of=lambda output, index: self._loss_of(output, shares[index]),
-            seed=self._seed,
-        )
+        with self._buffers.watching(len(microbatches) // len(batches)):
+            losses = self.runtime.run(
+                microbatches,
+                self._programs.training(len(microbatches)),
+                backward=True,
+                loss_of=lambda output, index: self._loss_of(output, shares[index]),
+                seed=self._seed,
+            )
         if arms:
             self.gradients.end_schedule()
         return self._share_losses(losses, shares, batches)
@@ -349,8 +350,7 @@ class PipelineEngine(Engine):
         self, losses: Sequence[Any], shares: list[_Share], batches: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
         """The loss of each batch on all ranks of the model copy; what each rank has read rides on the message."""
-        device, shape = self.attachment.device, self.mesh.shape
-        told = torch.zeros(len(batches) + shape.mp_size, dtype=torch.float64, device=device)
+        told = torch.zeros(len(batches) + self._ridden.width, dtype=torch.float64, device=self.attachment.device)
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
@@ -398,6 +398,7 @@ class PipelineEngine(Engine):
         last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
+                self._buffers.end_step()
                 found, self._direct.found = self._direct.found, []
                 self._backwards.agree(found, tolerates_nan=self.scaler is not None)
                 self._ridden.judge()
@@ -406,6 +407,7 @@ class PipelineEngine(Engine):
                 self.gradients.accumulate(1.0)
 
     def _reduce(self, factor: float) -> None:
+        self._buffers.end_step()
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             self.gradients.reduce(factor)
 
@@ -421,7 +423,8 @@ class PipelineEngine(Engine):
         self._direct.stop()
         self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
-        state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
+        with self._buffers.watching(len(microbatches)) if self.trains else nullcontext():
+            state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
         self._direct.watch()
         return PipelineOutput(logits=self._split_logits(logits, state))
@@ -517,7 +520,7 @@ class PipelineEngine(Engine):
         """
         watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
-            header = torch.zeros(4 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
+            header = torch.zeros(4 + self._ridden.width, dtype=torch.int64, device=self.attachment.device)
             if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self.mesh.tp_rank == 0:

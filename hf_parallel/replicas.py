@@ -406,6 +406,11 @@ class Replicas:
         if self.zero is not None and self.zero.late is not None:
             self.zero.late.at_once = others
 
+    @property
+    def arriving(self) -> bool:
+        """Whether updated parameters may be on their way: nobody has code that looks at them between two passes then."""
+        return self.zero is not None and self.zero.late is not None and self.zero.late.arriving
+
     def synchronise(self) -> None:
         """Make the model one and complete before anybody looks at it; collective."""
         if self.local is not None:
