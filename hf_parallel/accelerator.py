@@ -25,6 +25,7 @@ from hf_parallel.compat import loss_scale
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.parts import marked_state, plain_state
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 from hf_parallel.session import Session
@@ -157,6 +158,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
             prepared.gradients = self.hf_parallel_engine.gradients
+            config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
+            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -200,16 +203,19 @@ class HFParallelAccelerator(ReplicaViewMixin):
         return prepared
 
     def _dispatches(self) -> bool | None:
-        """Whether rank 0 reads for all; None as stock: if the data set is iterable."""
+        """Whether rank 0 reads for all; None as stock: if the data set is iterable.
+
+        A Trainer pads each batch to its own length, and what rank 0 dispatches must be of one length: there unset means no.
+        """
         session, wanted = self.hf_parallel, self.dispatch_batches
-        if session.raw_loop or session.config.model_parallel_size == 1:
+        if session.raw_loop:
             return None if wanted is None else bool(wanted)
-        if wanted:
+        if wanted and session.config.model_parallel_size > 1:
             raise ConfigError(
                 "dispatch_batches=True in a Trainer with pp_size or tp_size above 1: skipping batches when it resumes would "
                 "give every rank other rows. Leave dispatch_batches unset."
             )
-        return False
+        return bool(wanted)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As stock."""
@@ -369,6 +375,16 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
 
     gradients: GradientSync
+    is_part: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """As stock: of the parameters that this rank updates."""
+        state: dict[str, Any] = super().state_dict()
+        return marked_state(state) if self.is_part else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As stock."""
+        super().load_state_dict(plain_state(state_dict))
 
     def step(self, closure: Any = None) -> None:
         """As stock."""
