@@ -237,8 +237,8 @@ def ended(place: Path, launch_log: Path) -> Ended:
     ends = [json.loads(path.read_text()) for path in sorted(place.glob("ended-*.json"))]
     if not ends:
         return Ended(1, [], launch_log.read_text(errors="replace"), 0.0)
-    hung = any(end["code"] is None for end in ends)
-    code = None if hung else next((end["code"] for end in ends if end["code"]), 0)
+    codes = [end["code"] for end in ends]
+    code = None if None in codes else max(codes) or min(codes)  # those that were told to end have negative ones
     record = place / "record.json"
     history = json.loads(record.read_text()) if record.exists() else []
     log = "\n".join(path.read_text(errors="replace") for path in sorted(place.glob("log-*.txt")))
