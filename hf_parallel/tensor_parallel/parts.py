@@ -43,7 +43,7 @@ VIEWS = frozenset(
             "chunk",
         ),
         *("split", "unbind", "unfold", "diagonal", "as_strided", "index_select", "gather", "scatter_", "scatter_add_"),
-        *("index_fill_", "index_copy_", "index_add_", "masked_select", "unsqueeze", "squeeze", "reshape"),
+        *("index_fill_", "index_copy_", "index_add_", "masked_select", "__iter__", "unsqueeze", "squeeze", "reshape"),
     }
 )
 READS = frozenset({"numpy", "tolist", "__array__"})
