@@ -196,8 +196,9 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._queued = False
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, self._common_weights(attachment))
         self._backwards = Backwards(attachment.mesh, attachment.device)
+        common, random = self._common_weights(attachment), attachment.random_check
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
@@ -205,7 +206,7 @@ class DirectEngine(Engine):
             batch = self.bound(args, kwargs)
             self.check_targets(batch)
             self.attachment.batch_check.check([batch])
-            self._shared_batch.compare(batch)
+            self._shared_batch.compare(batch, trains=True)
             self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)
         elif "labels" in kwargs:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.batches import refuse_unlike
+from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat import version_of
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.mesh import Mesh
@@ -144,15 +144,16 @@ class SharedBatch:
         mesh: This rank's mesh.
         device: Where the model computes.
         common: Weights that all of these ranks hold.
+        random: Random states that all of these ranks share.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, common: CommonWeights) -> None:
-        self._mesh, self._device, self._common = mesh, device, common
+    def __init__(self, mesh: Mesh, device: torch.device, common: CommonWeights, random: RandomCheck) -> None:
+        self._mesh, self._device, self._common, self._random = mesh, device, common, random
         self._digests = Digests()
         self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def compare(self, batch: Mapping[str, Any]) -> None:
-        """Collective over the tensor-parallel ranks: two numbers each.
+    def compare(self, batch: Mapping[str, Any], *, trains: bool = False) -> None:
+        """Collective over the tensor-parallel ranks: three numbers each.
 
         On a GPU a batch without labels is judged when the next one comes: nothing else there waits for the device.
 
@@ -162,7 +163,8 @@ class SharedBatch:
         if self._mesh.tp_group is None:
             return
         mine = self._digests.of([batch]).to(self._device).reshape(1)
-        mine = torch.cat([mine, self._common.digests(self._device)])
+        word = torch.tensor([self._random.word() if trains else 0], device=self._device)
+        mine = torch.cat([mine, word, self._common.digests(self._device)])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.tp_group)
         values = torch.cat(everyone)
@@ -180,7 +182,8 @@ class SharedBatch:
     def _judge(self, values: Tensor) -> None:
         rows = values.view(self._mesh.shape.tp_size, -1).tolist()
         refuse_unlike(self._mesh, [row[0] for row in rows])
-        self._common.refuse_unlike([row[1:] for row in rows])
+        self._random.refuse_unlike([row[1] for row in rows])
+        self._common.refuse_unlike([row[2:] for row in rows])
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -43,7 +43,7 @@ VIEWS = frozenset(
             "chunk",
         ),
         *("split", "unbind", "unfold", "diagonal", "as_strided", "index_select", "gather", "scatter_", "scatter_add_"),
-        *("index_fill_", "index_copy_", "index_add_", "masked_select", "unsqueeze", "squeeze", "reshape"),
+        *("index_fill_", "index_copy_", "index_add_", "masked_select", "__iter__", "unsqueeze", "squeeze", "reshape"),
     }
 )
 READS = frozenset({"numpy", "tolist", "__array__"})
@@ -54,11 +54,12 @@ class OnParts(TorchFunctionMode):
     """Notices what user code does with this rank's parts of parameters.
 
     Args:
-        parts: The parameters, and how they are sharded.
+        parts: The parameters, and how they are sharded; at least one.
     """
 
     def __init__(self, parts: list[tuple[Tensor, Owned]]) -> None:
         super().__init__()
+        self._reads = parts[0][1].reads
         self._known = {id(tensor): (tensor, owned) for tensor, owned in parts}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +68,8 @@ class OnParts(TorchFunctionMode):
         found = [self._known[id(leaf)] for leaf in leaves if id(leaf) in self._known]
         name = getattr(func, "__name__", "")
         changes = name.endswith("_") and not name.endswith("__") and name not in VIEWS
-        if not found or changes or not _asked_by_user():
+        # A forward pass that a callback runs (an evaluation) works on parts.
+        if not found or changes or self._reads.depth or not _asked_by_user():
             return func(*args, **kwargs)
         if name in VIEWS:
             _refuse(found[0][1], name)

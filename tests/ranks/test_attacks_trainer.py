@@ -83,7 +83,16 @@ class EditsRows(TrainerCallback):
                 parameter.data[:3] = 0.0
 
 
+class Reseeds(TrainerCallback):
+    """Later than the first checks; each rank with its own number."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            torch.manual_seed(args.process_index)
+
+
 user_steps.KINDS |= {
+    "reseeds": (Trainer, {"change": lambda trainer: trainer.add_callback(Reseeds())}),
     "limits": (Trainer, {"change": lambda trainer: trainer.add_callback(LimitsWeights())}),
     "rows": (Trainer, {"change": lambda trainer: trainer.add_callback(EditsRows())}),
     "halves_between": (Trainer, {"change": lambda trainer: trainer.add_callback(HalvesBetween())}),
@@ -101,8 +110,10 @@ JOBS: dict[str, tuple[str, dict[str, Any], int]] = {
     "limits_zero1": ("limits", {"zero": {"stage": 1}}, 1),
     "rows_dp2": ("rows", {}, 1),
     "rows_tp2": ("rows", TP2, 1),
+    "reseeds_tp2": ("reseeds", TP2, 1),
 }
-REFUSED = {"rows_tp2": "so rows and views are not those of the whole tensor"}
+MODELS = {"reseeds_tp2": {"model": "gpt2_dropout", "steps": 8}}
+REFUSED = {"reseeds_tp2": "another random state", "rows_tp2": "so rows and views are not those of the whole tensor"}
 
 
 def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
@@ -115,11 +126,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
     found = []
     for world_size in (1, 2):
         jobs = []
-        for name, parallel, accumulation in JOBS.values():
+        for job, (name, parallel, accumulation) in JOBS.items():
             replicas = 1 if parallel in (PP2, TP2) else 2
             rows = 8 if world_size == 1 else 8 // replicas
             settings = None if world_size == 1 else parallel
-            jobs.append((name, settings, {"accumulation": accumulation, "rows": rows}))
+            jobs.append((name, settings, {"accumulation": accumulation, "rows": rows, **MODELS.get(job, {})}))
         options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
         place = folder / str(world_size)
         place.mkdir()
