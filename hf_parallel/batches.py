@@ -159,6 +159,20 @@ class RandomCheck:
 
     def __init__(self, mesh: Mesh, device: torch.device, steps: int) -> None:
         self._mesh, self._device, self._left = mesh, device, steps
+        self._draws = False
+
+    def word(self) -> int:
+        """A number for the state in which a training forward that draws begins; 0 for one that does not draw."""
+        return self._state() if self._draws else 0
+
+    def refuse_unlike(self, words: Sequence[int]) -> None:
+        """Compare what `word` gave on the tensor-parallel ranks.
+
+        Raises:
+            RankMismatchError: On every rank, naming those that differ.
+        """
+        if len(set(words)) > 1:
+            self._refuse([(word, word) for word in words])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -178,7 +192,8 @@ class RandomCheck:
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.tp_group)
         states = [(int(each[0]), int(each[1])) for each in everyone]
-        if any(first != last for first, last in states) and len(set(states)) > 1:
+        self._draws = self._draws or any(first != last for first, last in states)
+        if self._draws and len(set(states)) > 1:
             self._refuse(states)
 
     def _state(self) -> int:

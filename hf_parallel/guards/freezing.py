@@ -44,6 +44,7 @@ class Freezing:
             self._group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
         self._trained = self._now()
         self._wishes: list[nn.Parameter] = []  # to be frozen, and trained until the others know
+        self._late: list[nn.Parameter] = []  # frozen by now, of which a schedule under way has made gradients
         self._unread: list[Tensor] = []
         self._forget = False
         self._asks = False
@@ -59,9 +60,10 @@ class Freezing:
         """
         if self._group is None:
             return False
-        if self._asks or self._told():
-            self._freeze_wishes()
-            self._ask()
+        if self._told():
+            self._late += self._settle()
+        elif self._asks:
+            self._settle()
         else:
             for name, trained in self._trained.items():
                 parameter = self._parameters[name]
@@ -86,10 +88,17 @@ class Freezing:
         Returns:
             This rank's parameters that are frozen from now on, whose gradients of the schedule do not count.
         """
-        if self._group is None or not self._told():
+        if self._group is None:
             return []
+        late, self._late = self._late, []
+        return late + (self._settle() if self._told() else [])
+
+    def _settle(self) -> list[nn.Parameter]:
+        """Ask, and make everything as it was wished; the parameters that were trained until now."""
         before = self._now()
-        self._freeze_wishes()
+        for parameter in self._wishes:
+            parameter.requires_grad_(False)
+        self._wishes = []
         self._ask()
         return [p for name, p in self._parameters.items() if before[name] and not p.requires_grad]
 
@@ -97,11 +106,6 @@ class Freezing:
         """Whether a rank had something to tell, the same on all."""
         unread, self._unread = self._unread, []
         return any(float(slot) > 0 for slot in unread)
-
-    def _freeze_wishes(self) -> None:
-        for parameter in self._wishes:
-            parameter.requires_grad_(False)
-        self._wishes = []
 
     def _ask(self) -> None:
         """Compare with the other stages; collective over the pipeline."""
