@@ -18,10 +18,10 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,25 @@ from tables import with_tables  # noqa: E402
 
 
 PAGE = ROOT / "docs" / "foreign.md"
+TOUR = ROOT / "benchmarks" / "foreign_trainer" / "quick_tour.py"
+LORA = (
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_alpha",
+    "8",
+    "--lora_dropout",
+    "0",
+    "--lora_target_modules",
+    "q_proj",
+    "v_proj",
+)
 LOOPS = ROOT / "benchmarks" / "foreign_loops"
 TOLERANCE = 1e-5
 ROWS = 4  # of a batch, over all replicas
 # Times, and what stock itself counts by rank.
 UNCOMPARED = re.compile(r"runtime|per_second|total_flos|epoch|^step$|updates")
-REFUSAL = re.compile(r"^(?:\[rank\d+\]: )?hf_parallel\.errors\.(\w+): (.*)$", re.MULTILINE)
+REFUSAL = re.compile(r"^(?:\[rank\d+\]: )?hf_parallel\.(?:\w+\.)+(\w+): (.*)$", re.MULTILINE)
 # name -> (recipe, model copies)
 LAYOUTS = {
     "dp2": ("cpu_dp2.yaml", 2),
@@ -110,10 +123,12 @@ def scripts() -> list[Script]:
         found = [
             Script("sft", place / "sft.py", data="text"),
             Script("sft-completion", place / "sft.py", "gpt2", "completion", ("--gradient_accumulation_steps", "2")),
+            Script("sft-lora", place / "sft.py", data="text", more=LORA),
             Script("dpo", place / "dpo.py", data="preference"),
             Script("kto", place / "kto.py", data="unpaired"),
             Script("reward", place / "reward.py", "reward", "preference"),
         ]
+    found.append(Script("quick-tour", TOUR, data="text"))
     return found + [Script(path.stem, path) for path in sorted(LOOPS.glob("*.py")) if path.stem != "parts"]
 
 
@@ -142,25 +157,46 @@ def arguments_of(script: Script, folder: Path, copies: int) -> list[str]:
     return [*(word for key, value in settings.items() for word in (f"--{key}", str(value))), *script.more]
 
 
-def command_of(script: Script, folder: Path, record: Path, layout: str, stock: bool) -> list[str]:
+def job_of(script: Script, folder: Path, layout: str, stock: bool, timeout_s: float) -> dict[str, Any]:
+    """What `foreign_run` is told of one script."""
+    copies = LAYOUTS[layout][1]
+    place = folder / f"{script.name}-{layout}{'-stock' if stock else ''}"
+    place.mkdir()
+    named = {"MODEL": folder / script.model, "DATA": folder / "data" / (script.data or "text")}
+    named |= {"COPIES": copies, "OUTPUT": place}
+    return {
+        "place": str(place),
+        "kind": ("trainer" if script.data else "loop") + ("-stock" if stock else ""),
+        "arguments": [str(script.path), *(str(word) for word in arguments_of(script, folder, copies))],
+        "environment": {f"FOREIGN_{name}": str(value) for name, value in named.items()},
+        "port": free_port(),
+        "timeout_s": timeout_s,
+    }
+
+
+def free_port() -> int:
+    """For a store of the job's own: that of the launcher has the keys of the job before."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def command_of(jobs: Path, layout: str, stock: bool) -> list[str]:
     recipe, copies = LAYOUTS[layout]
-    processes = copies if stock else 2
     launch = [sys.executable]
-    if processes > 1:
+    if not stock or copies > 1:
         launch += ["-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes" / recipe)]
-    kind = ("trainer" if script.data else "loop") + ("-stock" if stock else "")
-    wrapper = [str(ROOT / "benchmarks" / "foreign_run.py"), str(record), kind, str(script.path)]
-    return [*launch, *wrapper, *arguments_of(script, folder, copies)]
+    return [*launch, str(ROOT / "benchmarks" / "foreign_run.py"), str(jobs)]
 
 
-def execute(command: list[str], log: Path, environment: dict[str, str], timeout_s: float) -> int | None:
-    """The exit code; None if it had to be ended. Leaves no process behind."""
+def execute(command: list[str], log: Path, environment: dict[str, str], timeout_s: float) -> None:
+    """Run it; leaves no process behind."""
     with log.open("w") as output:
         process = psutil.Popen(command, cwd=log.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            return int(process.wait(timeout_s))
+            process.wait(timeout_s)
         except psutil.TimeoutExpired:
-            return None
+            print(f"{log} was not done after {timeout_s:.0f} s", flush=True)
         finally:
             if process.is_running():
                 for member in [*process.children(recursive=True), process]:
@@ -178,29 +214,35 @@ class Ended:
     seconds: float
 
 
-def run(script: Script, folder: Path, layout: str, stock: bool, timeout_s: float) -> Ended:
-    copies = LAYOUTS[layout][1]
-    place = folder / f"{script.name}-{layout}{'-stock' if stock else ''}"
-    place.mkdir()
+def environment_of(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "HF_PARALLEL_"))}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    return {**kept, **threads, **offline, "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true"}
+
+
+def run(chosen: list[Script], folder: Path, layout: str, stock: bool, timeout_s: float) -> list[Ended]:
+    """Every script once, in one launch of `accelerate`: a process is forked for each of them on each rank."""
+    jobs = [job_of(script, folder, layout, stock, timeout_s) for script in chosen]
+    name = f"{layout}{'-stock' if stock else ''}"
+    (folder / f"{name}.json").write_text(json.dumps(jobs))
+    command = command_of(folder / f"{name}.json", layout, stock)
+    execute(command, folder / f"{name}.log", environment_of(folder), 120 + timeout_s * len(jobs))
+    return [ended(Path(job["place"]), folder / f"{name}.log") for job in jobs]
+
+
+def ended(place: Path, launch_log: Path) -> Ended:
+    """What a job left in its folder."""
+    ends = [json.loads(path.read_text()) for path in sorted(place.glob("ended-*.json"))]
+    if not ends:
+        return Ended(1, [], launch_log.read_text(errors="replace"), 0.0)
+    codes = [end["code"] for end in ends]
+    code = None if None in codes else max(codes) or min(codes)  # those that were told to end have negative ones
     record = place / "record.json"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "HF_PARALLEL_"))},
-        **{
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        },
-        **{"FOREIGN_MODEL": str(folder / script.model), "FOREIGN_COPIES": str(copies), "FOREIGN_OUTPUT": str(place)},
-        **{
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "HF_HOME": str(folder / "home"),
-        },
-    }
-    start = time.perf_counter()
-    code = execute(command_of(script, folder, record, layout, stock), place / "log.txt", environment, timeout_s)
     history = json.loads(record.read_text()) if record.exists() else []
-    return Ended(code, history, (place / "log.txt").read_text(errors="replace"), time.perf_counter() - start)
+    log = "\n".join(path.read_text(errors="replace") for path in sorted(place.glob("log-*.txt")))
+    return Ended(code, history, log, max(end["seconds"] for end in ends))
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------------
@@ -287,6 +329,22 @@ def known(report: Path) -> dict[tuple[str, str], Row]:
     return {(row["script"], row["layout"]): Row(**row) for row in json.loads(report.read_text())["rows"]}
 
 
+def ordered(rows: dict[tuple[str, str], Row], every: list[Script]) -> list[Row]:
+    return [rows[script.name, layout] for script in every for layout in LAYOUTS if (script.name, layout) in rows]
+
+
+def write_report(report: Path, rows: list[Row]) -> None:
+    report.parent.mkdir(parents=True, exist_ok=True)
+    report.write_text(json.dumps({"tolerance": TOLERANCE, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+def keep(row: Row, run: Ended) -> None:
+    """The output of a run that is neither right nor refused."""
+    kept = ROOT / "build" / "foreign"
+    kept.mkdir(parents=True, exist_ok=True)
+    (kept / f"{row.script}-{row.layout}.log").write_text(run.log)
+
+
 def main() -> int:
     """Run, print, write the report and the page; returns the exit code."""
     every = scripts()
@@ -300,33 +358,29 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--no-page", action="store_true", help="leave the documentation as it is")
     options = parser.parse_args()
-    if not any(script.data for script in every):
+    if len([script for script in every if script.data]) == 1:
         print("trl is not installed: its scripts are left out. Install hf_parallel[trl].")
-    rows = known(options.report)
     chosen = [script for script in every if options.script is None or script.name in options.script]
     fresh: list[Row] = []
+    rows = known(options.report)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         write_all(folder)
-        for script in chosen:
-            references: dict[int, Ended] = {}
-            for layout in options.only:
-                copies = LAYOUTS[layout][1]
-                if copies not in references:
-                    references[copies] = run(script, folder, layout, True, options.timeout)
-                mine = run(script, folder, layout, False, options.timeout)
-                row = judge(script, layout, mine, references[copies])
+        references: dict[int, list[Ended]] = {}
+        for layout in options.only:
+            copies = LAYOUTS[layout][1]
+            if copies not in references:
+                references[copies] = run(chosen, folder, layout, True, options.timeout)
+            found = run(chosen, folder, layout, False, options.timeout)
+            for script, mine, reference in zip(chosen, found, references[copies], strict=True):
+                row = judge(script, layout, mine, reference)
                 rows[script.name, layout] = row
                 fresh.append(row)
                 print(f"{script.name:18}{layout:7}{row.verdict:9}{row.seconds:6.0f} s  {row.text[:300]}", flush=True)
                 if not row.fine:
-                    kept = ROOT / "build" / "foreign"
-                    kept.mkdir(parents=True, exist_ok=True)
-                    (kept / f"{script.name}-{layout}.log").write_text(mine.log)
-                order = [rows[s.name, name] for s in every for name in LAYOUTS if (s.name, name) in rows]
-                options.report.parent.mkdir(parents=True, exist_ok=True)
-                report = {"tolerance": TOLERANCE, "rows": [asdict(row) for row in order]}
-                options.report.write_text(json.dumps(report, indent=1))
+                    keep(row, mine if row.verdict != "no reference" else reference)
+            write_report(options.report, ordered(rows, every))
+    order = ordered(rows, every)
     if not options.no_page:
         write_page(order, options.page)
     wrong = [row for row in fresh if not row.fine]

@@ -1,19 +1,24 @@
-"""Run a script that knows nothing of hf_parallel, with one line added: `foreign_run.py RECORD KIND SCRIPT ARGUMENTS...`.
+"""Run scripts that know nothing of hf_parallel, with one line added: `foreign_run.py JOBS.json` on each rank.
 
-KIND is `trainer` (HFParallelCallback joins the callbacks that every Trainer starts with), `loop` (`Accelerator(` in the
+A job's kind is `trainer` (HFParallelCallback joins the callbacks that every Trainer starts with), `loop` (`Accelerator(` in the
 script gets the plugin), or either with `-stock`, which adds nothing. The script's file is not changed. What was logged goes
-to RECORD on rank 0.
+to `record.json` in the job's folder on rank 0. Packages are imported once; each script is a process of its own, forked before
+anything ran in it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 
+STRAGGLING_S = 30.0  # after which torch's launcher kills what it told to end
 PLUGIN = "Accelerator(parallelism_config=HFParallelPlugin(), "
 
 
@@ -62,15 +67,62 @@ def run_loop(script: Path, record: Path, stock: bool) -> None:
             write(record, space["history"])
 
 
-def main() -> None:
-    record, kind, script = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    sys.argv = sys.argv[3:]
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    if kind.endswith("-stock"):  # the launcher read a recipe of ours; stock is not to know
+def start(job: dict[str, Any]) -> None:
+    """Become the process of one script: from here on this is `python SCRIPT ARGUMENTS...`."""
+    place = Path(job["place"])
+    output = os.open(place / f"log-{os.environ.get('RANK', '0')}.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(place)
+    os.environ |= job["environment"]
+    if "RANK" in os.environ:
+        os.environ |= {"MASTER_PORT": str(job["port"]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    sys.argv = list(job["arguments"])
+    stock = job["kind"].endswith("-stock")
+    if stock:  # the launcher read a recipe of ours; stock is not to know
         for name in [name for name in os.environ if "PARALLELISM_CONFIG" in name]:
             del os.environ[name]
-    run = run_loop if kind.startswith("loop") else run_trainer
-    run(script, record, kind.endswith("-stock"))
+    run = run_loop if job["kind"].startswith("loop") else run_trainer
+    run(Path(sys.argv[0]), place / "record.json", stock)
+
+
+def wait_for(process: int, job: dict[str, Any], world_size: int) -> None:
+    """Note how the process of this rank ends; as torch's launcher, end it when that of another rank has failed."""
+    place, begun = Path(job["place"]), time.monotonic()
+    told = killed = False
+    while True:
+        finished, status = os.waitpid(process, os.WNOHANG)
+        seconds = time.monotonic() - begun
+        if finished:
+            break
+        ends = [json.loads(path.read_text()) for path in place.glob("ended-*.json")]
+        if not told and any(end["code"] != 0 for end in ends):
+            os.kill(process, signal.SIGTERM)
+            told = True
+        if seconds > job["timeout_s"] + (STRAGGLING_S if told else 0) and not killed:
+            os.kill(process, signal.SIGKILL)
+            killed = True
+        time.sleep(0.05)
+    code = None if killed and not told else os.waitstatus_to_exitcode(status)
+    part = place / f"part-{os.environ.get('RANK', '0')}"
+    part.write_text(json.dumps({"code": code, "seconds": round(seconds, 1)}))
+    part.rename(place / f"ended-{os.environ.get('RANK', '0')}.json")
+    while len(list(place.glob("ended-*.json"))) < world_size:
+        time.sleep(0.05)
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    if any(job["kind"].startswith("trainer") for job in jobs) and importlib.util.find_spec("trl") is not None:
+        from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: F401  imported once for all scripts
+    else:
+        import transformers.trainer  # noqa: F401
+    for job in jobs:
+        process = os.fork()
+        if process == 0:
+            start(job)
+            return
+        wait_for(process, job, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 if __name__ == "__main__":

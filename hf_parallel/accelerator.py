@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ from hf_parallel.compat import loss_scale
 from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.parts import marked_state, plain_state
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.model_folder import install_saving, is_whole
-from hf_parallel.replica_view import ReplicaViewMixin
+from hf_parallel.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 from hf_parallel.session import Session
 from hf_parallel.weights import gather_tensors
 
@@ -98,13 +99,15 @@ class HFParallelAccelerator(ReplicaViewMixin):
             if self.device_placement and not _is_on(model, self.device):
                 model.to(self.device)
             self._agree_on_skipped_steps()
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if self.native_amp else None
+        options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
+        casts = self.native_amp and options.pop("enabled", True)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
         self.hf_parallel.compute_dtype = dtype
         engine = self.hf_parallel.attach(model, self.device)
         if is_new:
             install_saving(engine, save, self.hf_parallel.meeting)
         if dtype is not None:
-            engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype)
+            engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
         engine.scaler = self.scaler
         if engine.gradients.replicas.wire is not None and self.scaler is not None:
             engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
@@ -128,6 +131,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             growth_factor=stock.get_growth_factor(),
             backoff_factor=stock.get_backoff_factor(),
             growth_interval=stock.get_growth_interval(),
+            enabled=stock.is_enabled(),
             process_group=dist.group.WORLD,
         )
 
@@ -156,6 +160,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
+            config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
+            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -170,18 +176,13 @@ class HFParallelAccelerator(ReplicaViewMixin):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Shard over the replicas only: all ranks of a model copy read the same batches.
+        """Shard over the replicas only: all ranks of a model copy get the same batches.
 
         Raises:
-            ConfigError: `dispatch_batches=True`: the stock dispatcher would give every rank other rows.
+            ConfigError: `dispatch_batches=True` in a Trainer with tp or pp, or replicas would get unequal numbers of batches.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
-        if self.dispatch_batches:
-            raise ConfigError(
-                "dispatch_batches=True sends different rows to every rank, but the ranks of one model copy must read "
-                "the same. Leave dispatch_batches unset."
-            )
         mesh = self.hf_parallel.mesh
         prepared = prepare_data_loader(
             data_loader,
@@ -191,16 +192,36 @@ class HFParallelAccelerator(ReplicaViewMixin):
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
-            # Unset means True for an IterableDataset, and then every rank gets other rows.
-            dispatch_batches=False,
+            dispatch_batches=self._dispatches(),
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
-        self._dataloaders.append(prepared)
+        refuse_unequal(prepared, mesh.shape.dp_size)
+        self._dataloaders.append(dispatch_to_replicas(prepared, mesh))
         return prepared
+
+    def _dispatches(self) -> bool | None:
+        """Whether rank 0 reads for all; None as stock: if the data set is iterable.
+
+        A Trainer pads each batch to its own length, and what rank 0 dispatches must be of one length: there unset means no.
+        """
+        session, wanted = self.hf_parallel, self.dispatch_batches
+        if session.raw_loop:
+            return None if wanted is None else bool(wanted)
+        if wanted and session.config.model_parallel_size > 1:
+            raise ConfigError(
+                "dispatch_batches=True in a Trainer with pp_size or tp_size above 1: skipping batches when it resumes would "
+                "give every rank other rows. Leave dispatch_batches unset."
+            )
+        return bool(wanted)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As stock."""
+        return dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As stock, stepping once a replica instead of once a process."""
@@ -229,6 +250,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 f"gradient_accumulation_steps={wanted}, but the loop steps after every batch. Put its body into `with "
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
             )
+        self.hf_parallel_engine.backpropagates(loss.detach())
         with self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 
@@ -239,16 +261,20 @@ class HFParallelAccelerator(ReplicaViewMixin):
         with contextlib.nullcontext() if engine is None else engine.no_sync():
             yield
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Not available: ranks with fewer batches would leave the others waiting.
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to join where all ranks run the same number of batches, as `even_batches` sees to.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: `even_batches` is off, with several replicas: those that end first would leave the others waiting.
         """
-        raise UnsupportedError(
-            "accelerator.join_uneven_inputs() is not available: every rank must run the same number of batches. Leave it out and "
-            "keep even_batches=True, which fills up the last batch."
-        )
+        even = self.even_batches and even_batches is not False
+        if self.hf_parallel.mesh.shape.dp_size > 1 and not even:
+            raise UnsupportedError(
+                "accelerator.join_uneven_inputs() with even_batches=False is not available: every rank must run the same number "
+                "of batches. Leave it out and keep even_batches=True, which fills up the last batch."
+            )
+        yield
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -291,7 +317,9 @@ class HFParallelAccelerator(ReplicaViewMixin):
             state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
             if dist.is_initialized():
                 dist.barrier()
-        return state
+        return {
+            alias: state[entry.name] for entry in attachment.ledger for alias in entry.aliases if entry.name in state
+        }
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """Not for a Trainer, which saves checkpoints; stock code would save one rank's optimizer state as if it were all.
@@ -351,6 +379,16 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     gradients: GradientSync
     own_hooks: OwnHooks
+    is_part: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """As stock: of the parameters that this rank updates."""
+        state: dict[str, Any] = super().state_dict()
+        return marked_state(state) if self.is_part else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As stock."""
+        super().load_state_dict(plain_state(state_dict))
 
     def step(self, closure: Any = None) -> None:
         """As stock."""

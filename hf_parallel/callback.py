@@ -225,15 +225,25 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
     return True
 
 
+def _without_effect(args: TrainingArguments) -> list[str]:
+    found = []
+    if args.torch_compile:
+        found.append("torch_compile=True is not available: it would have no effect. Set it to False.")
+    if args.ddp_bucket_cap_mb is not None:
+        found.append(
+            f"ddp_bucket_cap_mb={args.ddp_bucket_cap_mb} has no effect: there is no DDP to read it. Leave it unset and set "
+            "data_parallel.bucket_cap_mb of the hf_parallel settings."
+        )
+    return found
+
+
 def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     """Refuse Trainer settings that would have no effect or a wrong one; all at once.
 
     Raises:
         ConfigError: Every problem with its fix, one a line.
     """
-    args, problems = trainer.args, []
-    if args.torch_compile:
-        problems.append("torch_compile=True is not available: it would have no effect. Set it to False.")
+    args, problems = trainer.args, _without_effect(trainer.args)
     if args.auto_find_batch_size:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:
@@ -252,8 +262,10 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "save_on_each_node=True is not available: one rank writes the model. Leave it False, with an output_dir that all "
             "nodes share."
         )
-    if trainer.accelerator.dispatch_batches:
-        problems.append("accelerator_config.dispatch_batches=True gives every rank other rows. Leave it unset.")
+    if trainer.accelerator.dispatch_batches and config.model_parallel_size > 1:
+        problems.append(
+            "accelerator_config.dispatch_batches=True with pp_size or tp_size above 1 gives every rank other rows. Leave it unset."
+        )
     if not isinstance(trainer.model, nn.Module):
         problems.append("the model is not a torch.nn.Module.")
     data = trainer.train_dataset

@@ -123,10 +123,15 @@ class GradientSync:
         What was reduced before, in an earlier pass of the same step, is added as it is.
 
         Raises:
-            UnsupportedError: A parameter was frozen or unfrozen after ZeRO partitioned the optimizer.
+            UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
         if self._trained != self._now_trained():  # (un)frozen since, alike on the ranks that hold them
-            self.replicas.relay()
+            now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
+            changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
+            self.replicas.relay(
+                [name for name, is_trained in changed if not is_trained],
+                [name for name, is_trained in changed if is_trained],
+            )
             self._lay_out()
         self._reduce_shared()
         self.replicas.reduce(factor)

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpointing.agree import together
 from hf_parallel.checkpointing.folders import STAGING
+from hf_parallel.data_parallel.fsdp import local_of, rows_of
 from hf_parallel.engine import Engine
 from hf_parallel.guards.meeting import Meeting
+from hf_parallel.guards.parts import mark_parts
 from hf_parallel.loading.write import move_in, plan_export, streams, write_weights
 from hf_parallel.weights import gather_tensors
 
@@ -35,6 +39,41 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
     """
     if save is not None:
         vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
+    if engine.mesh.shape.mp_size > 1 or engine.gradients.replicas.sharded is not None:
+        mark_parts(engine.model, functools.partial(take_whole, engine))
+
+
+@torch.no_grad()
+def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
+    """In a state dict that is about to be loaded, put this rank's part in the place of what is the whole model's.
+
+    Args:
+        engine: The model's engine.
+        state: To be changed: whole tensors under any of their names, this rank's own parts, or both.
+        prefix: Of its keys.
+    """
+    attachment, mesh = engine.attachment, engine.mesh
+    held: dict[str, torch.Tensor] = {**attachment.parameters, **attachment.buffers}
+    here = {
+        name for name, _ in (*engine.model.named_parameters(remove_duplicate=False), *engine.model.named_buffers())
+    }
+    for entry in attachment.ledger:
+        found = {
+            name: state[prefix + name] for name in entry.aliases if isinstance(state.get(prefix + name), torch.Tensor)
+        }
+        if not found:
+            continue
+        tensor, whole = held.get(entry.name), next(iter(found.values()))
+        for name in entry.aliases:
+            if name not in here:
+                state.pop(prefix + name, None)
+        if tensor is None or tuple(whole.shape) != entry.shape or isinstance(whole, DTensor):
+            continue
+        part = whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
+        local_of(tensor).copy_(rows_of(tensor, part))
+        mine = tensor.detach()
+        for name in here.intersection(entry.aliases):
+            state[prefix + name] = mine
 
 
 def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from hf_parallel.checkpointing.agree import together
 from hf_parallel.compat import calling_trainer
 from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.guards.stock_settings import refuse_settings
 from hf_parallel.launch import resolve_config
 from hf_parallel.preflight import check_schedule
 from hf_parallel.session import Session
@@ -101,6 +102,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
                 "Trainer(callbacks=[HFParallelCallback(...)]) with the same settings."
             )
         if self._session is None:
+            refuse_settings(accelerator)
             self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
             self._session.sample = self._sample
             self._session.total_steps = self._total_steps

@@ -135,7 +135,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
-        with in_lockstep(self.model, lists_whole=True):
+        with in_lockstep(self.model, is_loss=True):
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
 
     def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:

@@ -189,7 +189,7 @@ def local_main(rank: int, world_size: int) -> list[str]:
     except ParallelError as error:
         found.append(str(error))
     try:
-        with accelerator.join_uneven_inputs([model]):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
             pass
     except ParallelError as error:
         found.append(str(error))

@@ -204,8 +204,6 @@ def test_all_ranks_skip_a_step_that_overflowed_on_one(parallel: dict[str, Any], 
 
 
 def refusals_main(rank: int, world_size: int) -> dict[str, str]:
-    from accelerate.utils import DataLoaderConfiguration
-
     from hf_parallel import ParallelError
 
     found: dict[str, str] = {}
@@ -222,9 +220,6 @@ def refusals_main(rank: int, world_size: int) -> dict[str, str]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     refused("save_state", lambda: accelerator.save_state())
     refused("load_state", lambda: accelerator.load_state("somewhere"))
-
-    accelerator.dataloader_config = DataLoaderConfiguration(dispatch_batches=True)
-    refused("dispatch_batches", lambda: accelerator.prepare(parts(8)[2]))
     return found
 
 
@@ -233,4 +228,3 @@ def test_what_a_loop_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
         assert "no model was prepared yet" in found["clip before prepare"]
         assert "Pass output_dir, or set automatic_checkpoint_naming" in found["save_state"]
         assert "is no state that accelerator.save_state() finished writing" in found["load_state"]
-        assert "dispatch_batches=True sends different rows" in found["dispatch_batches"]

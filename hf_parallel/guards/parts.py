@@ -1,0 +1,102 @@
+"""What `model.state_dict()` gives where a rank has a part of the model: good for this run, refused in a file.
+
+`torch.save(model.state_dict())` is how plain loops keep a model. On a rank that has one stage, or rows of a matrix, the file
+would hold a part, and nobody would know before it is read. As a copy to go back to (`model.load_state_dict`) or to
+average, the same tensors are right: every rank has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from hf_parallel.errors import UnsupportedError
+
+
+# What brings values out of tensors, into files and into other libraries.
+LEAVING = frozenset({"numpy", "__array__", "tolist", "data_ptr", "storage", "untyped_storage", "__dlpack__"})
+
+
+class PartTensor(Tensor):
+    """A tensor of a state dict that is a part of the model; it, and what is computed from it, is not saved."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in LEAVING:
+            refuse_part_of_model(f"{func.__name__}() of a tensor")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.detach().clone())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_part_of_model("saving a tensor")
+
+
+def refuse_part_of_model(what: str) -> NoReturn:
+    """End what would write a part of the model as if it were all of it.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{what} of a state_dict(): this rank has only its part of the model (its stages with pp_size above 1, its shards with "
+        "tp_size above 1 or zero.stage 3) and of the optimizer's state (with any zero.stage). Call accelerator.get_state_dict(model) "
+        "on every rank, which gives rank 0 the whole model; or model.save_pretrained(folder) or accelerator.save_model(model, "
+        "folder) on every rank, which write it; or accelerator.save_state(folder), which writes the optimizer's state too."
+    )
+
+
+def _refuse_to_save(protocol: Any) -> NoReturn:
+    refuse_part_of_model("saving a tensor")
+
+
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for key, value in state.items():
+        if not key.startswith(prefix) or isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
+            continue  # with keep_vars the parameters themselves were asked for
+        state[key] = _marked(value)
+
+
+def _marked(value: Any) -> Any:
+    """The same memory under another object, which is not saved."""
+    if isinstance(value, DTensor):
+        alias = value.detach()
+        vars(alias)["__reduce_ex__"] = _refuse_to_save
+        return alias
+    return value.as_subclass(PartTensor) if type(value) is Tensor else value
+
+
+def mark_parts(model: nn.Module, take_whole: Callable[[dict[str, Any], str], None]) -> None:
+    """Mark what the state dicts of a model and its modules have from now on; let the model take a whole one.
+
+    Args:
+        model: Of which this rank holds a part.
+        take_whole: Puts this rank's part in the place of whole tensors; given a state dict to change and the prefix of its keys.
+    """
+
+    def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        take_whole(state, prefix)
+
+    for module in model.modules():
+        module.register_state_dict_post_hook(_mark)
+    model.register_load_state_dict_pre_hook(take)
+
+
+def marked_state(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict as this rank has it, good to go back to and refused in a file."""
+    return _with_tensors(state, _marked)
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The same with ordinary tensors, for the optimizer."""
+    return _with_tensors(state, lambda tensor: tensor.as_subclass(Tensor) if type(tensor) is PartTensor else tensor)
+
+
+def _with_tensors(state: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    held = {key: pytree.tree_map(change, value) for key, value in state.get("state", {}).items()}
+    return {**state, "state": held}
