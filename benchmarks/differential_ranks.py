@@ -97,9 +97,10 @@ def whole_gradients(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     attachment = session.engine.attachment
     held = {name: plain(p.grad) for name, p in attachment.parameters.items() if p.grad is not None}
     zero = session.engine.gradients.replicas.zero
-    if zero is not None:  # the optimizer's parts have them; the parameters may have views, for callbacks to edit
-        whole = zero_gradients(zero)
-        held = {name: tensor for name, tensor in whole.items() if not held or name in held}
+    if (
+        zero is not None and not held
+    ):  # the optimizer's parts have them; parameters have views where callbacks may edit
+        held = zero_gradients(zero)
     names: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(names, sorted(held))
     present = {name for some in names for name in some}  # a rank cannot know which of another stage are frozen
@@ -245,8 +246,11 @@ class Verdict:
         return self.word in ("differs", "crashed", "hung")
 
 
-def broken(facts: list[dict[str, Any]], launch: str) -> Verdict | None:
-    """The verdict on a run in which a rank did not finish."""
+CHANGES = ("FreezeLater", "Unfreeze")  # callbacks that change what is trained after the first update
+
+
+def broken(facts: list[dict[str, Any]], launch: str, right: int = 0) -> Verdict | None:
+    """The verdict on a run in which a rank did not finish; `right` updates come before what may be refused."""
     errors = [one for one in facts if "error" in one]
     if not errors:
         return None
@@ -260,7 +264,7 @@ def broken(facts: list[dict[str, Any]], launch: str) -> Verdict | None:
         said = f"one rank says: {refused[0]['message'][:300]}" if refused else launch[-1500:]
         return Verdict("hung", f"{len(facts) - len(refused)} of {len(facts)} ranks do not end; {said}", trace=launch)
     message = (refused or errors)[0]["message"]
-    if updates or not refused:
+    if updates > right or not refused:
         return Verdict("crashed", f"refused after {updates} updates: {message[:400]}", trace=errors[0]["trace"])
     return Verdict("refused", message[:600])
 
@@ -354,7 +358,7 @@ def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict
     if any("error" in one for one in expected):
         errors = [one for one in expected if "error" in one]
         return Verdict("no reference", f"{errors[0].get('type')}: {errors[0]['message'][:300]}")
-    ended = broken(facts, note.read_text() if note.exists() else "")
+    ended = broken(facts, note.read_text() if note.exists() else "", int(job.setup.callback in CHANGES))
     if ended is not None:
         return ended
     if any(one["history"] != facts[0]["history"] for one in facts[1:]) and job.setup.driver != "trainer":

@@ -26,6 +26,7 @@ from hf_parallel.engine import Engine
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.gradients import GradientSync
 from hf_parallel.guards.parts import marked_state, plain_state
+from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.model_folder import install_saving, is_whole
 from hf_parallel.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 from hf_parallel.session import Session
@@ -151,13 +152,14 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As stock, on the parameters this rank holds."""
-        if not getattr(optimizer, "_is_accelerate_prepared", False):
-            self.hf_parallel.refuse_foreign(optimizer)
-            self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        self.hf_parallel.refuse_foreign(optimizer)
+        hooks = self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
-            prepared.gradients = self.hf_parallel_engine.gradients
+            prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
             prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
         return prepared
@@ -248,6 +250,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 f"gradient_accumulation_steps={wanted}, but the loop steps after every batch. Put its body into `with "
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
             )
+        self.hf_parallel_engine.backpropagates(loss.detach())
         with self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 
@@ -375,6 +378,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
 
     gradients: GradientSync
+    own_hooks: OwnHooks
     is_part: bool
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,7 +392,8 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def step(self, closure: Any = None) -> None:
         """As stock."""
-        if self.gradient_state.sync_gradients:
+        self.own_hooks.begin()
+        if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
         super().step(closure)
 

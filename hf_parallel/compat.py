@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import threading
+from collections import OrderedDict
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
+    from torch.optim import Optimizer
     from transformers import PreTrainedModel, Trainer
     from transformers.core_model_loading import WeightTransform
 
@@ -186,6 +188,25 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return found if found is not None else {}
+
+
+def is_hook_table(name: str) -> bool:
+    """Whether an attribute of an optimizer holds hooks."""
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The hooks before and after a step, by the ids of their handles, in the order in which they run."""
+    tables = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+    )
+    if not all(isinstance(table, OrderedDict) for table in tables):
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} does not keep hooks of its steps as torch.optim.Optimizer does. Derive it "
+            "from that class, and call its __init__."
+        )
+    return tables  # type: ignore[return-value]
 
 
 def not_overridden() -> Any:

@@ -25,11 +25,16 @@ from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_
 from hf_parallel.compat import loss_shifts_labels, queue_after_backward
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.gradients import GradientSync
+from hf_parallel.guards.alike import CommonWeights
+from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batches import SharedBatch
+from hf_parallel.guards.buffers import MovingBuffers
+from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas
 from hf_parallel.tensor_parallel.reads import in_lockstep
+from hf_parallel.tensor_parallel.vocab import LabelledOutput
 from hf_parallel.watchdog import Watchdog
 
 
@@ -81,6 +86,12 @@ class Engine:
         self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
+        self.gathers = meeting_of_copy(self.mesh)
+        self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
+
+    def _common_weights(self, attachment: Attachment) -> CommonWeights:
+        replicas = attachment.gradients.replicas
+        return CommonWeights(attachment.ledger, attachment.parameters, attachment.mesh, lambda: replicas.arriving)
 
     @property
     def ends_step(self) -> bool:
@@ -140,6 +151,9 @@ class Engine:
         """One call of `model(...)`."""
         raise NotImplementedError
 
+    def backpropagates(self, loss: torch.Tensor) -> None:
+        """`accelerator.backward(loss)` begins."""
+
     def under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` run under this engine's autocast, whatever it is at the time of the call."""
 
@@ -182,7 +196,8 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._queued = False
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device)
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, self._common_weights(attachment))
+        self._backwards = Backwards(attachment.mesh, attachment.device)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
@@ -196,17 +211,44 @@ class DirectEngine(Engine):
         elif "labels" in kwargs:
             self._shared_batch.compare(kwargs)
         context = self.autocast()
-        with self.attachment.random_check.watching() if self.trains else contextlib.nullcontext(), context:
-            output = self.attachment.forward(*args, **kwargs)
-        if not isinstance(context, contextlib.nullcontext):
+        with self._watching(), context:
+            output = made = self.attachment.forward(*args, **kwargs)
+        finer = not isinstance(context, contextlib.nullcontext)
+        if finer:
             output = convert_to_fp32(output)
+        if isinstance(output, LabelledOutput):
+            output.again(made, self._meet_for_logits, functools.partial(self._gathered, finer))
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._during_backward)
         return output
 
+    def _meet_for_logits(self) -> None:
+        self.gathers.meet("outputs.logits of a training forward with labels")
+
+    def _gathered(self, finer: bool, logits: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = convert_to_fp32(logits) if finer else logits
+        if found.requires_grad:
+            found.register_hook(self._during_backward)
+        return found
+
+    def backpropagates(self, loss: torch.Tensor) -> None:
+        """Under tp all ranks must have the same loss: what differs is another step on every shard."""
+        if self.mesh.tp_group is not None and loss.numel() == 1:
+            self._backwards.lost(loss)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if not self.trains:
+            yield
+            return
+        with self._buffers.watching(), self.attachment.random_check.watching():
+            yield
+
     def _during_backward(self, gradient: torch.Tensor) -> None:
+        if self.mesh.tp_group is not None and gradient.is_floating_point():
+            self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
         if not self._queued:
             self._queued = True
             self.gradients.begin_backward()
@@ -216,6 +258,9 @@ class DirectEngine(Engine):
         self._queued = False
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
             if self.ends_step:
+                if self.mesh.tp_group is not None:
+                    self._backwards.agree_later()
+                self._buffers.end_step()
                 self.gradients.reduce(1.0)
             else:
                 self.gradients.accumulate(1.0)

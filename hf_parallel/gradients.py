@@ -7,6 +7,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -19,14 +20,19 @@ from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
+from hf_parallel.guards.crossing import crosses_parameters
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.states import guard_states
+from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.replicas import Replicas, ReplicaSettings
 
+
+logger = logging.getLogger(__name__)
 
 DEFAULTS = ReplicaSettings()
 
@@ -108,6 +114,8 @@ class GradientSync:
         if self.replicas.reduces_every_backward:
             self._reduce_shared()
             self.replicas.accumulate(factor)
+            if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
+                self.shown.show()
 
     def reduce(self, factor: float) -> None:
         """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
@@ -115,10 +123,15 @@ class GradientSync:
         What was reduced before, in an earlier pass of the same step, is added as it is.
 
         Raises:
-            UnsupportedError: A parameter was frozen or unfrozen after ZeRO partitioned the optimizer.
+            UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
         if self._trained != self._now_trained():  # (un)frozen since, alike on the ranks that hold them
-            self.replicas.relay()
+            now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
+            changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
+            self.replicas.relay(
+                [name for name, is_trained in changed if not is_trained],
+                [name for name, is_trained in changed if is_trained],
+            )
             self._lay_out()
         self._reduce_shared()
         self.replicas.reduce(factor)
@@ -206,16 +219,21 @@ class GradientSync:
         if self._parts is not None:
             self._remember_parts()
 
-    def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> OwnHooks:
         """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
 
         Args:
             optimizer: The optimizer.
             model: Whose parameters it updates, if its forward passes go through an engine.
 
+        Returns:
+            What to tell when a step begins.
+
         Raises:
-            UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards.
+            UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards, or needs all
+                parameters but each stage has others.
         """
+        hooks = OwnHooks(optimizer)
         self.replicas.take_over(optimizer)
         live = {id(p) for p in self._parameters.values()}
         for group in optimizer.param_groups:
@@ -223,12 +241,23 @@ class GradientSync:
         for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
+        self._refuse_crossing_updates(optimizer)
         if model is not None and self._weights is None and self.replicas.sharded is None:
             self._weights = WeightGuard(model, self._parameters)
         optimizer.register_step_pre_hook(self._before_step)
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
+            self._guard_states(optimizer)
+        hooks.settle()
+        return hooks
+
+    def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
+        zero = self.replicas.zero
+        if zero is not None and optimizer is zero.optimizer:
+            guard_states(
+                optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
+            )
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -250,6 +279,8 @@ class GradientSync:
         self.before_update()
         self._refuse_changed_parts()
         zero = self.replicas.zero
+        if zero is not None:
+            self._guard_states(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if left or not self.arrivals.use(updated):
@@ -279,6 +310,30 @@ class GradientSync:
                 f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
                 f"whole tensors, but each rank updates a part of them. Use one of "
                 f"{known_names()}, or zero.stage 0."
+            )
+
+    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Each stage steps on its own parameters: an update must not depend on those of others. Collective."""
+        if self._mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
+            return
+        crosses = crosses_parameters(optimizer) if any(group["params"] for group in optimizer.param_groups) else False
+        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        found = torch.tensor([int(crosses is True), int(crosses is None)], device=device)
+        if self._mesh.mp_group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
+        kind, (anywhere, unknown) = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", found.tolist()
+        if anywhere:
+            raise UnsupportedError(
+                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of one parameter depends on the gradients "
+                "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
+                f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+            )
+        if unknown:
+            logger.warning(
+                "hf_parallel: whether optimizer %s updates each parameter by itself could not be found out. With pp_size=%d "
+                "each stage steps on its own parameters: if it uses norms over several, set pp_size to 1.",
+                kind,
+                self._mesh.shape.pp_size,
             )
 
     def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:

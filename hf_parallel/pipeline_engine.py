@@ -13,9 +13,10 @@ does, the gradients of each forward are held apart until its loss is backpropaga
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ from hf_parallel.pipeline_parallel.programs import Programs
 from hf_parallel.pipeline_parallel.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.seeds import StepSeeds
 from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.tensor_parallel.reads import in_lockstep
 
 
 logger = logging.getLogger(__name__)
@@ -109,16 +111,16 @@ class PipelineEngine(Engine):
         self._loss_function: LossFunction | None = None
         self._loss_shifts = True
         self._window: _Window | None = None
-        self._pending = False
         self._seed = 1.0
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._ridden = RiddenDigests(self.mesh)
+        self._ridden = RiddenDigests(self.mesh, self._common_weights(attachment))
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
         self._needs_logits = True
+        self._told_again = False
 
     def _watch_direct(self) -> DirectGradients:
         entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
@@ -145,7 +147,7 @@ class PipelineEngine(Engine):
 
         Only where stock code alone stands between here and the model: the first call runs all of them as they are then.
         """
-        self._pending, self._factors = False, []  # a window that training broke off leaves nothing behind
+        self._factors = []  # a window that training broke off leaves nothing behind
         self._window = _Window([Announced(batch) for batch in batches])
 
     @contextmanager
@@ -189,11 +191,6 @@ class PipelineEngine(Engine):
         batch["use_cache"] = False
         if not torch.is_grad_enabled():
             return self._forward_only(batch)
-        if self._pending:
-            raise UnsupportedError(
-                "two training forwards without a backward in between: a pipeline's forward already ran the backward "
-                "of its batch. Call accelerator.backward(loss) after each forward, or evaluate under torch.no_grad()."
-            )
         if self.trains and "labels" in batch:
             return self._fused(batch)
         if "labels" in batch:  # whether a backward follows is not known, and a fused step has already run it
@@ -249,10 +246,13 @@ class PipelineEngine(Engine):
             with apart(list(self.attachment.parameters.values())) as made:
                 loss = self._run_schedule([batch], arms=False)[0]
             self._direct.watch()
-        self._pending = True
         anchor = self._anchor.to(loss.device)
-        checked: torch.Tensor = _FusedLoss.apply(anchor, loss, self, made, self._seed)  # type: ignore[no-untyped-call]
-        return PipelineTrainingOutput(loss=checked)
+        with made.noticing() if made is not None else nullcontext():
+            checked: torch.Tensor = _FusedLoss.apply(anchor, loss, self, made, self._seed)  # type: ignore[no-untyped-call]
+        output = PipelineTrainingOutput(loss=checked)
+        if made is None:
+            return output
+        return output.runs_again(functools.partial(self._logits_again, Announced(batch), self.seeds.step))
 
     def _run_schedule(self, batches: list[dict[str, Any]], *, arms: bool) -> list[torch.Tensor]:
         """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
@@ -279,13 +279,14 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        losses = self.runtime.run(
-            microbatches,
-            self._programs.training(len(microbatches)),
-            backward=True,
-            loss_of=lambda output, index: self._loss_of(output, shares[index]),
-            seed=self._seed,
-        )
+        with self._buffers.watching(len(microbatches) // len(batches)):
+            losses = self.runtime.run(
+                microbatches,
+                self._programs.training(len(microbatches)),
+                backward=True,
+                loss_of=lambda output, index: self._loss_of(output, shares[index]),
+                seed=self._seed,
+            )
         if arms:
             self.gradients.end_schedule()
         return self._share_losses(losses, shares, batches)
@@ -349,8 +350,7 @@ class PipelineEngine(Engine):
         self, losses: Sequence[Any], shares: list[_Share], batches: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
         """The loss of each batch on all ranks of the model copy; what each rank has read rides on the message."""
-        device, shape = self.attachment.device, self.mesh.shape
-        told = torch.zeros(len(batches) + shape.mp_size, dtype=torch.float64, device=device)
+        told = torch.zeros(len(batches) + self._ridden.width, dtype=torch.float64, device=self.attachment.device)
         if self.mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 told[share.batch] += loss.double()
@@ -362,7 +362,6 @@ class PipelineEngine(Engine):
 
     def finish_backward(self, gradient: torch.Tensor, made: Made | None, seed: float) -> None:
         """Backward of a returned loss: apply the factor of upstream code; on the last one, finish the step."""
-        self._pending = False
         if made is not None:
             self._passed.append((made, gradient / seed))
             self._queue()
@@ -399,6 +398,7 @@ class PipelineEngine(Engine):
         last = self.ends_step
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             if last:
+                self._buffers.end_step()
                 found, self._direct.found = self._direct.found, []
                 self._backwards.agree(found, tolerates_nan=self.scaler is not None)
                 self._ridden.judge()
@@ -407,6 +407,7 @@ class PipelineEngine(Engine):
                 self.gradients.accumulate(1.0)
 
     def _reduce(self, factor: float) -> None:
+        self._buffers.end_step()
         with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
             self.gradients.reduce(factor)
 
@@ -422,15 +423,61 @@ class PipelineEngine(Engine):
         self._direct.stop()
         self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
-        state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
+        with self._buffers.watching(len(microbatches)) if self.trains else nullcontext():
+            state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
         self._direct.watch()
-        self._pending = self.trains
-        return PipelineOutput(logits=_SplitLogits.apply(self._anchor.to(logits.device), logits, self, state))  # type: ignore[no-untyped-call]
+        return PipelineOutput(logits=self._split_logits(logits, state))
+
+    def _split_logits(self, logits: torch.Tensor, state: PhaseState) -> torch.Tensor:
+        found: torch.Tensor = _SplitLogits.apply(self._anchor.to(logits.device), logits, self, state)  # type: ignore[no-untyped-call]
+        return found
+
+    def _logits_again(self, announced: Announced, step: int) -> torch.Tensor:
+        """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.
+
+        Where gradients are recorded, what a loss does to them goes back through the stages beside what is made already.
+        """
+        if not announced.is_in(announced.batch, COUNTS):
+            raise UnsupportedError(
+                "outputs.logits is read after the batch was changed in place: a pipeline makes them by running the batch again. "
+                "Read them before, or change a copy."
+            )
+        self.gathers.meet("outputs.logits of a training forward with labels")
+        self._tell_again()
+        engaged, whole = self.attachment.watchdog.engaged(), self._loss_function is None and self._loss_kind == "whole"
+        batch = {
+            name: value for name, value in announced.batch.items() if name not in ("labels", "num_items_in_batch")
+        }
+        microbatches = [batch] if whole else split_rows(batch, self._num_microbatches)
+        program = self._programs.forwards(len(microbatches))
+        before, self.seeds.step = self.seeds.step, step
+        try:
+            with engaged, self.gradients.replicas.forward(), in_lockstep(self.model), self._running.inside():
+                if not torch.is_grad_enabled():
+                    return self._broadcast_logits(self._outputs_of(microbatches, "logits"), batch)
+                state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
+                logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
+        finally:
+            self.seeds.step = before
+        return self._split_logits(logits, state)
+
+    def _tell_again(self) -> None:
+        if not self._told_again and self.mesh.rank == 0:
+            logger.warning(
+                "hf_parallel: outputs.logits is read in training steps with labels, where a pipeline has run the backward pass "
+                "already: each such batch runs forward twice, and backward twice if the loss depends on them. Cheaper: call the "
+                "model without labels and compute the whole loss from the logits."
+            )
+        self._told_again = True
 
     def backward_split(self, gradient: torch.Tensor, state: PhaseState) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""
-        self._pending = False
+        if state.num_microbatches and not state.live:
+            raise UnsupportedError(
+                "the logits of one training forward were backpropagated twice with pp_size above 1: the stages' graphs are gone "
+                "after the first time. Add the losses up before one backward, or call the model again."
+            )
         self._queue()
         self._backwards.arrived(gradient)
         rows = [parts[0].shape[0] for parts in state.outputs]  # empty on all but the last stage
@@ -473,7 +520,7 @@ class PipelineEngine(Engine):
         """
         watchdog, group, source = self.attachment.watchdog, self.mesh.pp_group, self._loss_rank
         with watchdog.waiting("waits for the logits of the last stage"):
-            header = torch.zeros(4 + self.mesh.shape.mp_size, dtype=torch.int64, device=self.attachment.device)
+            header = torch.zeros(4 + self._ridden.width, dtype=torch.int64, device=self.attachment.device)
             if self.runtime.has_last_stage:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self.mesh.tp_rank == 0:
@@ -499,6 +546,8 @@ class _FusedLoss(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, value: torch.Tensor, engine: PipelineEngine, made: Made | None, seed: float
     ) -> torch.Tensor:
         ctx.engine, ctx.made, ctx.seed = engine, made, seed
+        if made is not None:
+            ctx.save_for_backward(anchor)  # kept as long as the graph is
         return value.clone()  # callers scale it in place
 
     @staticmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -123,16 +123,28 @@ class Replicas:
         group = None if self._walks_alone else self._mesh.dp_group
         self._reducer = GradientReducer(named, group, self._traffic())
 
-    def relay(self) -> None:
+    def relay(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
         """Parameters were frozen or unfrozen: lay out the buckets anew.
+
+        Args:
+            frozen: Names of those that were trained before and are not now.
+            unfrozen: Names of those that are trained now and were not before.
 
         Raises:
             UnsupportedError: The optimizer was partitioned for the old ones.
         """
-        if self.zero is not None or self.sharded is not None:
+        stage = self._settings.zero.stage
+        changed = [*unfrozen, *frozen]
+        if self.sharded is not None and changed:
             raise UnsupportedError(
-                f"parameters were frozen or unfrozen after zero.stage={self._settings.zero.stage} partitioned the "
-                "optimizer. Set requires_grad before training starts, or zero.stage to 0."
+                f"{changed[0]} ({len(changed)} parameters) was frozen or unfrozen after zero.stage={stage} had shared out the "
+                "parameters. Set requires_grad before training starts, or zero.stage to 0."
+            )
+        late = [name for name in unfrozen if self.zero is not None and name in self.zero.names]
+        if late:
+            raise UnsupportedError(
+                f"{late[0]} ({len(late)} parameters) was unfrozen after zero.stage={stage} partitioned the optimizer, which "
+                "counts the steps of whole parts. Set requires_grad before training starts, or zero.stage to 0."
             )
         unknown = [] if self.local is None else self.local.unknown(self._parameters)
         if unknown:
@@ -393,6 +405,11 @@ class Replicas:
         """Whether code of others may read or change parameters between two forward passes."""
         if self.zero is not None and self.zero.late is not None:
             self.zero.late.at_once = others
+
+    @property
+    def arriving(self) -> bool:
+        """Whether updated parameters may be on their way: nobody has code that looks at them between two passes then."""
+        return self.zero is not None and self.zero.late is not None and self.zero.late.arriving
 
     def synchronise(self) -> None:
         """Make the model one and complete before anybody looks at it; collective."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.checkpointing.dcp import TensorIndex
+from hf_parallel.checkpointing.groups import OWN, match_groups
 from hf_parallel.checkpointing.optimizer import (
     MASTER_WEIGHT,
     PREFIX,
@@ -91,13 +92,15 @@ def restore(view: OptimizerView, saved: SavedState, groups: Sequence[Mapping[str
     """Put the state of a checkpoint into an optimizer, whatever layout it was saved under.
 
     Returns:
-        For each group of the optimizer, which saved one it is.
+        For each group of the optimizer, which saved one it is (see `match_groups`).
 
     Raises:
         CheckpointError: Parameters are grouped in another way, or a tensor is missing or damaged.
     """
     order = match_groups(groups, view)
-    settings = [{key: value for key, value in groups[index].items() if key != "params"} for index in order]
+    here = view.optimizer.param_groups if view.zero is None else view.zero.optimizer.param_groups
+    chosen = [groups[index] if index != OWN else own for index, own in zip(order, here, strict=True)]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in chosen]
     if view.zero is not None:
         _restore_flat(view.zero, saved, settings)
     else:
@@ -202,37 +205,3 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
                 f"({', '.join(saved.others(name)[0])}): native ZeRO cannot take it up. Set zero.stage to 0."
             )
     return state, pieces
-
-
-def match_groups(saved: Sequence[Mapping[str, Any]], view: OptimizerView) -> list[int]:
-    """Which saved group each group of the optimizer is, by the names of its parameters on this rank.
-
-    Raises:
-        CheckpointError: Other parameters are trained, or they are grouped in another way.
-    """
-    kind, current = type(view.optimizer).__name__, view.group_names
-    if len(saved) != len(current):
-        raise CheckpointError(
-            f"the checkpoint has {len(saved)} parameter groups, this run's {kind} has {len(current)}. Resume with the "
-            "groups it was saved with."
-        )
-    group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    trained = {name for group in current for name in group}
-    changed = sorted(trained - group_of.keys()) or sorted((view.parameters.keys() & group_of.keys()) - trained)
-    if changed:
-        now, then = ("is trained now", "was not") if changed[0] in trained else ("is not trained now", "was")
-        raise CheckpointError(
-            f"{changed[0]} {now} and {then} when the checkpoint was saved: it has other parameter groups than this run's "
-            f"{kind}. Resume with the frozen parameters it was saved with."
-        )
-    found: list[int] = []
-    for index, group in enumerate(current):
-        sources = {group_of[name] for name in group} or {index}
-        if len(sources) > 1 or (group and sources <= set(found)):
-            raise CheckpointError(
-                f"group {index} of this run's {kind} (with {group[0]}) is not one of the checkpoint's, which has other "
-                "parameter groups: the weight-decay rule or the learning rates changed. Resume with the settings it was "
-                "saved with."
-            )
-        found += sources
-    return found

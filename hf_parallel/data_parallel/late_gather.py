@@ -62,6 +62,11 @@ class LateGather:
         module.register_forward_pre_hook(entered)
         module.register_forward_hook(left, always_call=True)
 
+    @property
+    def arriving(self) -> bool:
+        """Whether some flat buffers may not be complete yet."""
+        return bool(self._works)
+
     def put(self, works: Sequence[dist.Work | None]) -> None:
         """The gathers of all flat buffers, in order, have begun."""
         self._works = {index: work for index, work in enumerate(works) if work is not None}

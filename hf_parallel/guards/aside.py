@@ -6,6 +6,7 @@ whether the loss is backpropagated at all. Until then they are not in `p.grad`, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,28 +16,53 @@ from torch import Tensor, nn
 from hf_parallel.errors import UnsupportedError
 
 
+class _Kept:
+    """Stands for what autograd keeps of a graph: it is gone when a backward pass has let go of the graph."""
+
+
 class Made:
     """The gradients of one schedule, as they are for the loss times what it was seeded with."""
 
     def __init__(self) -> None:
         self._gradients: list[tuple[nn.Parameter, Tensor]] | None = []
+        self._graph: weakref.ref[_Kept] | None = None
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Around the call that makes the graph of the loss, which saves a tensor there."""
+
+        def pack(tensor: Tensor) -> tuple[Tensor, _Kept]:
+            kept = _Kept()
+            self._graph = weakref.ref(kept)
+            return tensor, kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0]):
+            yield
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the last backward pass has kept the graph (`retain_graph=True`), so that there may be another one."""
+        return self._graph is not None and self._graph() is not None
 
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over the gradients that the parameters have."""
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
 
     def take(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients, once.
+        """The gradients: copies after a backward pass that has kept the graph, else once and for all.
 
         Raises:
             UnsupportedError: They were given away before.
         """
-        gradients, self._gradients = self._gradients, None
+        gradients = self._gradients
+        if gradients is not None and self.may_follow:
+            return [(parameter, gradient.clone()) for parameter, gradient in gradients]
+        self._gradients = None
         if gradients is None:
             raise UnsupportedError(
                 "the loss of one training forward was backpropagated twice with pp_size above 1: a fused pipeline step "
-                "keeps no graph, and its gradients were added up the first time. Add the losses up before one backward, "
-                "or call the model again."
+                "keeps no graph, and its gradients were added up the first time. Pass retain_graph=True the first time, add "
+                "the losses up before one backward, or call the model again."
             )
         return gradients
 

@@ -31,6 +31,7 @@ class Backwards:
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh, self._device = mesh, device
         self._weights: dict[int, Tensor] = {}
+        self._under_way: tuple[Tensor, torch.cuda.Event, bool] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -43,6 +44,10 @@ class Backwards:
         """A loss was multiplied with `factor` (0-d) before its backward."""
         self._marks.append(factor.detach().double())
         self._sizes.append(factor.detach().double().abs())
+
+    def lost(self, loss: Tensor) -> None:
+        """A loss (0-d) is backpropagated."""
+        self.scaled(loss.reshape(()))
 
     def arrived(self, gradient: Tensor) -> None:
         """The gradient f[B S V] of the logits arrived, which every rank has computed for itself."""
@@ -71,7 +76,37 @@ class Backwards:
             RankMismatchError: On every rank, with what each of them did.
             UnsupportedError: On every rank: some rank has direct gradients, or all multiplied with a number that is none.
         """
-        marks, sizes, on_logits = self._marks, self._sizes, self._on_logits
+        on_logits = self._on_logits
+        values = self._gathered(direct).tolist()
+        if any(found for _, found, _, _ in values):
+            self._refuse_direct(direct)
+        self._compare([(int(n), mark, size) for n, _, mark, size in values], on_logits, tolerates_nan)
+
+    def agree_later(self) -> None:
+        """Compare with the ranks that share every layer; collective. On a GPU it is judged when the next step ends.
+
+        Raises:
+            RankMismatchError: On every rank, with what each of them did.
+        """
+        on_logits = self._on_logits
+        values = self._gathered(())
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before[1].synchronize()
+            self._judge(before[0], before[2])
+        if values.device.type != "cuda":
+            self._judge(values, on_logits)
+            return
+        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        self._under_way = here, torch.cuda.current_stream(values.device).record_event(), on_logits
+
+    def _judge(self, values: Tensor, on_logits: bool) -> None:
+        self._compare([(int(n), mark, size) for n, _, mark, size in values.tolist()], on_logits, True)
+
+    def _gathered(self, direct: Sequence[str]) -> Tensor:
+        """Of each rank: how many marks, whether there are direct gradients, the marks and their sizes. Begins anew."""
+        marks, sizes = self._marks, self._sizes
         self.forget()
         count = float(len(marks))
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -81,10 +116,7 @@ class Backwards:
         mine = torch.cat([head, torch.stack([mark, size])])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.mp_group)
-        values = torch.stack(everyone).tolist()
-        if any(found for _, found, _, _ in values):
-            self._refuse_direct(direct)
-        self._compare([(int(n), mark, size) for n, _, mark, size in values], on_logits, tolerates_nan)
+        return torch.stack(everyone)
 
     def _compare(self, values: Sequence[tuple[int, float, float]], on_logits: bool, tolerates_nan: bool) -> None:
         count, mark, size = values[0]
@@ -106,6 +138,8 @@ class Backwards:
         what = (
             "the gradient that its loss gave to the logits has the norm" if on_logits else "its losses were scaled by"
         )
+        if self._mesh.shape.pp_size == 1:
+            what = "its losses and what they were scaled by are"
         told = "; ".join(
             f"{self._mesh.shape.describe(first + i)}: {what} {s:.6g}"
             + ("" if n == 1 else f" over {n} backward passes")
@@ -113,8 +147,8 @@ class Backwards:
         )
         raise RankMismatchError(
             f"the ranks of one model copy backpropagated different losses in one optimizer step ({told}), but all of them "
-            "must compute the same: each stage's gradients follow the loss of its own rank, or of the last stage's. Look "
-            "for a rank, a random draw without a common seed or a parameter of one stage in compute_loss or the loop."
+            "must compute the same: the gradients of each stage or shard follow the loss of its own rank, or of the last stage's. "
+            "Look for a rank, a random draw without a common seed or a parameter of one rank in compute_loss or the loop."
         )
 
     def _refuse_direct(self, direct: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_parallel.batches import refuse_unlike
 from hf_parallel.compat import version_of
+from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.mesh import Mesh
 
 
@@ -91,20 +92,27 @@ class Digests:
 
 
 class RiddenDigests:
-    """Digests of what the ranks of one model copy read, on messages that are sent anyway: one slot a rank.
+    """Digests of what the ranks of one model copy read and hold in common, on messages that are sent anyway.
 
     Args:
         mesh: This rank's mesh.
+        common: Weights that several ranks hold.
+
+    Attributes:
+        width: Slots that a message needs.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, common: CommonWeights) -> None:
+        self._mesh, self._common = mesh, common
         self._digests = Digests()
         self._unread: list[Tensor] = []
+        self.width = mesh.shape.mp_size * (1 + len(common.names))
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Write this rank's digest into its slot of what will be summed over the ranks."""
-        slots[self._mesh.rank % self._mesh.shape.mp_size] = self._digests.of(batches).to(slots.device)
+        """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
+        mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
+        mine[0] = self._digests.of(batches).to(slots.device)
+        mine[1:] = self._common.digests(slots.device)
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -117,14 +125,16 @@ class RiddenDigests:
             self.judge()
 
     def judge(self) -> None:
-        """Refuse batches that differ.
+        """Refuse batches or common weights that differ.
 
         Raises:
             RankMismatchError: On every rank, naming those that differ.
         """
         unread, self._unread = self._unread, []
         for slots in unread:
-            refuse_unlike(self._mesh, [int(value) for value in slots.tolist()])
+            rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
+            refuse_unlike(self._mesh, [row[0] for row in rows])
+            self._common.refuse_unlike([row[1:] for row in rows])
 
 
 class SharedBatch:
@@ -133,15 +143,16 @@ class SharedBatch:
     Args:
         mesh: This rank's mesh.
         device: Where the model computes.
+        common: Weights that all of these ranks hold.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: Mesh, device: torch.device, common: CommonWeights) -> None:
+        self._mesh, self._device, self._common = mesh, device, common
         self._digests = Digests()
         self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
 
     def compare(self, batch: Mapping[str, Any]) -> None:
-        """Collective over the tensor-parallel ranks: one number each.
+        """Collective over the tensor-parallel ranks: two numbers each.
 
         On a GPU a batch without labels is judged when the next one comes: nothing else there waits for the device.
 
@@ -151,19 +162,25 @@ class SharedBatch:
         if self._mesh.tp_group is None:
             return
         mine = self._digests.of([batch]).to(self._device).reshape(1)
+        mine = torch.cat([mine, self._common.digests(self._device)])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.tp_group)
         values = torch.cat(everyone)
         before, self._under_way = self._under_way, None
         if before is not None:
             before[1].synchronize()
-            refuse_unlike(self._mesh, before[0].tolist())
+            self._judge(before[0])
         if values.device.type != "cuda" or "labels" in batch:
-            refuse_unlike(self._mesh, values.tolist())
+            self._judge(values)
             return
         here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         here.copy_(values, non_blocking=True)
         self._under_way = here, torch.cuda.current_stream(values.device).record_event()
+
+    def _judge(self, values: Tensor) -> None:
+        rows = values.view(self._mesh.shape.tp_size, -1).tolist()
+        refuse_unlike(self._mesh, [row[0] for row in rows])
+        self._common.refuse_unlike([row[1:] for row in rows])
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.shown import SharedGradient, refuse_part, root
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -77,6 +78,7 @@ class _Flat:
         if piece is not None and gradient is not None:
             moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
             function(gradient[piece], *moved, **kwargs)
+            self._owner.note_parts()
 
     def arrive(self, gradient: Tensor) -> None:
         self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
@@ -132,6 +134,7 @@ class ShownGradients:
         self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
         self._waiting = waiting
         self._flat: dict[str, _Flat] = {}
+        self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
         self._zero: ZeroPartition | None = None
         self._active = False
 
@@ -225,6 +228,7 @@ class ShownGradients:
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
         self._active = True
+        self.note_parts()
         staged = self._mesh.mp_group is not None
         absent = self._zero.absent_names if self._zero is not None else frozenset()
         for name, parameter in self._parameters.items():
@@ -235,6 +239,25 @@ class ShownGradients:
                     parameter.grad = SharedGradient.of(parameter, flat, self)
             elif staged and parameter.grad is not None:
                 parameter.grad = SharedGradient.of(parameter, _Local(name, parameter, parameter.grad, self), self)
+
+    def note_parts(self) -> None:
+        """The optimizer's parts of gradients are as they should be."""
+        parts = [shard.master.grad for shard in self._zero.shards] if self._zero is not None else []
+        self._noted = [(part, part._version) for part in parts if part is not None]
+
+    def _refuse_changed_parts(self) -> None:
+        """What `optimizer.param_groups` holds under ZeRO are flat parts, each rank its own: norms of them are none.
+
+        Raises:
+            UnsupportedError: Somebody changed them.
+        """
+        noted, self._noted = self._noted, []
+        if any(part._version != version for part, version in noted):
+            raise UnsupportedError(
+                "gradients of optimizer.param_groups were changed between the backward pass and the step with zero.stage above "
+                "0: there the optimizer has flat parts of all parameters, each rank others, so that a norm or a row of them is "
+                "not that of a parameter. Change the gradients of model.parameters() instead, whose norms and shapes are whole."
+            )
 
     def lay_open(self) -> None:
         """Gather partitioned gradients at once, so that one rank alone may look at them; collective."""
@@ -259,6 +282,7 @@ class ShownGradients:
         if not self._active:
             return []
         self._active = False
+        self._refuse_changed_parts()
         settled = []
         self._give_room()
         for name, parameter in self._parameters.items():
@@ -315,6 +339,7 @@ class ShownGradients:
 
     def _show_again(self, stands: Mapping[str, Any]) -> None:
         self._active = True
+        self.note_parts()
         for name, parameter in self._parameters.items():
             flat, stand = self._flat.get(name), stands.get(name)
             if flat is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hf_parallel.compat import private_store
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.mesh import Mesh
 
 
 if TYPE_CHECKING:
@@ -28,10 +29,22 @@ class Meeting:
     Args:
         names: What the ranks are called.
         bound_s: Longest wait for the others.
+        first: The first of these ranks; the others follow it.
+        topic: Tells this from other meetings in the same job.
+        advice: What to do about a call that is not made by all.
     """
 
-    def __init__(self, names: Sequence[str], bound_s: float = MEETING_S) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        bound_s: float = MEETING_S,
+        *,
+        first: int = 0,
+        topic: str = "all",
+        advice: str = "Take it out of `if accelerator.is_main_process:`; rank 0 writes.",
+    ) -> None:
         self._names, self._bound_s = list(names), bound_s
+        self._first, self._topic, self._advice = first, topic, advice
         self._store: Store | None = None
         self._calls = 0
 
@@ -47,17 +60,28 @@ class Meeting:
         if self._store is None:
             return
         store, self._calls = self._store, self._calls + 1
-        key = f"hf_parallel/meeting/{self._calls}"
-        store.set(f"{key}/{dist.get_rank()}", what)
+        key = f"hf_parallel/meeting/{self._topic}/{self._calls}"
+        store.set(f"{key}/{dist.get_rank() - self._first}", what)
         store.add(key, 1)
         if not _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s):
             here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
             missing = [name for rank, name in enumerate(self._names) if rank not in here]
             raise UnsupportedError(
                 f"{what} was called by {', '.join(self._names[rank] for rank in here)} and for {self._bound_s:g} s not by "
-                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. Take it out of `if "
-                "accelerator.is_main_process:`; rank 0 writes."
+                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. {self._advice}"
             )
+
+
+def meeting_of_copy(mesh: Mesh) -> Meeting:
+    """For what all ranks of this rank's model copy must read together."""
+    shape = mesh.shape
+    first = mesh.dp_rank * shape.mp_size
+    return Meeting(
+        [shape.describe(first + index) for index in range(shape.mp_size)],
+        first=first,
+        topic=f"copy {mesh.dp_rank}",
+        advice="Read it on every rank, and log on one.",
+    )
 
 
 def _until(condition: Callable[[], bool], bound_s: float) -> bool:

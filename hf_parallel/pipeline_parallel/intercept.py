@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Run:
         self.hooked: dict[str, int] = {}
         self.block = -1
         self.passed = 0
+        self.handed: Any = None  # what the last block that was handed through returned
 
     def leave(self, block: int) -> None:
         """Block `block` was run or handed through: the next segment begins."""
@@ -60,6 +62,18 @@ class Calls:
 
     def __init__(self) -> None:
         self.run: Run | None = None
+        self._last: list[tuple[OrderedDict[int, Any], int]] = []
+
+    def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
+        """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
+        handle = block.register_forward_hook(hook, with_kwargs=True)
+        self._last.append((block._forward_hooks, handle.id))
+
+    def stay_last(self) -> None:
+        """Hooks that users have registered since go before ours."""
+        for hooks, key in self._last:
+            if key in hooks and next(reversed(hooks)) != key:
+                hooks.move_to_end(key)
 
 
 class _Pass(Uncopyable):
@@ -128,7 +142,8 @@ class _Forward(Uncopyable):
         run = self.calls.run
         handed = self.passes.get(run.part.index) if run is not None else None
         if run is not None and handed is not None:
-            return handed(run, args, kwargs)
+            run.handed = handed(run, args, kwargs)
+            return run.handed
         if self.genuine is None:
             raise PlanError(
                 "a block of another stage was called outside a stage that hands it through: its weights are not here. "
@@ -176,6 +191,20 @@ class _Enter(Uncopyable):
             run.hooked.clear()
 
 
+class _HandThrough(Uncopyable):
+    """The last hook of a block that is handed through: a user's hooks have done their part on the stage that runs it."""
+
+    def __init__(self, calls: Calls, passes: Collection[int]) -> None:
+        self.calls, self.passes = calls, passes
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        run = self.calls.run
+        if run is None or run.part.index not in self.passes:
+            return None
+        handed, run.handed = run.handed, None
+        return None if out is handed else handed
+
+
 class _Leave(Uncopyable):
     """Keeps what an own block hands to later stages; after the last one, ends the forward."""
 
@@ -213,6 +242,7 @@ def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], in
     owner = next((part for part in parts if part.span.lo <= index < part.span.hi), None)
     if passes:
         block.forward = _Forward(calls, None if owner is None else block.forward, passes)
+        calls.install_last(block, _HandThrough(calls, passes))
     if owner is None:
         return
     hooked = [k for k in owner.keys_out if k.block == index and k.kind == "hook"]
@@ -220,4 +250,4 @@ def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], in
         inner = [k for k in hooked if k.module == name]
         block.get_submodule(name).register_forward_hook(_InnerHook(calls, name, inner))
     block.register_forward_pre_hook(_Enter(calls, index, owner))
-    block.register_forward_hook(_Leave(calls, index, owner), with_kwargs=True)
+    calls.install_last(block, _Leave(calls, index, owner))

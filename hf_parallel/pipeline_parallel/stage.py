@@ -91,6 +91,7 @@ class Stage(Uncopyable):
                 f"{len(payload)}: pass what the previous stage returned."
             )
         self.plan.check_inputs(self.model, inputs)
+        self._calls.stay_last()
         run = self._begin(payload)
         try:
             out = self.forward(**inputs)

@@ -5,7 +5,8 @@ a regulariser) means the whole tensor and gets a stand-in of its shape: inside a
 gathered when they are first used, and its gradient is cut to this rank's part; anywhere else, where a collective could wait
 for ever, using them is an error that names the parameter. Shape, dtype and device can be read everywhere.
 
-`named_parameters()`, optimizers and checkpoints take the parts themselves: they do not read attributes.
+Optimizers, checkpoints and callbacks take the parts themselves from `parameters()` and `named_parameters()`. Inside a loss
+of the user's these give the stand-ins: a penalty over all parameters means the whole ones.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class Reads:
         tp_rank: This rank.
         depth: Calls that are running which all ranks of the group make alike.
         reports: Whether this rank says who reads what.
+        in_loss: Whether a loss of the user's runs now, outside of the model's forward.
     """
 
     copy: SharedCopy
     tp_rank: int
     depth: int = 0
+    in_loss: bool = False
     reports: bool = False
     inside: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, Tensor] = field(default_factory=dict)
@@ -131,6 +134,18 @@ def install_reads(
             vars(module)["tp_owned"] = owned
             plain = type(module)
             module.__class__ = kinds.setdefault(plain, _noticing(plain))
+    for module in model.modules():
+        vars(module)["tp_reads_here"], vars(module)["named_parameters"] = reads, MethodType(_named_parameters, module)
+
+
+def _named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """As of the module's class; stand-ins for the sharded ones inside a loss of the user's."""
+    reads: Reads = self.__dict__["tp_reads_here"]
+    prefix = args[0] if args else kwargs.get("prefix", "")
+    for name, parameter in type(self).named_parameters(self, *args, **kwargs):
+        path, _, key = (name[len(prefix) + 1 :] if prefix else name).rpartition(".")
+        owned = self.get_submodule(path).__dict__.get("tp_owned", {}).get(key) if reads.in_loss else None
+        yield name, parameter if owned is None else stand_in(owned, parameter)
 
 
 def open_in(module: nn.Module, scope: Scope) -> None:
@@ -146,17 +161,24 @@ def own(module: nn.Module, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def in_lockstep(model: nn.Module) -> Iterator[None]:
-    """Inside, all tensor-parallel ranks run the same code, so that whole tensors can be gathered."""
+def in_lockstep(model: nn.Module, *, is_loss: bool = False) -> Iterator[None]:
+    """Inside, all tensor-parallel ranks run the same code, so that whole tensors can be gathered.
+
+    Args:
+        model: The model.
+        is_loss: Whether that code is a loss of the user's, and not the model's forward.
+    """
     reads: Reads | None = vars(model).get("tp_reads")
     if reads is None:
         yield
         return
+    before, reads.in_loss = reads.in_loss, is_loss
     reads.depth += 1
     try:
         yield
     finally:
         reads.depth -= 1
+        reads.in_loss = before
         if not reads.depth:
             reads.inside.clear()
 
@@ -198,12 +220,15 @@ def stand_in(owned: Owned, part: Tensor) -> Tensor:
     known = reads.inside if running else reads.outside
     key = id(part)
     cached = known.get(key)
-    if cached is not None and _part_of(cached) is part and (not running or cached.requires_grad == _wanted(part)):
+    if cached is not None and _part_of(cached) is part and (not running or _is_traced(cached) == _wanted(part)):
         return cached
     if not running:
         known[key] = Refused(owned, part)
         return known[key]
-    result: Tensor = _StandIn.apply(part, owned) if _wanted(part) else Whole(owned, part)  # type: ignore[no-untyped-call]
+    if _wanted(part):
+        result: Tensor = _StandIn.apply(part, owned)  # type: ignore[no-untyped-call]
+    else:  # a parameter says that it is trained where no gradients are recorded, too
+        result = Whole(owned, part).requires_grad_(part.requires_grad and part.is_leaf)
     if reads.depth:
         known[key] = result
     return result
@@ -211,6 +236,10 @@ def stand_in(owned: Owned, part: Tensor) -> Tensor:
 
 def _wanted(part: Tensor) -> bool:
     return torch.is_grad_enabled() and part.requires_grad
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None
 
 
 def _part_of(tensor: Tensor) -> Tensor:

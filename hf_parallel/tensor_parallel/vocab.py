@@ -22,7 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_parallel.compat import is_causal_loss
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.functions import SharedCopy, reduce_from_tp
+from hf_parallel.tensor_parallel.functions import SharedCopy, gather_from_tp, reduce_from_tp
 from hf_parallel.tensor_parallel.vocab_loss import vocab_parallel_loss
 from hf_parallel.tensor_parallel.vocab_watch import LogitsWatch, VocabMode, on_all
 
@@ -32,18 +32,65 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LabelledOutput(ModelOutput):
-    """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only."""
+    """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only.
+
+    They are gathered for who asks for them, once an engine has said how.
+    """
 
     loss: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "logits":
+            return self._logits()
+        raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits":
+            return self._logits()
+        if isinstance(key, int) and "_order" in vars(self):
+            order = vars(self)["_order"]
+            key = order[key] if -len(order) <= key < len(order) else key
+            return self._logits() if key == "logits" else super().__getitem__(key)
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict, with logits."""
+        return self._logits() if key == "logits" else super().get(key, default)
+
+    def hide(self, output: ModelOutput, gather: Callable[[Tensor], Tensor]) -> LabelledOutput:
+        """Take all of a model's own output; its logits f[... S v] only in the form of `gather`, f[... S V]."""
+        for name, value in output.items():
+            if name != "logits":
+                self[name] = value
+        vars(self).update(_order=list(output), _gather=gather, _local=output["logits"])
+        return self
+
+    def again(self, other: LabelledOutput, before: Callable[[], None], after: Callable[[Tensor], Tensor]) -> None:
+        """Gather the logits of `other` when somebody asks for them.
+
+        Args:
+            other: The output that a model has made.
+            before: Called first; all ranks of the group must gather.
+            after: What is done to the gathered logits.
+        """
+        vars(self).update({name: vars(other)[name] for name in ("_order", "_gather", "_local") if name in vars(other)})
+        vars(self).update(_before=before, _after=after)
+
+    def _logits(self) -> Tensor:
+        kept = vars(self)
+        if "_before" not in kept or "_local" not in kept:
             raise AttributeError(
                 "logits are sharded over the vocabulary in a training forward with labels, and not gathered. For a "
                 "loss of your own call the model without labels (labels = inputs.pop('labels')) or use "
                 "Trainer(compute_loss_func=...); or set tensor_parallel.vocab_parallel_loss: false."
             )
-        raise AttributeError(name)
+        made: dict[bool, Tensor] = kept.setdefault("_made", {})
+        wants_graph = torch.is_grad_enabled()
+        found = made.get(True, made.get(wants_graph))
+        if found is None:
+            kept["_before"]()
+            found = made[wants_graph] = kept["_after"](kept["_gather"](kept["_local"]))
+        return found
 
 
 @dataclass
@@ -93,6 +140,7 @@ def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: i
     mode = vars(model)["tp_vocab"] = vars(head)["tp_vocab"] = VocabMode()
     whole: Any = model.loss_function
     loss = vars(model)["tp_vocab_loss"] = VocabLoss(shared, mode, start, whole)
+    vars(model)["tp_vocab_head"] = head
     model.loss_function = loss  # type: ignore[assignment]  # transformers has a setter
     vars(model)["tp_model_forward"] = model.forward
     vars(model)["forward"] = MethodType(_labelled_forward, model)
@@ -165,7 +213,7 @@ def _run_labelled(
         with mode.running():
             output = forward(*args, **kwargs)
         if mode.is_balanced:
-            return _without_logits(output) if hides else output
+            return _without_logits(model, output) if hides else output
         mode.fits[names] = False  # somebody has put another loss in place since
         _refuse_part(model, names, hides)
         return forward(*args, **kwargs)
@@ -201,7 +249,7 @@ def _first_call(
         mode.watch = None
     mode.fits[names] = on_all(fits, device, loss.copy.group) if mode.heads else True
     if mode.fits[names]:
-        return _without_logits(output) if hides else output
+        return _without_logits(model, output) if hides else output
     _refuse_part(model, names, hides, error)
     torch.set_rng_state(before[0])
     if before[1] is not None:
@@ -250,11 +298,8 @@ def _wants_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
     return given.get("labels") is not None and as_mapping is not False
 
 
-def _without_logits(output: Any) -> Any:
+def _without_logits(model: nn.Module, output: Any) -> Any:
     if not isinstance(output, ModelOutput) or output.get("logits") is None:
         return output
-    kept = LabelledOutput()
-    for name, value in output.items():
-        if name != "logits":
-            kept[name] = value
-    return kept
+    group, sizes = vars(model)["tp_vocab_loss"].copy.group, vars(model)["tp_vocab_head"].tp_linear.gather_sizes
+    return LabelledOutput().hide(output, lambda local: gather_from_tp(local, group, sizes))

@@ -277,12 +277,13 @@ class CheckpointMixin(ResumeMixin):
         step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
         with self._waiting("waits for the other ranks to collect the training state"):
             taken = snapshot(folder, holdings, self._bare_optimizer(), step)
+            scheduler = taken.groups.whole(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None
         has_scaler = getattr(self.accelerator, "scaler", None) is not None
         taken = replace(taken, description={**taken.description, "scaler": has_scaler})
         with self._together(folder, "write the training state"):
             os.makedirs(folder, exist_ok=True)
-            if self.args.should_save and self.lr_scheduler is not None:
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
+            if self.args.should_save and scheduler is not None:
+                torch.save(scheduler, folder / SCHEDULER)
         if self._saves_behind:
             with self._together(folder, "copy the training state"):
                 self._hf_parallel_taken = replace(taken, pieces=on_host(taken.pieces))

@@ -22,6 +22,7 @@ from hf_parallel.accelerator import HFParallelAccelerator
 from hf_parallel.adapters import has_adapters, load_adapters
 from hf_parallel.checkpointing.agree import everyone, together
 from hf_parallel.checkpointing.folders import STAGING, FileRecord, files_of, record
+from hf_parallel.checkpointing.groups import of_these_groups
 from hf_parallel.engine import Engine
 from hf_parallel.errors import CheckpointError
 from hf_parallel.loading.converted import conversion_of
@@ -70,16 +71,20 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
             staging.mkdir(parents=True)
     _write_weights(accelerator, engine, folder, staging)
     step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
+    schedulers = [scheduler.state_dict() for scheduler in accelerator._schedulers]
     for index, optimizer in enumerate(accelerator._optimizers):
         part = _part(staging, index)
         with together(mesh, folder):
             part.mkdir(exist_ok=True)
         with waiting("waits for the other ranks to write the training state"):
-            write_snapshot(part, snapshot(part, holdings_of(accelerator), _bare(optimizer), step), mesh)
+            taken = snapshot(part, holdings_of(accelerator), _bare(optimizer), step)
+            for place in _scheduling(accelerator, optimizer):
+                schedulers[place] = taken.groups.whole(schedulers[place])
+            write_snapshot(part, taken, mesh)
     with waiting("waits for the other ranks to write their part"), together(mesh, folder):
         torch.save(_own(accelerator), staging / f"rank_{mesh.rank}.pt")
         if mesh.rank == 0:
-            torch.save(_common(accelerator), staging / PARTS)
+            torch.save(_common(accelerator) | {"schedulers": schedulers}, staging / PARTS)
             for index, item in enumerate(accelerator._custom_objects):
                 save_custom_state(item, staging, index)
     _put_in_place(folder, staging, mesh, accelerator)
@@ -131,9 +136,14 @@ def _own(accelerator: HFParallelAccelerator) -> dict[str, Any]:
 def _common(accelerator: HFParallelAccelerator) -> dict[str, Any]:
     return {
         "step": accelerator.step,
-        "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
     }
+
+
+def _scheduling(accelerator: HFParallelAccelerator, optimizer: Any) -> list[int]:
+    """Places of the schedulers that set the rates of an optimizer."""
+    bare = [getattr(each, "scheduler", each) for each in accelerator._schedulers]
+    return [place for place, each in enumerate(bare) if _bare(each.optimizer) is _bare(optimizer)]
 
 
 def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> None:
@@ -202,11 +212,16 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
         if holdings.replicas is not None:
             holdings.replicas.reloaded()
     with waiting("waits for the other ranks to read the training state"), together(mesh, folder, writes=False):
+        parts = _read(folder / PARTS)
         for index, optimizer in enumerate(accelerator._optimizers):
             resumed = load_training_state(_part(folder, index), holdings, _bare(optimizer))
+            for place in _scheduling(accelerator, optimizer):
+                if place < len(parts["schedulers"]):
+                    own = accelerator._schedulers[place].state_dict()
+                    parts["schedulers"][place] = of_these_groups(parts["schedulers"][place], resumed.order, own)
             if isinstance(engine, PipelineEngine) and resumed.dropout_step is not None:
                 engine.seeds.step = resumed.dropout_step
-        _take_common(accelerator, _read(folder / PARTS))
+        _take_common(accelerator, parts)
         saved = MeshShape(**facts["mesh"])
         _take_own(accelerator, _read(folder / f"rank_{rng_source(saved, mesh)}.pt"), saved == mesh.shape)
         for index, item in enumerate(accelerator._custom_objects):

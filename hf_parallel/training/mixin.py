@@ -21,7 +21,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_parallel.accelerator import HFParallelAccelerator
 from hf_parallel.compat import has_pre_hooks
 from hf_parallel.guards.additive import why_not_additive
+from hf_parallel.guards.batches import Announced
 from hf_parallel.pipeline_engine import PipelineEngine
+from hf_parallel.tensor_parallel.parts import watch_calls
 from hf_parallel.tensor_parallel.reads import in_lockstep
 from hf_parallel.training.checkpoints import CheckpointMixin
 
@@ -43,7 +45,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
     """Loss, data, clipping and counting over a mesh. Inert until a session is attached to the accelerator."""
 
     accelerator: HFParallelAccelerator
-    _hf_parallel_window: list[tuple[Any, dict[str, Any]]]
+    _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
+    _hf_parallel_watched: nn.Module
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
 
     # -- attaching -----------------------------------------------------------------------------------------------
@@ -52,7 +55,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
+            self._watch_callbacks()
         return super().create_optimizer(model)
+
+    def _watch_callbacks(self) -> None:
+        """Numbers that callbacks take of parameters are those of whole ones, or refused."""
+        handler = self.callback_handler
+        if any(map(is_users, handler.callbacks)) and getattr(self, "_hf_parallel_watched", None) is not self.model:
+            vars(handler).pop("call_event", None)
+            handler.call_event = watch_calls(handler.call_event, self.model)  # type: ignore[method-assign]
+            self._hf_parallel_watched = self.model
 
     @property
     def _pipeline(self) -> PipelineEngine | None:
@@ -85,14 +97,15 @@ class HFParallelTrainerMixin(CheckpointMixin):
         pipeline = self._pipeline
         if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
             prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
-            self._hf_parallel_window = list(zip(samples, prepared, strict=True))
+            announced = [Announced(sample) for sample in samples]
+            self._hf_parallel_window = list(zip(samples, announced, prepared, strict=True))
             pipeline.begin_window(prepared)
         return samples, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """As stock; a batch of the announced window keeps the tensors it was announced with."""
-        for sample, prepared in getattr(self, "_hf_parallel_window", ()):
-            if sample is inputs:
+        """As stock; a batch of the announced window keeps the tensors it was announced with, unless it was changed."""
+        for sample, announced, prepared in getattr(self, "_hf_parallel_window", ()):
+            if sample is inputs and announced.is_in(inputs, frozenset(k for k, v in inputs.items() if v is None)):
                 return dict(prepared)
         return super()._prepare_inputs(inputs)
 
@@ -122,7 +135,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
-        with in_lockstep(self.model):
+        with in_lockstep(self.model, is_loss=True):
             return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
 
     def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
@@ -170,7 +183,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     def _leaves_batches_alone(self) -> bool:
         """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call."""
-        return all(self._is_stock(name) for name in AFTER_DATA) and not has_pre_hooks(self.model)
+        if has_pre_hooks(self.model) or any(map(looks_between_batches, self.callback_handler.callbacks)):
+            return False
+        return all(self._is_stock(name) for name in AFTER_DATA)
 
     def _last_stage_loss(self) -> Callable[..., torch.Tensor] | None:
         """The loss function to hand to the last stage, or None when the model's own or the user's code is the loss."""
@@ -250,6 +265,11 @@ def looks_at_gradients(callback: TrainerCallback) -> bool:
     """Whether a callback is called while there are gradients, perhaps to look at them on one rank only."""
     events = ("on_pre_optimizer_step", "on_optimizer_step")
     return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
+
+
+def looks_between_batches(callback: TrainerCallback) -> bool:
+    """Whether a user's callback is called between the batches of one step, where it may change their gradients."""
+    return is_users(callback) and type(callback).on_substep_end is not TrainerCallback.on_substep_end
 
 
 def warn_not_additive(function: Callable[..., Any], why: str) -> None:

@@ -13,6 +13,7 @@ from hf_parallel.adapters import has_adapters, load_adapters
 from hf_parallel.checkpointing.agree import everyone
 from hf_parallel.checkpointing.description import DESCRIPTION, check_trainer_state, read_description
 from hf_parallel.checkpointing.folders import MANIFEST, check_names, clean, newest, verify
+from hf_parallel.checkpointing.groups import of_these_groups
 from hf_parallel.checkpointing.shared import Claim
 from hf_parallel.checkpointing.small import (
     RANDOM,
@@ -33,8 +34,6 @@ from hf_parallel.weights import check_config, load_weights
 
 
 logger = logging.getLogger(__name__)
-
-OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")  # lists of a scheduler with one entry a parameter group
 
 
 class ResumeMixin(SavingMixin):
@@ -150,11 +149,8 @@ class ResumeMixin(SavingMixin):
             raise CheckpointError(
                 f"{path} says last_epoch={last!r:.60}: it is damaged. Resume from another checkpoint."
             )
-        for key in OF_GROUPS:
-            if isinstance(state.get(key), list) and len(state[key]) == len(order):
-                state[key] = [state[key][index] for index in order]
         try:
-            self.lr_scheduler.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(of_these_groups(state, order, self.lr_scheduler.state_dict()))
         except Exception as error:  # another scheduler's state raises nearly anything
             raise CheckpointError(
                 f"{path} is not the state of a {type(self.lr_scheduler).__name__} ({error!r:.100}). Resume with the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from hf_parallel.checkpointing.feedback import (
     restore_wire,
     wire_pieces,
 )
-from hf_parallel.checkpointing.optimizer import OptimizerView, Place, decode, encode, state_pieces
+from hf_parallel.checkpointing.groups import Groups
+from hf_parallel.checkpointing.groups import together as groups_together
+from hf_parallel.checkpointing.optimizer import OptimizerView, Place, decode, state_pieces
 from hf_parallel.checkpointing.pieces import Piece
 from hf_parallel.checkpointing.restore import SavedState, restore
 from hf_parallel.errors import CheckpointError
@@ -113,10 +115,12 @@ class Snapshot:
     Args:
         pieces: Its tensors.
         description: The content of `training_state.json`; the same on every rank.
+        groups: The optimizer's parameter groups, of all ranks.
     """
 
     pieces: list[Piece]
     description: dict[str, Any]
+    groups: Groups
 
 
 def snapshot(
@@ -141,27 +145,22 @@ def snapshot(
             pieces += outer_pieces(replicas.local, place)
     shape = holdings.mesh.shape
     labels = sorted({piece.label for piece in pieces})
-    said: list[dict[str, Any]] = everyone({"groups": owned, "numbers": numbers, "tensors": labels})
-    settings = [{key: encode(v) for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
+    said: list[dict[str, Any]] = everyone({"numbers": numbers, "tensors": labels})
+    names = [entry.name for entry in holdings.ledger if entry.kind == "param"]
+    groups = groups_together(optimizer, owned, names)
     description = {
         "format": FORMAT,
         "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
         "optimizer": type(optimizer).__name__,
-        "groups": [{**each, "params": _union(said, index)} for index, each in enumerate(settings)],
+        "groups": groups.saved,
         "replicas": shape.dp_size if holdings.walks_alone else None,
         "wire": None if wire is None else {"method": method_of(holdings.compression), "dp_size": shape.dp_size},
         "dropout_step": dropout_step,
-        "parameters": [entry.name for entry in holdings.ledger if entry.kind == "param"],
+        "parameters": names,
         "tensors": sorted({label for each in said for label in each["tensors"]}),
         "numbers": {label: value for each in said for label, value in each["numbers"].items()},
     }
-    return Snapshot(pieces, description)
-
-
-def _union(said: Sequence[Mapping[str, Any]], index: int) -> list[str]:
-    """Names in a group over all ranks, in the order in which they are first said."""
-    named = (name for each in said for name in (each["groups"][index] if index < len(each["groups"]) else ()))
-    return list(dict.fromkeys(named))
+    return Snapshot(pieces, description, groups)
 
 
 def write_snapshot(folder: Path, taken: Snapshot, mesh: Mesh, group: dist.ProcessGroup | None = None) -> None:

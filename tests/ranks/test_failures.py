@@ -96,12 +96,6 @@ def no_label_tp(rank: int, folder: str) -> None:
     model(**batch | {"labels": torch.full_like(batch["labels"], -100)})
 
 
-def two_forwards(rank: int, folder: str) -> None:
-    _, model, _, batch = raw_loop(PP2)
-    model(**batch)
-    model(**batch)
-
-
 def forward_replaced(rank: int, folder: str) -> None:
     accelerator, model, _, _ = raw_loop(PP2)
     model.forward = type(model).forward.__get__(model)
@@ -204,11 +198,6 @@ def added_too_late(rank: int, folder: str) -> None:
     trainer.train()
 
 
-def logits_of_a_fused_step(rank: int, folder: str) -> None:
-    _, model, _, batch = raw_loop(PP2)
-    print(model(**batch).logits)
-
-
 def half_of_the_parameters_clipped(rank: int, folder: str) -> None:
     accelerator, model, _, batch = raw_loop(TP2)
     accelerator.backward(model(**batch).loss)
@@ -222,7 +211,6 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     unlike_models: r"RankMismatchError: rank 1 \(pp 1 of 2\) made another plan than rank 0.*load the same model",
     no_label: r"ConfigError: every label of this optimizer step is -100.*Check the collator",
     no_label_tp: r"ConfigError: every label of a batch is -100",
-    two_forwards: r"UnsupportedError: two training forwards without a backward.*torch\.no_grad",
     forward_replaced: r"UnsupportedError: model\.forward was replaced by transformers\..*LlamaForCausalLM\.forward",
     forward_replaced_in_trainer: r"UnsupportedError: model\.forward was replaced by .*Replace.*before trainer\.train\(\)",
     adafactor: r"UnsupportedError: .*Adafactor.*tp_size 1",
@@ -238,7 +226,6 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     too_long_a_split: r"PlanError: .*split=\[1, 1\].*4 blocks",
     deepcopy_of_a_stage: r"UnsupportedError: copy\.deepcopy of a parallelized model.*before it is prepared",
     added_too_late: r"ConfigError: .*add_callback\(\).*callbacks=\[HFParallelCallback\(\)\]",
-    logits_of_a_fused_step: r"MissingOutput: logits do not exist in a fused pipeline step.*without labels",
     half_of_the_parameters_clipped: r"UnsupportedError: clip_grad_norm_ on a part of the model.*model\.parameters\(\)",
 }
 

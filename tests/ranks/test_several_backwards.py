@@ -96,6 +96,24 @@ def taking_turns(loop: Loop) -> None:
         loop.optimizers[1].zero_grad()
 
 
+def half_twice(loop: Loop) -> None:
+    loop.prepare()
+    for step in range(STEPS):
+        loss = loop.loss(step)
+        loop.accelerator.backward(loss / 2, retain_graph=True)
+        loop.accelerator.backward(loss / 4)
+        loop.step()
+
+
+def forward_for_nothing(loop: Loop) -> None:
+    """A training forward whose loss is looked at only."""
+    loop.prepare()
+    for step in range(STEPS):
+        loop.loss(2 * step)
+        loop.backward(2 * step + 1)
+        loop.step()
+
+
 BODIES: dict[str, Callable[[Loop], None]] = {
     body.__name__: body
     for body in (
@@ -107,12 +125,13 @@ BODIES: dict[str, Callable[[Loop], None]] = {
         muon_and_adamw,
         sgd_and_adamw,
         taking_turns,
+        half_twice,
+        forward_for_nothing,
     )
 }
-ONE_BY_ONE = [name for name in BODIES if name != "both_forwards_first"]  # refused by a pipeline, with the reason
 ROWS = {
     "dp2": list(BODIES),
-    "pp2": ONE_BY_ONE,
+    "pp2": list(BODIES),
     "tp2": [name for name in BODIES if name != "muon_and_adamw"],
     "zero1": ["twice", "both_forwards_first", "cleared_late", "never_cleared", "thrice_scaled"],
     "zero2": ["twice", "both_forwards_first", "cleared_late", "never_cleared"],

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpointing.groups import OWN, match_groups, of_these_groups, put_together
 from hf_parallel.checkpointing.optimizer import OptimizerView, state_pieces
 from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.checkpointing.restore import SavedState, match_groups
+from hf_parallel.checkpointing.restore import SavedState
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
@@ -113,7 +114,11 @@ def test_groups_are_matched_by_name(tmp_path: Path) -> None:
 
 
 def groups_of(view: OptimizerView) -> list[dict[str, Any]]:
-    return [{"params": names} for names in view.group_names]
+    """As a checkpoint has them: their rates differ."""
+    return [
+        {"lr": group["lr"], "params": names}
+        for group, names in zip(view.optimizer.param_groups, view.group_names, strict=True)
+    ]
 
 
 def test_other_groups_are_refused_by_name() -> None:
@@ -136,6 +141,52 @@ def test_other_groups_are_refused_by_name() -> None:
     saved[0]["params"].remove("a")
     with pytest.raises(CheckpointError, match=r"a is trained now and was not when the checkpoint was saved"):
         matched(["a", "b"], ["c"])
+
+
+def test_groups_that_each_stage_has_for_itself_are_all_kept_in_the_order_of_the_model() -> None:
+    stages = [
+        [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b"]}],
+        [{"lr": 2.0, "params": ["d"]}, {"lr": 1.0, "params": ["c"]}, {"lr": 1.0, "params": []}],
+    ]
+    found = put_together([*stages, *stages], "abcd")  # of two replicas
+    assert [group["params"] for group in found.saved] == [["a"], ["b"], ["c"], ["d"]]
+    assert [group["lr"] for group in found.saved] == [1.0, 2.0, 1.0, 2.0]
+    assert found.sources == [(0, 0), (0, 1), (1, 1), (1, 0)]
+
+
+def test_groups_of_the_whole_model_stay_one_over_the_stages() -> None:
+    stages = [
+        [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": []}],
+        [{"lr": 1.0, "params": ["c"]}, {"lr": 2.0, "params": ["b"]}],
+    ]
+    found = put_together(stages, "abc")
+    assert [group["params"] for group in found.saved] == [["a", "c"], ["b"]]
+    assert found.sources is None
+
+
+def test_groups_with_the_same_settings_may_be_cut_and_joined() -> None:
+    parameters = model()
+    named = dict(parameters.items())
+
+    def matched(saved: list[dict[str, Any]], *groups: tuple[float, list[str]]) -> list[int]:
+        made = torch.optim.SGD([{"params": [named[name] for name in names], "lr": rate} for rate, names in groups])
+        return match_groups(saved, OptimizerView(made, named))
+
+    stages = [{"lr": 1.0, "params": ["a"]}, {"lr": 2.0, "params": ["b"]}, {"lr": 1.0, "params": ["c"]}]
+    assert matched(stages, (1.0, ["a", "c"]), (2.0, ["b"])) == [0, 1]
+    assert matched(stages, (1.0, ["c"]), (1.0, []), (1.0, ["a"]), (2.0, ["b"])) == [2, OWN, 0, 1]
+    whole = [{"lr": 1.0, "params": ["a", "b", "c"]}]
+    assert matched(whole, (1.0, ["a"]), (1.0, ["b", "c"])) == [0, 0]
+    with pytest.raises(CheckpointError, match=r"has 1 parameter groups, this run's SGD has 2\."):
+        matched(whole, (1.0, ["a"]), (2.0, ["b", "c"]))
+    with pytest.raises(CheckpointError, match=r"group 0 of this run's SGD \(with a\) is not one of the checkpoint's"):
+        matched(stages, (1.0, ["a", "b"]), (1.0, ["c"]), (1.0, []))
+
+
+def test_a_scheduler_has_an_entry_for_each_group_of_this_rank() -> None:
+    saved = {"base_lrs": [1.0, 2.0, 3.0], "last_epoch": 4}
+    found = of_these_groups(saved, [2, OWN, 0], {"base_lrs": [7.0, 8.0, 9.0]})
+    assert found == {"base_lrs": [3.0, 8.0, 1.0], "last_epoch": 4}
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:

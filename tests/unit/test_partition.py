@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.actions import Schedule
 from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs, stage_costs
 from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.partition import partition, step_time
+from hf_parallel.pipeline_parallel.partition import MAX_SIMULATIONS, partition, step_time
 from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
 from hf_parallel.pipeline_parallel.simulate import simulate
 
@@ -199,12 +199,21 @@ def test_a_cut_without_address_is_never_chosen_by_the_refinement_either() -> Non
         assert set(bounds[1:-1]) <= {2, 3, 5, 8, 9, 11}
 
 
-def test_eighty_blocks_on_sixteen_stages_take_less_than_a_second() -> None:
+def test_eighty_blocks_on_sixteen_stages_are_cut_with_a_bounded_number_of_simulations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     costs = StageCosts(tuple(1.0 + 0.3 * (i % 7) for i in range(80)), 0.5, 9.0)
     schedule = build_schedule("interleaved_1f1b", 8, 32)
-    start = time.process_time()
+    simulated = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal simulated
+        simulated += 1
+        return simulate(*args, **kwargs)
+
+    monkeypatch.setattr("hf_parallel.pipeline_parallel.partition.simulate", counted)
     partition(80, 16, "balanced", costs, schedule=schedule)
-    assert time.process_time() - start < 1.0
+    assert 0 < simulated <= MAX_SIMULATIONS + 2  # the two starts beside the moves
 
 
 def test_the_numbers_of_the_docs_are_the_simulators() -> None:

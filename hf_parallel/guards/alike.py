@@ -1,0 +1,109 @@
+"""Weights that several ranks of one model copy hold must stay the same on all of them, whatever user code does to weights.
+
+A tied embedding is on two stages, a norm on every tensor-parallel rank. Noise that each rank draws for its own parameters,
+or an optimizer that rounds at random, would make them differ for ever. A few elements of each tell: such changes touch all
+of them. Their digests ride on messages that are sent anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.errors import RankMismatchError
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
+
+
+ELEMENTS = 64  # of a parameter
+COPIES = 4  # parameters held by every tensor-parallel rank
+BITS = 48  # exact as a float64, and never zero
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class CommonWeights:
+    """Digests of this rank's common weights, one slot each.
+
+    Args:
+        ledger: Of the whole model.
+        parameters: Ledger name -> this rank's parameter.
+        mesh: This rank's mesh.
+        arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
+
+    Attributes:
+        names: The slots: parameters that several stages hold, then one name for those that all tensor-parallel ranks hold.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        arriving: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._mesh, self._arriving = mesh, arriving
+        self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
+        self._held = [[parameters[name]] if name in parameters else [] for name in self.names]
+        copies = [name for name in parameters if mesh.tp_group is not None and ledger.entries[name].spec is None]
+        if mesh.tp_group is not None:
+            self.names.append(copies[-1] if copies else "")
+            self._held.append([parameters[name] for name in copies[-COPIES:]])
+        self._weights: dict[torch.device, Tensor] = {}
+
+    def digests(self, device: torch.device) -> Tensor:
+        """A number of each slot, i64[n]: zero where this rank holds nothing; without waiting for the device."""
+        if self._arriving():
+            return torch.zeros(len(self.names), dtype=torch.int64, device=device)
+        found = [self._digest(held).to(device) for held in self._held]
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+
+    def _digest(self, held: Sequence[nn.Parameter]) -> Tensor:
+        total = torch.zeros((), dtype=torch.int64)
+        for position, parameter in enumerate(held):
+            bits = _some(parameter)
+            if bits is None:
+                continue
+            if bits.device not in self._weights:
+                numbers = torch.randint(-(2**62), 2**62, (ELEMENTS,), generator=torch.Generator().manual_seed(1))
+                self._weights[bits.device] = (numbers * 2 + 1).to(bits.device)
+            total = total.to(bits.device) * (2 * position + 3) + (bits * self._weights[bits.device][: len(bits)]).sum()
+        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1 if held else total
+
+    def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
+        """Compare what the ranks of this model copy hold.
+
+        Args:
+            slots: Of each rank of the copy, in rank order.
+
+        Raises:
+            RankMismatchError: Names a parameter and the ranks that differ; on every rank.
+        """
+        for index, name in enumerate(self.names):
+            is_copy = self._mesh.tp_group is not None and index == len(self.names) - 1
+            size = self._mesh.shape.tp_size
+            for one in range(len(slots) // size if is_copy else size):
+                # Copies: the tensor-parallel ranks of a stage. Else: the stages of a tensor-parallel rank.
+                ranks = range(one * size, (one + 1) * size) if is_copy else range(one, len(slots), size)
+                values = {rank: slots[rank][index] for rank in ranks if slots[rank][index]}
+                if len(set(values.values())) > 1:
+                    self._refuse(name, sorted(values))
+
+    def _refuse(self, name: str, ranks: Sequence[int]) -> None:
+        first = self._mesh.dp_rank * self._mesh.shape.mp_size
+        raise RankMismatchError(
+            f"parameter {name} is held by {' and '.join(self._mesh.shape.describe(first + rank) for rank in ranks)}, and its values "
+            "differ there: code between two steps changed it differently on each rank (noise drawn for one parameter after "
+            "another?). Draw for each parameter with a generator seeded by its name and the step, or set pp_size and tp_size to 1."
+        )
+
+
+def _some(parameter: nn.Parameter) -> Tensor | None:
+    """The bits of some elements, i64[<= ELEMENTS]; None of a kind whose memory cannot be read so."""
+    values = parameter.detach()
+    if type(values) not in (Tensor, nn.Parameter) or not values.numel() or not values.is_contiguous():
+        return None
+    flat = values.view(-1)
+    some = flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS].contiguous()
+    return some.view(_SAME_SIZE[some.element_size()]).to(torch.int64)

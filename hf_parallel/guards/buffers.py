@@ -1,0 +1,108 @@
+"""Buffers that training forward passes write to: running statistics, power iterations of a spectral norm.
+
+DDP sends those of rank 0 to all replicas before the first forward pass of each step; so do we, if there are any. A pipeline
+runs a batch as several forward passes, which is another sequence of writes: refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.compat import version_of
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.mesh import Mesh
+
+
+LOOKS = 2  # training forward passes that are watched
+MOST = 2**20  # elements of a buffer whose values are compared; larger ones are taken at their version
+
+
+class MovingBuffers:
+    """Finds the buffers that move, and keeps them equal over the replicas.
+
+    Args:
+        model: What this rank has of the model.
+        mesh: This rank's mesh.
+        device: Where the model computes.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+        self._model, self._mesh, self._device = model, mesh, device
+        self._looks = LOOKS if dist.is_initialized() else 0
+        self._moving: list[str] = []
+        self._is_due = True
+
+    def end_step(self) -> None:
+        """Gradients are reduced: the next forward pass begins with the buffers of the first replica."""
+        self._is_due = True
+
+    @contextmanager
+    def watching(self, num_passes: int = 1) -> Iterator[None]:
+        """Around a training forward pass; collective at the first ones, and where buffers move.
+
+        Args:
+            num_passes: Forward passes that one process would run as one.
+
+        Raises:
+            UnsupportedError: Buffers move and there are several; on every rank.
+        """
+        if self._moving and self._is_due:
+            self._send()
+        self._is_due = False
+        before = self._states() if self._looks else {}
+        yield
+        if self._looks:
+            self._looks -= 1
+            self._agree(
+                [name for name, state in self._states().items() if _moved(before.get(name), state)], num_passes
+            )
+
+    def _states(self) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+        return {
+            name: (buffer, version_of(buffer), buffer.detach().clone() if buffer.numel() <= MOST else None)
+            for name, buffer in self._model.named_buffers()
+            if type(buffer) is Tensor and not buffer.is_meta
+        }
+
+    def _agree(self, moved: list[str], num_passes: int) -> None:
+        """Over all ranks: buffers of any of them count, and each replica has the same list."""
+        flags = torch.tensor([int(bool(moved)), int(bool(moved) and num_passes > 1)], device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        anywhere, split = flags.tolist()
+        if not anywhere:
+            return
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, moved)
+        if split:
+            names = sorted({name for names in everyone for name in names})
+            raise UnsupportedError(
+                f"the forward pass writes to {len(names)} buffers in training (first: {names[0]}) with "
+                f"pp_size={self._mesh.shape.pp_size}: a batch runs as {num_passes} microbatches, so they would be written to as "
+                "often (running statistics, power iterations). Set pipeline.num_microbatches to 1, or pp_size to 1."
+            )
+        shape = self._mesh.shape
+        mine = [
+            set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank)])
+            for replica in range(shape.dp_size)
+        ]
+        self._moving = sorted(set.union(set(self._moving), *mine))
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        group = self._mesh.dp_group
+        if group is None:
+            return
+        for name in self._moving:
+            dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
+
+
+def _moved(before: tuple[Tensor, int, Tensor | None] | None, now: tuple[Tensor, int, Tensor | None]) -> bool:
+    """Whether a buffer was written to, and has other values now."""
+    if before is None or before[0] is not now[0] or before[1] == now[1]:
+        return False
+    return before[2] is None or now[2] is None or not torch.equal(before[2], now[2])

@@ -1,0 +1,69 @@
+"""Our hooks around the step of one optimizer: after those of user code, and once a step.
+
+User code may register hooks at any time, which look at gradients as user code sees them. A class may call the step of its
+base, which runs all hooks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hf_parallel.compat import step_hooks
+
+
+class OwnHooks:
+    """Make it before our hooks are registered, and call `settle` after.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before, self._after = step_hooks(optimizer)
+        self._others = {*self._before, *self._after}
+        self._mine: list[int] = []
+        self._depth = 0
+
+    def settle(self) -> None:
+        """From now on those registered meanwhile run once a step."""
+        self._mine = [key for key in self._before if key not in self._others]
+        for table in (self._before, self._after):
+            for key in table:
+                if key not in self._others:
+                    table[key] = self._outermost(table[key])
+        self._optimizer.register_step_post_hook(self._leave)
+        if self._mine:
+            self._before[self._mine[0]] = self._entering(self._before[self._mine[0]])
+
+    def begin(self) -> None:
+        """A step begins: hooks that were registered since run before ours."""
+        self._depth = 0  # a step that raised leaves nothing behind
+        if list(self._before)[-len(self._mine) :] != self._mine:
+            for key in self._mine:
+                self._before.move_to_end(key)
+
+    def _entering(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self._depth += 1
+            return hook(*args)
+
+        return run
+
+    def _leave(self, *args: Any) -> None:
+        self._depth -= 1
+
+    def _outermost(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if self._depth > 1:
+                return None
+            try:
+                return hook(*args)
+            except BaseException:
+                self._depth = 0  # there will be no end of this step
+                raise
+
+        return run

@@ -1,0 +1,101 @@
+"""Models that users have changed: modules whose forward keeps state, with all layouts against stock DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import user_loops
+from rank_runner import run_ranks
+from torch import nn
+from user_loops import STEPS, Loop
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+user_loops.LAYOUTS["ddp"] = None
+user_loops.LAYOUTS["pp2_whole"] = {"pp_size": 2, "num_microbatches": 1}
+
+
+class Centre(nn.Module):
+    """Subtracts a running mean, which each training forward pass updates."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(x.mean((0, 1)), alpha=0.5)
+        return x - self.mean
+
+
+def running() -> Any:
+    model = tiny.llama(tied=True, layers=2)
+    model.model.norm = Centre(model.model.norm)
+    return model
+
+
+def spectral() -> Any:
+    model = tiny.llama(tied=True, layers=2)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        nn.utils.parametrizations.spectral_norm(layer.mlp.up_proj)
+    return model
+
+
+def body(loop: Loop) -> None:
+    loop.replica, loop.replicas = loop.accelerator.process_index, loop.accelerator.num_processes
+    loop.prepare()
+    loop.model.train()
+    for step in range(STEPS):
+        with loop.accelerator.no_sync(loop.model):
+            loop.backward(2 * step)
+        loop.backward(2 * step + 1)
+        loop.step()
+
+
+MODELS: dict[str, Callable[[], Any]] = {"running": running, "spectral": spectral}
+WRITES = "the forward pass writes to"
+# Model and layout -> what the error says, or the layout that it must equal.
+EXPECTED = {
+    ("running", "dp2"): "ddp",
+    ("running", "zero1"): "ddp",
+    ("running", "zero3"): "ddp",
+    ("running", "pp2"): WRITES,
+    ("running", "pp2_whole"): "one",
+    ("running", "tp2"): "one",
+    ("spectral", "dp2"): "ddp",
+    ("spectral", "zero1"): "ddp",
+    ("spectral", "pp2"): WRITES,
+}
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {f"{name}-{layout}": user_loops.tried(layout, body, build=MODELS[name]) for name, layout in cases}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    ones = run_ranks(main, 1, [(name, "one") for name in MODELS], tmp_path=folder, init_group=False, env=ENV)
+    cases = [*((name, "ddp") for name in MODELS), *EXPECTED]
+    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
+    return [ones[0] | ranks for ranks in twos]
+
+
+@pytest.mark.parametrize(("name", "layout"), EXPECTED)
+def test_models_with_state(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    expected = EXPECTED[name, layout]
+    for found in runs:
+        mine = found[f"{name}-{layout}"]
+        if expected == WRITES:
+            assert isinstance(mine, str), "it trained"
+            assert WRITES in mine
+        elif found is runs[0]:
+            assert user_loops.difference(mine, found[f"{name}-{expected}"]) < 1e-5

@@ -1,0 +1,201 @@
+"""Optimizers and weight edits that look beyond one parameter: right on every layout, or refused before they do harm."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import user_loops
+from rank_runner import run_ranks
+from torch.nn.utils import clip_grad_norm_
+from user_loops import STEPS, Loop
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    """Clips by the norm of all its gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.05)
+        return super().step(closure)
+
+
+class Centred(torch.optim.AdamW):
+    """Changes each gradient by itself, and calls the step of its base."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim > 1:
+                    parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+        return super().step(closure)
+
+
+class Normalised(torch.optim.Optimizer):
+    """A step of one length, whatever the gradients are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in found]).norm()
+        for parameter in found:
+            parameter.add_(parameter.grad, alpha=-1e-2 / float(norm))
+
+
+class Lars(Normalised):
+    """A step whose length is that of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / (p.grad.norm() + 1e-6)), alpha=-1e-2)
+
+
+def trained(loop: Loop, after: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
+        after(step)
+
+
+def clipped(loop: Loop) -> None:
+    loop.prepare(ClippedAdamW(loop.model.parameters(), lr=1e-2, eps=1e-4))
+    trained(loop)
+
+
+def centred(loop: Loop) -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # from now on the step of the base runs hooks too
+    loop.prepare(Centred(loop.model.parameters(), lr=1e-2, eps=1e-4))
+    trained(loop)
+
+
+def normalised(loop: Loop) -> None:
+    loop.prepare(Normalised(loop.model.parameters()))
+    trained(loop)
+
+
+def lars(loop: Loop) -> None:
+    loop.prepare(Lars(loop.model.parameters()))
+    trained(loop)
+
+
+def hooked(loop: Loop) -> None:
+    """A hook of the step that is registered when everything is prepared clips."""
+    loop.prepare()
+    clip: Callable[..., None] = lambda *args: loop.history.append(  # noqa: E731
+        float(clip_grad_norm_(loop.model.parameters(), 0.05))
+    )
+    loop.optimizers[0].optimizer.register_step_pre_hook(clip)
+    trained(loop)
+
+
+def through_groups(loop: Loop) -> None:
+    """Gradients are clipped where the optimizer has its parameters."""
+    loop.prepare()
+    for step in range(STEPS):
+        loop.backward(step)
+        clip_grad_norm_(loop.optimizers[0].param_groups[0]["params"], 0.05)
+        loop.step()
+
+
+def noisy(loop: Loop) -> None:
+    """Noise that is drawn for one parameter after another."""
+    loop.prepare()
+
+    def disturb(step: int) -> None:
+        torch.manual_seed(100 + step)
+        for parameter in reversed(list(loop.named().values())):
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+
+    trained(loop, disturb)
+
+
+def noisy_by_name(loop: Loop) -> None:
+    """Noise whose seed is the parameter's name."""
+    loop.prepare()
+
+    def disturb(step: int) -> None:
+        for name, parameter in loop.named().items():
+            torch.manual_seed(zlib.crc32(name.encode()) + step)
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+
+    trained(loop, disturb)
+
+
+def reset(loop: Loop) -> None:
+    """The moments of each parameter are forgotten."""
+    loop.prepare()
+
+    def forget(step: int) -> None:
+        for parameter in loop.model.parameters():
+            loop.optimizers[0].state.pop(parameter, None)
+
+    trained(loop, forget)
+
+
+def reset_all(loop: Loop) -> None:
+    """The moments of whatever the optimizer has are forgotten."""
+    loop.prepare()
+
+    def forget(step: int) -> None:
+        for state in loop.optimizers[0].state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].mul_(0.5)
+
+    trained(loop, forget)
+
+
+BODIES: dict[str, Callable[[Loop], None]] = {
+    body.__name__: body
+    for body in (clipped, centred, normalised, lars, hooked, through_groups, noisy, noisy_by_name, reset, reset_all)
+}
+CROSSES = "depends on the gradients of others"
+# Name -> layout -> what the error says, or nothing where the loop is right.
+EXPECTED: dict[str, dict[str, str]] = {
+    "clipped": {"dp2": "", "pp2": CROSSES},
+    "centred": {"dp2": "", "pp2": ""},
+    "normalised": {"dp2": "", "pp2": CROSSES},
+    "lars": {"dp2": "", "pp2": ""},
+    "hooked": {"dp2": "", "zero1": "", "zero2": "", "zero3": "", "pp2": "", "tp2": ""},
+    "through_groups": {"dp2": "", "zero1": "flat parts of all parameters", "zero3": "", "pp2": "", "tp2": ""},
+    "noisy": {"dp2": "", "zero1": "", "pp2": "its values differ there"},
+    "noisy_by_name": {"dp2": "", "zero1": "", "pp2": ""},
+    "reset": {"dp2": "", "zero1": "one state a part", "zero3": "", "pp2": "", "tp2": ""},
+    "reset_all": {"zero1": "", "zero3": "", "pp2": "", "tp2": ""},
+}
+CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    ones = run_ranks(main, 1, [(name, "one") for name in BODIES], tmp_path=folder, init_group=False, env=ENV)
+    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
+    return [ones[0] | ranks for ranks in twos]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_optimizers_and_weights(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    expected = EXPECTED[name][layout]
+    for found in runs:
+        mine = found[f"{name}-{layout}"]
+        if expected:
+            assert isinstance(mine, str), "it trained"
+            assert expected in mine
+        elif found is runs[0]:
+            assert user_loops.difference(mine, found[f"{name}-one"]) < 1e-5

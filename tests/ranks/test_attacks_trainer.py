@@ -1,0 +1,137 @@
+"""Trainers of users that change batches, gradients and losses where few look: as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_steps
+from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback
+
+
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+ZERO2 = {"zero": {"stage": 2}}
+TP2 = {"tp_size": 2}
+
+
+class HalvesBetween(TrainerCallback):
+    """Halves the gradients between the batches of a step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class Masking:
+    """Gives each batch of a window other labels, in the dictionaries that the window has."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        samples, count = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        for sample in samples:
+            sample["labels"] = sample["labels"].masked_fill(sample["labels"] % 3 == 0, -100)
+        return samples, count
+
+
+class MaskingTrainer(Masking, Trainer):
+    pass
+
+
+def masking_ours() -> type[Trainer]:
+    from hf_parallel import HFParallelTrainer
+
+    class Mine(Masking, HFParallelTrainer):
+        pass
+
+    return Mine
+
+
+class NormPenalty(Trainer):
+    """Not the sum of squares, whose gradient is right on any part."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).loss + 0.01 * sum(p.norm() for p in model.parameters())
+
+
+class LimitsWeights(TrainerCallback):
+    """Norms, means and differences of whole parameters decide what is done to them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.first = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.05 * parameter.detach().norm() / (1.0 + parameter.grad.norm()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter, first in zip(model.parameters(), self.first, strict=True):
+                if parameter.ndim > 1:
+                    parameter.mul_((0.5 / parameter.norm()).clamp(max=1))
+                    parameter.sub_(0.1 * parameter.mean(dim=0, keepdim=True))
+                parameter.data.add_((parameter - first) * (parameter - first).pow(2).sum().sqrt().clamp(max=0.1))
+
+
+class EditsRows(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data[:3] = 0.0
+
+
+user_steps.KINDS |= {
+    "limits": (Trainer, {"change": lambda trainer: trainer.add_callback(LimitsWeights())}),
+    "rows": (Trainer, {"change": lambda trainer: trainer.add_callback(EditsRows())}),
+    "halves_between": (Trainer, {"change": lambda trainer: trainer.add_callback(HalvesBetween())}),
+    "masking": (MaskingTrainer, {"form": masking_ours}),
+    "norm_penalty": (NormPenalty, {}),
+}
+# Name, settings, accumulation; all with one replica or two.
+JOBS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "substeps_pp2": ("halves_between", PP2, 3),
+    "substeps_zero2": ("halves_between", ZERO2, 3),
+    "substeps_dp2": ("halves_between", {}, 3),
+    "batches_pp2": ("masking", PP2, 2),
+    "penalty_tp2": ("norm_penalty", TP2, 1),
+    "limits_tp2": ("limits", TP2, 1),
+    "limits_zero1": ("limits", {"zero": {"stage": 1}}, 1),
+    "rows_dp2": ("rows", {}, 1),
+    "rows_tp2": ("rows", TP2, 1),
+}
+REFUSED = {"rows_tp2": "so rows and views are not those of the whole tensor"}
+
+
+def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
+    return user_steps.many(rank, world_size, jobs, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    found = []
+    for world_size in (1, 2):
+        jobs = []
+        for name, parallel, accumulation in JOBS.values():
+            replicas = 1 if parallel in (PP2, TP2) else 2
+            rows = 8 if world_size == 1 else 8 // replicas
+            settings = None if world_size == 1 else parallel
+            jobs.append((name, settings, {"accumulation": accumulation, "rows": rows}))
+        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
+        place = folder / str(world_size)
+        place.mkdir()
+        ranks = run_ranks(many, world_size, jobs, str(place), tmp_path=Path(folder), **options)
+        found.append(dict(zip(JOBS, ranks[0], strict=True)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_as_one_process(job: str, runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    ones, twos = runs
+    if job in REFUSED:
+        assert REFUSED[job] in str(twos[job]["error"])
+        return
+    user_steps.same(twos[job], ones[job])
