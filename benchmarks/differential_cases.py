@@ -253,8 +253,15 @@ def consistent(setup: Setup) -> Setup:
     if setup.recompute == "stock" and "zero" in setup.settings:
         changes |= {"recompute": ""}
     changed = setup.replaced(**changes)
-    resumed = changed.resume is not None and changed.stock
+    resumed = changed.resume is not None and (changed.stock or _regroups(changed))
     return changed.replaced(resume=None, steps=3) if resumed else changed
+
+
+def _regroups(setup: Setup) -> bool:
+    """Whether another number of replicas goes on with a loss that is a mean over the rows of a replica."""
+    layout = setup.resume or {}
+    parts = layout.get("tp_size", 1) * layout.get("pp_size", 1)
+    return setup.loss not in ADDITIVE and setup.world_size // parts != setup.dp
 
 
 # -- scripts ---------------------------------------------------------------------------------------------------------

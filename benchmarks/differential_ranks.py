@@ -358,7 +358,11 @@ def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict
     if any("error" in one for one in expected):
         errors = [one for one in expected if "error" in one]
         return Verdict("no reference", f"{errors[0].get('type')}: {errors[0]['message'][:300]}")
-    ended = broken(facts, note.read_text() if note.exists() else "", int(job.setup.callback in CHANGES))
+    right = int(job.setup.callback in CHANGES)
+    losses = [entry["loss"] for entry in expected[0]["history"] if "loss" in entry]
+    if any(map(math.isnan, losses)):  # a step without a label, which is refused when it comes
+        right = max(right, next(index for index, loss in enumerate(losses) if math.isnan(loss)))
+    ended = broken(facts, note.read_text() if note.exists() else "", right)
     if ended is not None:
         return ended
     if any(one["history"] != facts[0]["history"] for one in facts[1:]) and job.setup.driver != "trainer":

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_parallel.pipeline_parallel.weight_gradients import Onlooker
+
 
 class DirectGradients:
     """Watches the backward passes that user code runs.
@@ -44,7 +46,7 @@ class DirectGradients:
         """From now on backward passes are the user's."""
         self.stop()
         self._handles = [
-            parameter.register_hook(self._hook(name))
+            parameter.register_hook(_Hook(self, name))
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
@@ -64,15 +66,23 @@ class DirectGradients:
         finally:
             self._resting = False
 
-    def _hook(self, name: str) -> Callable[[Tensor], Tensor | None]:
-        def arrives(gradient: Tensor) -> Tensor | None:
-            if self._resting:
-                return None
-            self._noticed()
-            if name in self._everywhere:
-                return gradient / self._num_ranks
-            if name not in self.found:
-                self.found.append(name)
+    def arrives(self, name: str, gradient: Tensor) -> Tensor | None:
+        """A gradient arrives at a parameter in a backward pass of the user's; what is left of it."""
+        if self._resting:
             return None
+        self._noticed()
+        if name in self._everywhere:
+            return gradient / self._num_ranks
+        if name not in self.found:
+            self.found.append(name)
+        return None
 
-        return arrives
+
+class _Hook(Onlooker):
+    """Tells which parameter it is on. In the backward passes of a schedule it is at rest."""
+
+    def __init__(self, owner: DirectGradients, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return self._owner.arrives(self._name, gradient)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.run: Run | None = None
-        self._last: list[tuple[OrderedDict[int, Any], int]] = []
+        self._last: list[tuple[dict[int, Any], int]] = []
 
     def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
@@ -73,7 +72,7 @@ class Calls:
         """Hooks that users have registered since go before ours."""
         for hooks, key in self._last:
             if key in hooks and next(reversed(hooks)) != key:
-                hooks.move_to_end(key)
+                hooks[key] = hooks.pop(key)
 
 
 class _Pass(Uncopyable):

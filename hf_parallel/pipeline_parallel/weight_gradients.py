@@ -121,11 +121,15 @@ class _Product(torch.autograd.Function):
         return to_input, to_weight, to_bias, None, None
 
 
+class Onlooker:
+    """A hook on a parameter that wants nothing of the backward passes of a schedule; a layer may put its gradient off."""
+
+
 def _is_plain(weight: Any) -> bool:
     """Whether a weight is a trained parameter that nobody watches."""
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
-        and not weight._backward_hooks
+        and all(isinstance(hook, Onlooker) for hook in (weight._backward_hooks or {}).values())
         and not weight._post_accumulate_grad_hooks
     )

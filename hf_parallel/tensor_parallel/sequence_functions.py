@@ -188,7 +188,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.along = group, dim, sizes
-        return _own(x, group, dim, sizes)
+        return _own(x, group, dim, sizes).detach()  # no view: a model may write to it
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -199,7 +199,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int], sums: bool) -> Tensor:
         ctx.along, ctx.sums = (group, dim, sizes), sums
-        return all_gather_along(x, group, dim, sizes)
+        return all_gather_along(x, group, dim, sizes).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -213,7 +213,7 @@ class _ReduceScatter(torch.autograd.Function):
         ctx: Any, x: Tensor, along: tuple[TPGroup, int, Sequence[int]], widens: bool, dtype: torch.dtype
     ) -> Tensor:
         ctx.along = along
-        return reduce_scatter_along(x, *along, widens=widens).to(dtype)
+        return reduce_scatter_along(x, *along, widens=widens).to(dtype).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -45,13 +45,11 @@ class LabelledOutput(ModelOutput):
         raise AttributeError(name)
 
     def __getitem__(self, key: Any) -> Any:
-        if key == "logits":
-            return self._logits()
-        if isinstance(key, int) and "_order" in vars(self):
-            order = vars(self)["_order"]
-            key = order[key] if -len(order) <= key < len(order) else key
-            return self._logits() if key == "logits" else super().__getitem__(key)
-        return super().__getitem__(key)
+        held: Any = super()
+        order = vars(self).get("_order", ())
+        if isinstance(key, int) and -len(order) <= key < len(order):
+            key = order[key]
+        return self._logits() if key == "logits" else held.__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, with logits."""

@@ -58,7 +58,18 @@ FREEZING = {
 PENALTY = {
     "a penalty over all parameters, shards": Setup(seed=51, loss="Regularised", tp=2, evaluate=True, model="bloom"),
 }
-SETUPS = FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
+ZBV = {"num_microbatches": 2, "schedule": "zbv_zero_bubble"}
+AGAIN = {
+    "blocks run again for a loss on logits, zero bubble": Setup(
+        seed=61, loss="loss_row_mean", recompute="alternate", pp=2, settings=ZBV
+    ),
+}
+WRITES = {
+    "a block that writes to a part of a sequence": Setup(
+        seed=71, model="falcon", tp=2, settings={"sequence_parallel": True}, rows=3, recompute="stock"
+    ),
+}
+SETUPS = WRITES | AGAIN | FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
 
 
 @pytest.fixture(scope="module")
