@@ -5,8 +5,9 @@ parameters of that rank only, so the others cannot notice by themselves.
 
 While everything is trained, nothing can be unfrozen, and what is frozen needs no message before a schedule: the schedule
 runs as before, a flag rides on the message that carries its loss, and what it computed for frozen parameters is dropped
-before the update. While something is frozen, and with ZeRO, which has the gradients in parts by then, the stages ask each other before each schedule (one small message over host
-memory, no device waits for it), because the gradients of what is unfrozen could not be made up for.
+before the update. While something is frozen, the stages ask each other before each schedule (one small message over host
+memory, no device waits for it), because the gradients of what is unfrozen could not be made up for. With ZeRO they always
+do: its gradients are in parts by the time that the others are told.
 """
 
 from __future__ import annotations
