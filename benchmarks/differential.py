@@ -3,8 +3,9 @@
 Each seed is a set-up: model, layout, schedule, ZeRO, precision, data, loss, callback, optimizer, resuming, Trainer or raw
 loop (`differential_cases`). Losses, gradient norms, first gradients and last parameters must equal those of one process (of
 stock DDP where rows of a process are averaged first) to `TOLERANCE`; in bf16 to five times what cutting the batches in another
-way changes on one process. A set-up may be refused before its first update. Whatever differs, crashes or hangs is run again
-alone, then shrunk to the fewest features that still do, and written as a script of its own under build/differential.
+way changes on one process, or twice what bf16 itself does. A set-up may be refused before its first update. Whatever differs,
+crashes or hangs is run again alone, then shrunk to the fewest features that still do, and written as a script of its own
+under build/differential.
 
 Writes build/reports/differential.json; exits with 1 if anything differs, crashes or hangs.
 """
@@ -31,6 +32,7 @@ from differential_ranks import TOLERANCE, Job, Verdict, difference_of, facts_of,
 
 
 NOISE_TIMES = 5.0
+ROUNDING_TIMES = 2.0
 TOGETHER = 24  # set-ups judged, and written down, at a time
 Filter = tuple[str, str]
 
@@ -63,16 +65,26 @@ class Runner:
         return [self._with_noise(*pair, verdict) for pair, verdict in zip(pairs, found, strict=True)]
 
     def _with_noise(self, job: Job, reference: Job, verdict: Verdict) -> Verdict:
-        """In bf16, or where little differs: what does cutting the batch in another way change on one process?"""
-        other = regrouped(job.setup)
-        if verdict.word != "differs" or other is None or not (job.setup.bf16 or verdict.difference < 1e-3):
+        """In bf16, or where little differs: how far is one process from itself?
+
+        With the batch cut in another way, whose sums round differently; in bf16 also without bf16: a sharded layer rounds
+        what its parts give, which no other cut of a batch does, and may be as far off as rounding itself.
+        """
+        if verdict.word != "differs" or not (job.setup.bf16 or verdict.difference < 1e-3):
             return verdict
-        again = Job(f"{reference.name}-regrouped", other, False)
+        other = regrouped(job.setup)
+        noises = [NOISE_TIMES * self._apart(other, reference, "regrouped") if other is not None else 0.0]
+        if job.setup.bf16:
+            noises.append(ROUNDING_TIMES * self._apart(job.setup.replaced(bf16=False), reference, "fp32"))
+        return judge(job, reference, self.folder, max(noises))
+
+    def _apart(self, setup: Setup, reference: Job, name: str) -> float:
+        """How far another run on one process is from the reference; 0 if it does not finish."""
+        again = Job(f"{reference.name}-{name}", setup, False)
         run_jobs([again], self.folder, self.timeout_s)
         if any("error" in facts for facts in facts_of(again, self.folder)):
-            return verdict
-        noise = NOISE_TIMES * difference_of(again, reference, self.folder)[0]
-        return judge(job, reference, self.folder, noise)
+            return 0.0
+        return difference_of(again, reference, self.folder)[0]
 
 
 def regrouped(setup: Setup) -> Setup | None:

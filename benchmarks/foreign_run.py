@@ -51,6 +51,8 @@ def run_trainer(script: Path, record: Path, stock: bool) -> None:
 
 def run_loop(script: Path, record: Path, stock: bool) -> None:
     """`python SCRIPT` with the plugin in its Accelerator."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
     sys.path.insert(0, str(script.parent))
     text, space = script.read_text(), {"__name__": "__main__", "__file__": str(script)}
     if not stock:
@@ -60,10 +62,12 @@ def run_loop(script: Path, record: Path, stock: bool) -> None:
         if "Accelerator(" not in text:
             raise ValueError(f"{script} makes no Accelerator")
         text = text.replace("Accelerator(", PLUGIN)
+    updates: list[bool] = []
+    register_optimizer_step_post_hook(lambda *args: updates.append(True))
     try:
         exec(compile(text, str(script), "exec"), space)
     finally:  # a refusal after the first update is no refusal
-        if space.get("history"):
+        if updates and space.get("history"):
             write(record, space["history"])
 
 

@@ -100,8 +100,12 @@ class Engine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes add up gradients and reduce nothing, as under DDP's context of this name."""
-        before, self._holds_back = self._holds_back, True
+        """Inside, backward passes add up gradients and reduce nothing, as under DDP's context of this name.
+
+        A single copy has no other to reduce with: what its own ranks share is summed as ever, so that a loop may step inside
+        (accelerate's `LocalSGD` does).
+        """
+        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.dp_size > 1
         try:
             yield
         finally:

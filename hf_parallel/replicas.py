@@ -140,7 +140,8 @@ class Replicas:
                 f"{changed[0]} ({len(changed)} parameters) was frozen or unfrozen after zero.stage={stage} had shared out the "
                 "parameters. Set requires_grad before training starts, or zero.stage to 0."
             )
-        late = [name for name in unfrozen if self.zero is not None and name in self.zero.names]
+        updated = {name for group in (self.zero.groups if self.zero is not None else ()) for name in group}
+        late = [name for name in unfrozen if name in updated]
         if late:
             raise UnsupportedError(
                 f"{late[0]} ({len(late)} parameters) was unfrozen after zero.stage={stage} partitioned the optimizer, which "
