@@ -103,7 +103,10 @@ class PipelineEngine(Engine):
         self.seeds = StepSeeds(runtime.stages, self._common_seed())
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
-        self._freezing = Freezing(self.model, attachment.ledger, attachment.parameters, self.mesh)
+        self._freezing = Freezing(
+            *(self.model, attachment.ledger, attachment.parameters, self.mesh),
+            always_asks=self.gradients.replicas.partitions,
+        )
         self._programs = programs
         self._num_microbatches = num_microbatches
         self._loss_kind = loss_kind

@@ -6,7 +6,8 @@ parameters of that rank only, so the others cannot notice by themselves.
 While everything is trained, nothing can be unfrozen, and what is frozen needs no message before a schedule: the schedule
 runs as before, a flag rides on the message that carries its loss, and what it computed for frozen parameters is dropped
 before the update. While something is frozen, the stages ask each other before each schedule (one small message over host
-memory, no device waits for it), because the gradients of what is unfrozen could not be made up for.
+memory, no device waits for it), because the gradients of what is unfrozen could not be made up for. With ZeRO they always
+do: its gradients are in parts by the time that the others are told.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ class Freezing:
         ledger: Of the whole model.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
+        always_asks: Whether stages ask each other before each schedule even if everything is trained, because gradients
+            that are made cannot be dropped.
     """
 
-    def __init__(self, model: nn.Module, ledger: Ledger, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-        self._model, self._parameters = model, dict(parameters)
+    def __init__(
+        self,
+        model: nn.Module,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        *,
+        always_asks: bool,
+    ) -> None:
+        self._model, self._parameters, self._always_asks = model, dict(parameters), always_asks
         # A tied parameter may have been changed under a name that only one of its stages has.
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         self._group = mesh.pp_group
@@ -113,7 +124,7 @@ class Freezing:
             return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
-        words = [int(bool(changed)), int(not all(now.values()))]
+        words = [int(bool(changed)), int(self._always_asks or not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)

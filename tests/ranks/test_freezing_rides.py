@@ -23,14 +23,11 @@ from hf_parallel.guards.freezing import Freezing
 class Freezes(TrainerCallback):
     """Freezes the head (of a tied pair by its own name), trains everything, freezes all of the first stage."""
 
-    def __init__(self, unfreezes: bool = True) -> None:
-        self.unfreezes = unfreezes
-
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         blocks = [m for n, m in model.named_modules() if n.rpartition(".")[0].endswith("layers") and n[-1:].isdigit()]
         if state.global_step == 1:
             model.get_output_embeddings().weight.requires_grad_(False)
-        if state.global_step == 3 and self.unfreezes:
+        if state.global_step == 3:
             for parameter in model.parameters():
                 parameter.requires_grad = True
         if state.global_step == 4:
@@ -46,7 +43,6 @@ CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "pp2_logits": (2, "llama", "subclass", PP2),
     "pp2_zbv": (2, "llama", "", {**PP2, "pipeline": {"schedule": "zbv_zero_bubble"}}),
     "pp2_dp2": (4, "llama_tied", "", PP2),
-    "pp2_dp2_zero1": (4, "llama_tied", "stays", {**PP2, "zero": {"stage": 1}}),
 }
 
 
@@ -59,16 +55,14 @@ def frozen_main(rank: int, world_size: int, names: list[tuple[str, str, str, Any
             steps=6,
             accumulation=2,
             count=96,
-            loss="" if loss == "stays" else loss,
+            loss=loss,
             arguments=NO_NOISE,
             user_optimizer=True,
             parallel=parallel,
         )
         where = Path(folder) / name
         snapshots = Snapshots(where)
-        trainer = snapshots.trainer = make_trainer(
-            case, where, world_size, [Freezes(unfreezes=loss != "stays"), snapshots]
-        )
+        trainer = snapshots.trainer = make_trainer(case, where, world_size, [Freezes(), snapshots])
         trainer.train()
         found.append(json.loads(json.dumps(finished(trainer, where))))
     return found

@@ -25,7 +25,7 @@ from hf_parallel.tensor_parallel.plan import TPPlan
 from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
 
 
-ROWS, LENGTH, SEEDS = 4, 16, 5
+ROWS, LENGTH, SEEDS = 4, 16, 3
 Gradients = dict[str, Tensor]
 
 
@@ -104,13 +104,12 @@ def noise(plan: TPPlan, autocast: bool) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-@pytest.mark.parametrize(("tp_size", "sequence"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("tp_size", "sequence"), [(2, False), (4, True)])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 def test_sums_in_fp32_leave_the_noise_of_one_process(tp_size: int, sequence: bool, autocast: bool) -> None:
     ratios = noise(plan_of(tp_size, sequence), autocast)
-    print(ratios)
-    assert ratios["float32"] <= 1.05, ratios
-    assert ratios["float32"] <= ratios["compute"], ratios
+    assert ratios["float32"] <= 1.02, ratios
+    assert ratios["float32"] < ratios["compute"], ratios
 
 
 @pytest.mark.parametrize("sequence", [False, True])
