@@ -29,6 +29,7 @@ from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_o
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
+from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
@@ -37,7 +38,6 @@ from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.weights import WeightGuard
-from hf_parallel.pipeline_engine import PipelineEngine
 
 
 VARIANTS = ("guarded", "bare")

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
-from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.schedules import one_f_one_b
-from hf_parallel.pipeline_parallel.simulate import simulate
-from hf_parallel.pipeline_parallel.transport import make_transport
-from hf_parallel.sections import PipelineConfig
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.run.transport import make_transport
+from hf_parallel.pipeline_parallel.schedule.programs import Programs, ScheduleChoice
+from hf_parallel.pipeline_parallel.schedule.schedules import one_f_one_b
+from hf_parallel.pipeline_parallel.schedule.simulate import simulate
+from hf_parallel.settings.sections import PipelineConfig
 
 
 VARIANTS = ("ours", "torch", "single")

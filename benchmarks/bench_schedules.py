@@ -30,18 +30,18 @@ from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_o
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.measure import measure_costs
-from hf_parallel.pipeline_parallel.partition import partition
-from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
-from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.samples import probe_samples
-from hf_parallel.pipeline_parallel.simulate import simulate
-from hf_parallel.pipeline_parallel.stage import cut_stages
-from hf_parallel.pipeline_parallel.transport import make_transport
-from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.sections import PipelineConfig
+from hf_parallel.model.samples import probe_samples
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.measure import measure_costs
+from hf_parallel.pipeline_parallel.plan.partition import partition
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.run.stage import cut_stages
+from hf_parallel.pipeline_parallel.run.transport import make_transport
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients
+from hf_parallel.pipeline_parallel.schedule.programs import Programs, ScheduleChoice
+from hf_parallel.pipeline_parallel.schedule.simulate import simulate
+from hf_parallel.settings.sections import PipelineConfig
 
 
 SCHEDULES = ("gpipe", "naive", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")

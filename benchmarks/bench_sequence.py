@@ -28,12 +28,12 @@ from saved_tensors import saved_bytes  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from hf_parallel.tensor_parallel.cost import traffic  # noqa: E402
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel  # noqa: E402
-from hf_parallel.tensor_parallel.plan import TPPlan  # noqa: E402
-from hf_parallel.tensor_parallel.sequence_plan import shard_sequence  # noqa: E402
-from hf_parallel.tensor_parallel.virtual import run_sharded  # noqa: E402
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary  # noqa: E402
+from hf_parallel.tensor_parallel.plan.cost import traffic  # noqa: E402
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel  # noqa: E402
+from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence  # noqa: E402
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_sharded  # noqa: E402
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary  # noqa: E402
+from hf_parallel.tensor_parallel.shard_plan import TPPlan  # noqa: E402
 
 
 Batch = dict[str, torch.Tensor]

@@ -38,12 +38,12 @@ from timing import Rounds, Sample, busy_seconds, parser_of, rotated, wait_for_qu
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_parallel.data_parallel.compression.build_wire import make_wire
+from hf_parallel.data_parallel.compression.compressed_wire import CompressedWire
+from hf_parallel.data_parallel.compression.ddp_hook import compress_ddp
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import PlainWire, Traffic, Wire
-from hf_parallel.gradient_compression.build import make_wire
-from hf_parallel.gradient_compression.ddp_hook import compress_ddp
-from hf_parallel.gradient_compression.wire import CompressedWire
-from hf_parallel.replica_sections import GradientCompressionConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
 NOTHING, PLAIN = "no exchange", "none"

@@ -92,7 +92,7 @@ def whole_gradients(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
     if session is None:
         bare = accelerator.unwrap_model(model)
         return {name: p.grad for name, p in bare.named_parameters() if p.grad is not None}
-    from hf_parallel.weights import gather_tensors
+    from hf_parallel.checkpoints.weights.gather import gather_tensors
 
     attachment = session.engine.attachment
     held = {name: plain(p.grad) for name, p in attachment.parameters.items() if p.grad is not None}
@@ -177,7 +177,7 @@ def preload(places: list[Path]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
     kinds = sorted({KINDS.get(kind, kind) for kind, _ in MODELS.values()})
     models = [f"transformers.models.{kind}.modeling_{kind}" for kind in kinds]
-    more = ["deepspeed", "hf_parallel", "hf_parallel.callback", "trainer_cases", "differential_ranks", *models]
+    more = ["deepspeed", "hf_parallel", "hf_parallel.trainer.callback", "trainer_cases", "differential_ranks", *models]
     rank_runner.PRELOAD[:] = [*dict.fromkeys([*rank_runner.PRELOAD, *more])]
 
 

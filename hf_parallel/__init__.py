@@ -1,7 +1,7 @@
 """3D parallel training for any `AutoModelForCausalLM` inside a stock `transformers.Trainer`.
 
 Names are imported on first use, so that `import hf_parallel` costs milliseconds. In a process started by a launcher
-the import also prepares the worker (see `hf_parallel.launch.prepare_worker`).
+the import also prepares the worker (see `hf_parallel.worker.prepare_worker`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from hf_parallel.callback import HFParallelCallback
-    from hf_parallel.config import HFParallelConfig
+    from hf_parallel.checkpoints.weights.from_pretrained import from_pretrained, sharded_loading
     from hf_parallel.errors import (
         CheckpointError,
         ConfigError,
@@ -24,19 +23,20 @@ if TYPE_CHECKING:
         ScheduleError,
         UnsupportedError,
     )
-    from hf_parallel.loading.context import from_pretrained, sharded_loading
-    from hf_parallel.raw_loop import HFParallelPlugin
-    from hf_parallel.recipes import list_recipes, load_recipe
-    from hf_parallel.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
-    from hf_parallel.sections import (
+    from hf_parallel.settings.config import HFParallelConfig
+    from hf_parallel.settings.recipes import list_recipes, load_recipe
+    from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+    from hf_parallel.settings.sections import (
         ActivationCheckpointingConfig,
         CheckpointConfig,
         MonitorConfig,
         PipelineConfig,
         TensorParallelConfig,
     )
-    from hf_parallel.trainer import HFParallelTrainer
-    from hf_parallel.twin import plan_for
+    from hf_parallel.tensor_parallel.plan.plan_for import plan_for
+    from hf_parallel.trainer.callback import HFParallelCallback
+    from hf_parallel.trainer.plugin import HFParallelPlugin
+    from hf_parallel.trainer.trainer import HFParallelTrainer
 
 __version__ = "0.1.0"
 
@@ -69,25 +69,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GradientCompressionConfig": "replica_sections",
-    "HFParallelCallback": "callback",
-    "HFParallelConfig": "config",
-    "HFParallelPlugin": "raw_loop",
-    "HFParallelTrainer": "trainer",
-    "LocalSgdConfig": "replica_sections",
-    "ZeroConfig": "replica_sections",
-    "from_pretrained": "loading.context",
-    "list_recipes": "recipes",
-    "load_recipe": "recipes",
-    "plan_for": "twin",
-    "sharded_loading": "loading.context",
+    "GradientCompressionConfig": "settings.replica_sections",
+    "HFParallelCallback": "trainer.callback",
+    "HFParallelConfig": "settings.config",
+    "HFParallelPlugin": "trainer.plugin",
+    "HFParallelTrainer": "trainer.trainer",
+    "LocalSgdConfig": "settings.replica_sections",
+    "ZeroConfig": "settings.replica_sections",
+    "from_pretrained": "checkpoints.weights.from_pretrained",
+    "list_recipes": "settings.recipes",
+    "load_recipe": "settings.recipes",
+    "plan_for": "tensor_parallel.plan.plan_for",
+    "sharded_loading": "checkpoints.weights.from_pretrained",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _HOMES.get(name) or ("sections" if name.endswith("Config") else "errors")
+    home = _HOMES.get(name) or ("settings.sections" if name.endswith("Config") else "errors")
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
@@ -96,6 +96,6 @@ def __dir__() -> list[str]:
 
 
 if "LOCAL_RANK" in os.environ:
-    from hf_parallel.launch import prepare_worker
+    from hf_parallel.worker import prepare_worker
 
     prepare_worker()

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, RankMismatchError
 
 
 @dataclass(frozen=True)
@@ -226,3 +226,21 @@ def ranks_per_node() -> int:
     """Ranks that the launcher started on each node; all of them if it does not say."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
+    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+
+    Raises:
+        RankMismatchError: Names the ranks that differ from rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
+    if odd:
+        raise RankMismatchError(
+            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
+            "same YAML file, load the same model and run the same versions of torch and transformers."
+        )

@@ -30,7 +30,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hf_parallel.compat import blocked_collective, is_connection_loss
+from hf_parallel.compat.private_torch import blocked_collective, is_connection_loss
 from hf_parallel.errors import RankFailure
 from hf_parallel.machine.processes import birth_of, host_identity
 from hf_parallel.noticeboard import NoticeBoard

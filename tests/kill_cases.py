@@ -18,7 +18,7 @@ from rank_runner import PRELOAD, _rank_main
 from resume_cases import ENV, Job, StateAgain, make_trainer
 from transformers import TrainerCallback
 
-from hf_parallel.checkpointing.folders import NAME, newest
+from hf_parallel.checkpoints.folders import NAME, newest
 
 
 RANKS = 2
@@ -26,10 +26,10 @@ ENDS_WITHIN_S = 60.0  # a rank that lost its peer
 # Where a rank kills itself during a save: function of the module, and which of its calls in one save.
 POINTS = {
     "tensors": ("torch.distributed.checkpoint.filesystem", "_write_item", 3),
-    "index": ("hf_parallel.training.checkpoints", "record", 1),
-    "listed": ("hf_parallel.training.checkpoints", "publish", 1),
-    "published": ("hf_parallel.training.checkpoints", "rotate", 1),
-    "removing": ("hf_parallel.checkpointing.folders", "_remove", 2),
+    "index": ("hf_parallel.trainer.checkpoints", "record", 1),
+    "listed": ("hf_parallel.trainer.checkpoints", "publish", 1),
+    "published": ("hf_parallel.trainer.checkpoints", "rotate", 1),
+    "removing": ("hf_parallel.checkpoints.folders", "_remove", 2),
 }
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
-from hf_parallel.checkpointing.dcp import TensorIndex
-from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.training.state import TENSORS, read_description, snapshot, write_snapshot
+from hf_parallel.checkpoints.state.dcp import TensorIndex
+from hf_parallel.checkpoints.state.pieces import Piece
+from hf_parallel.checkpoints.state.training_state import TENSORS, read_description, snapshot, write_snapshot
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}

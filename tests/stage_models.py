@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.plan import PipelinePlan
-from hf_parallel.pipeline_parallel.selfcheck import loss_of
-from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
+from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
 
 VOCAB = 97

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 VOCAB = 64

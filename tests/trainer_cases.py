@@ -104,7 +104,7 @@ class Snapshots(TrainerCallback):
         if zero is not None and name == "gradients":
             held = zero_gradients(zero)
         if session is not None:
-            from hf_parallel.weights import gather_tensors
+            from hf_parallel.checkpoints.weights.gather import gather_tensors
 
             ledger = session.engine.attachment.ledger
             frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hf_parallel.machine.doctor import examine
+from hf_parallel.dry_run.doctor import examine
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

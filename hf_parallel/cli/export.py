@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from hf_parallel.cli.engine_configs import Target, arguments_for, to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.errors import ParallelError
-from hf_parallel.export import Target, arguments_for, to_accelerate, to_deepspeed, to_fsdp
-from hf_parallel.recipes import find_recipe, load_recipe, read_section
+from hf_parallel.settings.recipes import find_recipe, load_recipe, read_section
 
 
 def export(

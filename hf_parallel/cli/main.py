@@ -17,9 +17,17 @@ from hf_parallel.cli.merge import merge
 from hf_parallel.cli.prebuild import prebuild
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
-from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
-from hf_parallel.recipes import KEY, SECTION, check_accelerate, find_recipe, list_recipes, load_recipe, read_section
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import (
+    KEY,
+    SECTION,
+    check_accelerate,
+    find_recipe,
+    list_recipes,
+    load_recipe,
+    read_section,
+)
 
 
 app = typer.Typer(

@@ -22,7 +22,7 @@ def merge(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Copy the model out of a checkpoint, one tensor in memory at a time; exit with 1 if something is damaged."""
-    from hf_parallel.loading.merge import merge as merge_checkpoint
+    from hf_parallel.checkpoints.state.merge import merge as merge_checkpoint
 
     try:
         found = merge_checkpoint(checkpoint, folder, max_shard_size, trainer_state=trainer_state)

@@ -11,7 +11,7 @@ import typer
 from hf_parallel.deepspeed.ops import build, needed_ops
 from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.machine.facts import extensions_folder, gpus
-from hf_parallel.recipes import find_recipe, load_recipe, read_section
+from hf_parallel.settings.recipes import find_recipe, load_recipe, read_section
 
 
 def prebuild(

@@ -14,16 +14,22 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_parallel.errors import ConfigError, ParallelError
-from hf_parallel.pipeline_parallel.actions import (
+from hf_parallel.pipeline_parallel.schedule.actions import (
     Action,
     format_schedule,
     placement_of,
     read_schedule,
     required_send_window,
 )
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
-from hf_parallel.pipeline_parallel.show import columns_per_unit, timeline_text, write_png, write_svg, write_trace
-from hf_parallel.pipeline_parallel.simulate import Simulation, peak_activations, peak_live, simulate
+from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
+from hf_parallel.pipeline_parallel.schedule.show import (
+    columns_per_unit,
+    timeline_text,
+    write_png,
+    write_svg,
+    write_trace,
+)
+from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations, peak_live, simulate
 
 
 SHORT_NAMES: Final = {

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_parallel.dry_run.check_file import Checked, Finding, check_file
+from hf_parallel.dry_run.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
+from hf_parallel.dry_run.memory.report import GB, describe
+from hf_parallel.dry_run.memory.shape import shape_of
+from hf_parallel.dry_run.memory.terms import Precision, Work
 from hf_parallel.errors import ParallelError
 from hf_parallel.machine.facts import this_machine
-from hf_parallel.memory.layout import Precision, Work
-from hf_parallel.memory.report import GB, describe
-from hf_parallel.memory.shape import shape_of
-from hf_parallel.recipes import find_recipe
-from hf_parallel.validation.check import Checked, Finding, check_file
-from hf_parallel.validation.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
+from hf_parallel.settings.recipes import find_recipe
 
 
 DTYPES = ("fp32", "half", "autocast")

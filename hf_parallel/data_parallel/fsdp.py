@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_parallel.compat import HookCarrier
+from hf_parallel.compat.private_torch import HookCarrier
 from hf_parallel.errors import UnsupportedError
 
 

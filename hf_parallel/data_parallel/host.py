@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.replica_sections import ZeroConfig
+from hf_parallel.settings.replica_sections import ZeroConfig
 
 
 class HostMemory:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from hf_parallel.compat import accumulation_hooks
+from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.data_parallel.buckets import Bucket
 from hf_parallel.errors import UnsupportedError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.settings.config import HFParallelConfig
 
 
 # What DeepSpeed 0.19.8 does without the section (runtime/swap_tensor/constants.py), said so that it can be looked up.

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import extensions_folder
+from hf_parallel.settings.config import HFParallelConfig
 
 
 SHARED_MEMORY: Final = "deepspeed_shm_comm"  # collectives of CPU processes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_parallel.deepspeed.keys import DEPRECATED, REMOVED, TOP, ZeroKeys
-from hf_parallel.sections import number
+from hf_parallel.settings.sections import number
 
 
 # What accelerate hands to its workers; everything else in the section goes nowhere.

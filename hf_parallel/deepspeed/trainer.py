@@ -10,12 +10,12 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
-from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.ops import missing_compilers
 from hf_parallel.deepspeed.rules import leaves
 from hf_parallel.deepspeed.worker import has_cpu_adam
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.config import HFParallelConfig
 
 
 # Filled in from TrainingArguments.

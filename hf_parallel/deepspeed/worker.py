@@ -12,8 +12,7 @@ import logging
 import os
 from typing import Final
 
-from hf_parallel.compat import connect_deepspeed_by_gloo
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.compat.private_accelerate import connect_deepspeed_by_gloo
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.ops import (
     CPU_ADAM,
@@ -27,6 +26,7 @@ from hf_parallel.deepspeed.ops import (
 )
 from hf_parallel.deepspeed.rules import folder_problems
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.config import HFParallelConfig
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.batches import RandomCheck, refuse_unlike
-from hf_parallel.compat import version_of
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.mesh import Mesh
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat import version_of
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat import accumulation_hooks, gradient_hooks
+from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hf_parallel.compat import in_backward_pass, not_overridden, without_memory
+from hf_parallel.compat.private_torch import in_backward_pass, not_overridden, without_memory
 from hf_parallel.errors import UnsupportedError
 
 

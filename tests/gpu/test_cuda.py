@@ -17,9 +17,9 @@ from rank_runner import run_ranks
 from safetensors.torch import load_file
 from trainer_cases import Case, ranks_main
 
+from hf_parallel.activation_checkpointing.host_copies import HostCopy
+from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 from hf_parallel.data_parallel.host import HostMemory
-from hf_parallel.pipeline_parallel.host_copies import HostCopy
-from hf_parallel.pipeline_parallel.recompute import recompute_blocks
 
 
 pytestmark = [

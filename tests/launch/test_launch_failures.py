@@ -55,7 +55,7 @@ args = TrainingArguments(
 )
 trainer = Trainer(tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=collate, callbacks=[HFParallelCallback()])
 if what == "kill" and rank == 0:
-    import hf_parallel.training.checkpoints as saving
+    import hf_parallel.trainer.checkpoints as saving
     publish = saving.publish
     def kill_at_the_second(staged, final):
         if final.name == "checkpoint-4":  # everything is written, nothing is renamed

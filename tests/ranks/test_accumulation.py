@@ -15,8 +15,8 @@ import torch
 from rank_runner import run_ranks
 from trainer_cases import ENV, Case, make_trainer
 
-from hf_parallel.accumulation import agreed
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.accumulation import agreed
 
 
 CASE = Case("accumulated", steps=2, batch=4, parallel={"gradient_accumulation_steps": 3})

@@ -20,8 +20,8 @@ from resume_cases import ENV, SAVED_AT, Job, make_trainer, run_jobs
 from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
-from hf_parallel.checkpointing import shared
-from hf_parallel.checkpointing.folders import MANIFEST, complete_folders, verify
+from hf_parallel.checkpoints.folders import MANIFEST, complete_folders, verify
+from hf_parallel.checkpoints.state import shared
 from hf_parallel.cli.main import app
 from hf_parallel.errors import CheckpointError
 

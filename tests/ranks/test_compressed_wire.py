@@ -15,20 +15,20 @@ from rank_runner import run_ranks
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.buckets import Bucket, lay_out
-from hf_parallel.data_parallel.reducer import GradientReducer
-from hf_parallel.data_parallel.wire import Traffic
-from hf_parallel.gradient_compression.codecs import (
+from hf_parallel.data_parallel.compression.codecs import (
     BlockQuantizer,
     CastCompressor,
     GradientCompressor,
     OneBitCompressor,
     TopKCompressor,
 )
-from hf_parallel.gradient_compression.exchange import CompressedAllReduce, HierarchicalAllReduce, Meter, Schedule
-from hf_parallel.gradient_compression.feedback import ErrorFeedback
-from hf_parallel.gradient_compression.lane import Lane
-from hf_parallel.gradient_compression.powersgd import PowerSGD
-from hf_parallel.gradient_compression.wire import CompressedWire
+from hf_parallel.data_parallel.compression.compressed_wire import CompressedWire
+from hf_parallel.data_parallel.compression.exchange import CompressedAllReduce, HierarchicalAllReduce, Meter, Schedule
+from hf_parallel.data_parallel.compression.feedback import ErrorFeedback
+from hf_parallel.data_parallel.compression.lane import Lane
+from hf_parallel.data_parallel.compression.powersgd import PowerSGD
+from hf_parallel.data_parallel.reducer import GradientReducer
+from hf_parallel.data_parallel.wire import Traffic
 
 
 SHAPES = [(40, 30), (30,), (64, 16), (7, 9), (128, 20)]

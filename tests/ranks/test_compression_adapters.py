@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_parallel.data_parallel.compression.ddp_hook import compress_ddp
+from hf_parallel.data_parallel.compression.fsdp2 import compress_fsdp2
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.gradient_compression.ddp_hook import compress_ddp
-from hf_parallel.gradient_compression.fsdp2 import compress_fsdp2
-from hf_parallel.replica_sections import GradientCompressionConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
 def network() -> nn.Sequential:

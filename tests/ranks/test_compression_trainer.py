@@ -15,8 +15,8 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, make_trainer, run_cases
 
+from hf_parallel.checkpoints.state.training_state import read_description
 from hf_parallel.errors import CheckpointError
-from hf_parallel.training.state import read_description
 
 
 pytestmark = pytest.mark.timeout(600)

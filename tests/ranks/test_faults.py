@@ -205,10 +205,10 @@ def test_what_rank_0_does_or_raises_for_all_reaches_all(tmp_path: Path) -> None:
 
 
 PLACES = {
-    "check_split": ("hf_parallel.preflight", {"pp_size": 2, "pipeline": {"self_check": "on"}}),
-    "verify_model": ("hf_parallel.preflight", {"tp_size": 2, "tensor_parallel": {"self_check": "on"}}),
-    "measure_costs": ("hf_parallel.preflight", {"pp_size": 2, "costs": "measured"}),
-    "plan_model": ("hf_parallel.planning", {"tp_size": 2}),
+    "check_split": ("hf_parallel.engine.self_check", {"pp_size": 2, "pipeline": {"self_check": "on"}}),
+    "verify_model": ("hf_parallel.engine.self_check", {"tp_size": 2, "tensor_parallel": {"self_check": "on"}}),
+    "measure_costs": ("hf_parallel.engine.self_check", {"pp_size": 2, "costs": "measured"}),
+    "plan_model": ("hf_parallel.engine.plans", {"tp_size": 2}),
 }
 KINDS = {"MemoryError": MemoryError("no room"), "KeyError": KeyError("x")}
 
@@ -301,7 +301,7 @@ def dropped_main(rank: int, world_size: int, folder: str) -> list[str]:
     import gc
 
     from hf_parallel import HFParallelConfig
-    from hf_parallel.session import Session
+    from hf_parallel.engine.session import Session
 
     session = Session.start(HFParallelConfig(), "a test", torch.device("cpu"))
     del session

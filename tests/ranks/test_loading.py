@@ -18,9 +18,9 @@ from rank_runner import run_ranks
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_parallel import CheckpointError, HFParallelCallback, HFParallelPlugin, from_pretrained, sharded_loading
+from hf_parallel.checkpoints.weights.unread import RECORD, Unread
+from hf_parallel.checkpoints.weights.write import plan_export, write_weights
 from hf_parallel.ledger import Ledger
-from hf_parallel.loading.unread import RECORD, Unread
-from hf_parallel.loading.write import plan_export, write_weights
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}

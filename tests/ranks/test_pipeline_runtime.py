@@ -18,16 +18,16 @@ from rank_runner import run_ranks
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
-from hf_parallel.pipeline_parallel.actions import Action
-from hf_parallel.pipeline_parallel.links import neighbour_pairs
-from hf_parallel.pipeline_parallel.program import Program
-from hf_parallel.pipeline_parallel.programs import Programs, ScheduleChoice
-from hf_parallel.pipeline_parallel.runtime import PipelineRuntime
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.pipeline_parallel.simulate import peak_live
-from hf_parallel.pipeline_parallel.transport import DirectTransport, HostTransport, connect, make_transport
-from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients
-from hf_parallel.sections import PipelineConfig
+from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.run.transport import DirectTransport, HostTransport, connect, make_transport
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients
+from hf_parallel.pipeline_parallel.schedule.actions import Action
+from hf_parallel.pipeline_parallel.schedule.program import Program
+from hf_parallel.pipeline_parallel.schedule.programs import Programs, ScheduleChoice
+from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_live
+from hf_parallel.settings.sections import PipelineConfig
 
 
 WIDTH = 6

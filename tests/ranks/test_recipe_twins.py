@@ -16,8 +16,8 @@ import yaml
 from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, run_cases
 
-from hf_parallel.config import HFParallelConfig
-from hf_parallel.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
 
 
 pytestmark = pytest.mark.timeout(600)

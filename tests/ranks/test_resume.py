@@ -18,7 +18,7 @@ from rank_runner import run_ranks
 from resume_cases import ENV, SAVED_AT, Job, make_trainer, run_job, run_jobs, states_equal
 from transformers import Trainer
 
-from hf_parallel.checkpointing.folders import MANIFEST, STAGING, complete_folders
+from hf_parallel.checkpoints.folders import MANIFEST, STAGING, complete_folders
 from hf_parallel.errors import CheckpointError
 
 
@@ -208,7 +208,7 @@ def full_disk_main(rank: int, world_size: int, job: Job, fails_on: int, what: st
     """The second checkpoint meets a full disk on one rank."""
     import torch.distributed.checkpoint.filesystem as filesystem
 
-    from hf_parallel.loading import write
+    from hf_parallel.checkpoints.weights import write
 
     trainer = make_trainer(job)
     full = OSError(errno.ENOSPC, "No space left on device")

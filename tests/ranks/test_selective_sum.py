@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 
-from hf_parallel.pipeline_parallel.recompute import recompute_blocks
+from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 
 
 class Sum(torch.autograd.Function):

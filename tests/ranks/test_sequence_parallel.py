@@ -29,10 +29,10 @@ from tp_models import (
 )
 from transformers import AutoModelForCausalLM, BertConfig
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 MODELS = ["llama", "llama_tied", "llama_kv1", "llama_heads3", "llama_odd", "smollm2", "gpt2", "qwen3", "phi3"]

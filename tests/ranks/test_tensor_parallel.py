@@ -26,14 +26,14 @@ from tp_models import (
     tiny_model,
 )
 
+from hf_parallel.activation_checkpointing.recompute import recompute_blocks
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.recompute import recompute_blocks
-from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.check import check_on_ranks
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.share import plan_on_one_rank
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients, accumulate
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}

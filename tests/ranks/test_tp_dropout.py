@@ -23,10 +23,10 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases
 from zoo.shards import AllDouble
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.seeds import PairSeeds
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 pytestmark = pytest.mark.timeout(600)

@@ -102,7 +102,7 @@ def expected_step(kind: str, attention: str, half: bool) -> tuple[Tensor, dict[s
 
 def sharded_step(kind: str, attention: str, half: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and whole gradients on the mesh; whatever the ranks have in common is bit-equal."""
-    from hf_parallel.weights import gather_tensors
+    from hf_parallel.checkpoints.weights.gather import gather_tensors
 
     model, accelerator = prepared(whole(kind, attention).train(), "bf16" if half else "no", tp_size=2)
     with accelerator.autocast():

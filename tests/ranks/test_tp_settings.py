@@ -17,9 +17,9 @@ from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer,
 from zoo.models import quiet
 
 from hf_parallel import PlanError
-from hf_parallel.tensor_parallel.check import check_on_ranks
-from hf_parallel.tensor_parallel.complete import plan_model
-from hf_parallel.tensor_parallel.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
 
 
 pytestmark = pytest.mark.timeout(600)

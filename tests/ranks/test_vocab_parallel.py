@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_models import assert_equal_to_one_process, gathered, grads
 from vocab_models import CASES, VOCAB, vocab_batch, vocab_model
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.check import check_on_ranks
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
+from hf_parallel.checkpoints.weights.gather import gather_tensors, load_weights
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
-from hf_parallel.weights import gather_tensors, load_weights
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 def plan_of(model: nn.Module) -> TPPlan:

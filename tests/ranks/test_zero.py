@@ -18,17 +18,17 @@ from rank_runner import run_ranks
 from torch import nn
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
-from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
-from hf_parallel.checkpointing.optimizer import OptimizerView, Place, state_pieces
-from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.checkpointing.restore import SavedState, restore
+from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpoints.state.optimizer import OptimizerView, Place, state_pieces
+from hf_parallel.checkpoints.state.pieces import Piece
+from hf_parallel.checkpoints.state.restore import SavedState, restore
 from hf_parallel.data_parallel.host import FusedOnHost, HostMemory, pins
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.replica_sections import ZeroConfig
+from hf_parallel.settings.replica_sections import ZeroConfig
 
 
 pytestmark = pytest.mark.timeout(600)

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from hf_parallel.checkpointing.background import Background, Channels, on_host
-from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpoints.state.background import Background, Channels, on_host
+from hf_parallel.checkpoints.state.pieces import Piece
 from hf_parallel.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_parallel.cli.main import app
-from hf_parallel.recipes import list_recipes, load_recipe, read_section
+from hf_parallel.settings.recipes import list_recipes, load_recipe, read_section
 
 
 def invoke(*arguments: str, answers: str | None = None) -> Result:

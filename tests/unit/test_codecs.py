@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_parallel.gradient_compression.codecs import (
+from hf_parallel.data_parallel.compression.codecs import (
     BlockQuantizer,
     CastCompressor,
     GradientCompressor,

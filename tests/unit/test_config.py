@@ -11,11 +11,11 @@ from typing import Any, get_args
 import pytest
 
 from hf_parallel import HFParallelCallback, HFParallelPlugin
-from hf_parallel.config import HFParallelConfig, PipelineConfig
 from hf_parallel.errors import ConfigError, ScheduleError
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES
-from hf_parallel.replica_sections import GradientCompressionConfig
-from hf_parallel.sections import STAGES_PER_RANK, ScheduleName
+from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES
+from hf_parallel.settings.config import HFParallelConfig, PipelineConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
+from hf_parallel.settings.sections import STAGES_PER_RANK, ScheduleName
 
 
 def parse(**values: Any) -> HFParallelConfig:

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
+from hf_parallel.dry_run.doctor import Check
 from hf_parallel.machine import doctor, facts
-from hf_parallel.machine.doctor import Check
 from hf_parallel.machine.facts import Gpu
 
 

@@ -12,16 +12,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from hf_parallel.cli.engine_configs import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.cli.main import app
-from hf_parallel.config import HFParallelConfig
 from hf_parallel.deepspeed.keys import tabled_keys, zero_keys
 from hf_parallel.deepspeed.rules import json_warnings
+from hf_parallel.dry_run.check_file import check_file
 from hf_parallel.errors import ConfigError
-from hf_parallel.export import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.machine.facts import Machine
-from hf_parallel.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
-from hf_parallel.replica_sections import ZeroConfig
-from hf_parallel.validation.check import check_file
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
+from hf_parallel.settings.replica_sections import ZeroConfig
 
 
 FILE = {

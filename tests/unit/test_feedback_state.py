@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
-from hf_parallel.checkpointing.feedback import method_of, restore_wire, wire_pieces
-from hf_parallel.checkpointing.optimizer import Place
-from hf_parallel.checkpointing.pieces import Piece
+from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpoints.state.optimizer import Place
+from hf_parallel.checkpoints.state.pieces import Piece
+from hf_parallel.checkpoints.state.residuals import method_of, restore_wire, wire_pieces
+from hf_parallel.data_parallel.compression.feedback import ErrorFeedback
 from hf_parallel.errors import CheckpointError
-from hf_parallel.gradient_compression.feedback import ErrorFeedback
 from hf_parallel.ledger import build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.replica_sections import GradientCompressionConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel.checkpointing.folders import (
+from hf_parallel.checkpoints.folders import (
     MANIFEST,
     STAGING,
     clean,
@@ -149,7 +149,7 @@ def test_rotation_spares_the_new_one_and_the_best(tmp_path: Path) -> None:
 def test_a_kill_in_the_middle_of_a_removal_leaves_no_half_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import hf_parallel.checkpointing.folders as folders
+    import hf_parallel.checkpoints.folders as folders
 
     for step in (2, 4):
         checkpoint(tmp_path, step, mtime=1000 + step)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from hf_parallel.data_parallel.flat import refuse_overlaps
+from hf_parallel.data_parallel.replicas import Replicas, ReplicaSettings
+from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.gradients import GradientSync
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.replicas import Replicas, ReplicaSettings
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

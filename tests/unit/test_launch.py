@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel import launch
-from hf_parallel.config import HFParallelConfig
 from hf_parallel.errors import ConfigError
-from hf_parallel.recipes import find_recipe
+from hf_parallel.settings import launch
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import find_recipe
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ sys.exit(subprocess.run([sys.executable, os.environ["WORKER"]], cwd=os.environ["
 """
 WORKER = """
 import json
-from hf_parallel.launch import find_launch
+from hf_parallel.settings.launch import find_launch
 found = find_launch()
 print(json.dumps([found.path and str(found.path), found.source, found.launched_by, found.world_size]))
 """
@@ -250,7 +250,7 @@ TRAINING_SCRIPT = """
 import json, os, sys
 import hf_parallel
 from accelerate import Accelerator
-from hf_parallel.launch import check_world, resolve_config
+from hf_parallel.settings.launch import check_world, resolve_config
 config, why = resolve_config()
 state = Accelerator().state
 check_world(config, state.num_processes)
@@ -280,7 +280,7 @@ def test_accelerate_launch_connects_its_cpu_workers_with_the_recipe(tmp_path: Pa
 
 
 def test_a_mapping_and_its_overrides_are_settings_only_together() -> None:
-    from hf_parallel.launch import resolve_config
+    from hf_parallel.settings.launch import resolve_config
 
     config, origin = resolve_config(
         {"pipeline": {"num_microbatches": 3}, "tensor_parallel": {}}, pp_size=1, num_microbatches="auto"

@@ -1,4 +1,4 @@
-"""A unit imports only from lower floors; units on one floor never import each other."""
+"""A room imports only from lower floors; rooms on one floor never import each other."""
 
 from __future__ import annotations
 
@@ -11,47 +11,50 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
-# Lowest first. A unit is a module or a sub-package of hf_parallel; one that exists must be listed.
+# Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
-    {"errors", "sections"},
-    {"problems", "replica_sections", "machine", "noticeboard", "one_rank", "settings_file"},
-    {"zero_rules"},
-    {"config", "compat"},
-    {"recipes", "mesh", "watchdog", "accumulation"},
-    {"deepspeed", "tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"},
-    {"ledger", "batches", "memory", "launch"},
-    {"guards"},
-    {"replicas", "checkpointing"},
-    {"preflight", "gradients", "weights", "adapters"},
-    {"engine", "loading"},
-    {"pipeline_engine", "planning", "twin"},
-    {"plugin"},
-    {"session", "model_folder", "replica_view"},
-    {"accelerator"},
-    {"training"},
-    {"raw_loop"},
-    {"callback"},
-    {"trainer"},
-    {"validation"},
-    {"export"},
-    {"cli"},
+    {"errors", "logs", "machine", "noticeboard"},
+    {"compat", "mesh", "one_rank", "settings", "tensor_parallel"},
+    {
+        "batches",
+        "checkpoints",
+        "data_parallel.compression",
+        "deepspeed",
+        "ledger",
+        "pipeline_parallel.schedule",
+        "watchdog",
+    },
+    {"data_parallel", "dry_run.memory", "model", "worker"},
+    {"dry_run", "guards", "pipeline_parallel", "tensor_parallel.run"},
+    {"pipeline_parallel.run", "tensor_parallel.plan"},
+    {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
+    {"checkpoints.state", "engine"},
+    {"cli", "trainer"},
 ]
-STRATEGIES = {"tensor_parallel", "pipeline_parallel", "data_parallel", "gradient_compression"}
-STRATEGIES_MAY_IMPORT = {"errors", "sections", "replica_sections", "config", "compat", "mesh", "one_rank"}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
+TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+SHARED = {"errors", "machine", "settings", "compat", "mesh", "one_rank", "model", "ledger"}
 
-FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+
+def room_of(name: str) -> str:
+    """The room of a dotted name below hf_parallel; its first part if no room is listed."""
+    parts = name.split(".")
+    known = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((room for room in known if room in FLOOR_OF), parts[0])
 
 
-def unit_of(path: Path, package: Path) -> str:
-    return path.relative_to(package).parts[0].removesuffix(".py")
+def room_of_file(path: Path, package: Path) -> str:
+    folder = path.relative_to(package).parent.parts
+    return ".".join(folder) if folder else path.stem
 
 
 def sources(package: Path) -> list[Path]:
-    return [path for path in sorted(package.rglob("*.py")) if path != package / "__init__.py"]
+    return [path for path in sorted(package.rglob("*.py")) if path.name != "__init__.py"]
 
 
-def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and unit of every import of our own, inside functions and `TYPE_CHECKING` too."""
+def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and name below the package of every import of our own, inside functions and `TYPE_CHECKING` too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             if node.level:
@@ -65,37 +68,39 @@ def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
         else:
             continue
         for name in names:
-            first, *rest = name.split(".")
+            first, _, rest = name.partition(".")
             if first == package.name and rest:
-                yield node.lineno, rest[0]
+                yield node.lineno, rest
 
 
 def violations(package: Path) -> list[str]:
     found = []
     for path in sources(package):
-        unit = unit_of(path, package)
-        for line, other in imported_units(path, package):
-            legal = FLOOR_OF.get(other, len(FLOORS)) < FLOOR_OF.get(unit, -1)
-            if unit in STRATEGIES and other not in STRATEGIES_MAY_IMPORT:
+        room = room_of_file(path, package)
+        technique = room.split(".")[0]
+        for line, name in imported_names(path, package):
+            other = room_of(name)
+            legal = FLOOR_OF.get(other, len(FLOORS)) < FLOOR_OF.get(room, -1)
+            if technique in TECHNIQUES and other.split(".")[0] not in {technique, *SHARED}:
                 legal = False
-            if other != unit and not legal:
-                found.append(f"{path.relative_to(package.parent)}:{line}: {unit} imports {other}")
+            if other != room and not legal:
+                found.append(f"{path.relative_to(package.parent)}:{line}: {room} imports {other}")
     return found
 
 
-def test_every_unit_stands_on_one_floor() -> None:
-    listed = [unit for units in FLOORS for unit in units]
+def test_every_room_stands_on_one_floor() -> None:
+    listed = [room for rooms in FLOORS for room in rooms]
     assert len(listed) == len(set(listed))
-    missing = {unit_of(path, PACKAGE) for path in sources(PACKAGE)} - set(listed)
+    missing = {room_of_file(path, PACKAGE) for path in sources(PACKAGE)} - set(listed)
     assert not missing, f"add {sorted(missing)} to FLOORS in {Path(__file__).name}"
 
 
-def test_units_import_only_from_lower_floors() -> None:
+def test_rooms_import_only_from_lower_floors() -> None:
     assert violations(PACKAGE) == []
 
 
-def test_sub_packages_start_with_a_docstring_only() -> None:
-    for path in PACKAGE.glob("*/__init__.py"):
+def test_packages_start_with_a_docstring_only() -> None:
+    for path in PACKAGE.glob("*/**/__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body
         kinds = [node for node in body if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")]
         assert len(kinds) == 1, path
@@ -105,14 +110,15 @@ def test_sub_packages_start_with_a_docstring_only() -> None:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("config.py", "from hf_parallel.recipes import KEY"),
-        ("config.py", "from hf_parallel import recipes"),
-        ("config.py", "def f():\n    import hf_parallel.recipes"),
-        ("mesh.py", "from hf_parallel.recipes import KEY"),
-        ("tensor_parallel/plan.py", "from hf_parallel.pipeline_parallel.actions import Action"),
-        ("tensor_parallel/plan.py", "from ..pipeline_parallel import actions"),
-        ("tensor_parallel/plan.py", "from hf_parallel.recipes import KEY"),
-        ("errors.py", "from .config import x"),
+        ("settings/config.py", "from hf_parallel.engine.plans import Plans"),
+        ("settings/config.py", "from hf_parallel import engine"),
+        ("settings/config.py", "def f():\n    import hf_parallel.engine.plans"),
+        ("mesh.py", "from hf_parallel.settings.recipes import KEY"),
+        ("tensor_parallel/run/apply.py", "from hf_parallel.pipeline_parallel.schedule.actions import Action"),
+        ("tensor_parallel/run/apply.py", "from ...pipeline_parallel.schedule import actions"),
+        ("tensor_parallel/run/apply.py", "from hf_parallel.tensor_parallel.plan.derive import Plan"),
+        ("tensor_parallel/layout.py", "from .run.apply import x"),
+        ("errors.py", "from .settings.config import x"),
         ("unlisted.py", "from hf_parallel import errors"),
     ],
 )

@@ -28,9 +28,9 @@ from hf_parallel import (
     plugin,
     sharded_loading,
 )
+from hf_parallel.checkpoints.weights.unread import RECORD, wanted_of
+from hf_parallel.checkpoints.weights.writer import DTYPES, Reader, lay_out, read_header, write
 from hf_parallel.ledger import build_ledger
-from hf_parallel.loading.files import DTYPES, Reader, lay_out, read_header, write
-from hf_parallel.loading.unread import RECORD, wanted_of
 
 
 LAYOUT = {"pp_size": 2}

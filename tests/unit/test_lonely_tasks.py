@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from hf_parallel import launch
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.tasks import lonely_task
+from hf_parallel.settings import launch
 
 
 SRUN = {

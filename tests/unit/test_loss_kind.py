@@ -15,10 +15,10 @@ from transformers import LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_parallel.compat import is_causal_loss
-from hf_parallel.pipeline_parallel.loss_kind import judge_loss
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+from hf_parallel.compat.private_transformers import is_causal_loss
+from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
 
 
 def batch() -> dict[str, Tensor]:

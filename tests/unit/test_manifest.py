@@ -17,9 +17,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
-from hf_parallel.checkpointing.description import check_trainer_state, read_description
-from hf_parallel.checkpointing.folders import (
+from hf_parallel.checkpoints.folders import (
     MANIFEST,
     clean,
     files_of,
@@ -31,11 +29,13 @@ from hf_parallel.checkpointing.folders import (
     verify,
     write_manifest,
 )
-from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.checkpointing.shared import Claim
+from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpoints.state.description import check_trainer_state, read_description
+from hf_parallel.checkpoints.state.pieces import Piece
+from hf_parallel.checkpoints.state.shared import Claim
+from hf_parallel.checkpoints.weights.gather import weight_files
 from hf_parallel.cli.main import app
 from hf_parallel.errors import CheckpointError
-from hf_parallel.weights import weight_files
 
 
 def checkpoint(run_dir: Path, step: int = 3, mtime: float | None = None) -> Path:

@@ -11,9 +11,9 @@ import torch
 from stage_models import VOCAB, build
 from torch import Tensor, nn
 
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.measure import measure_costs
-from hf_parallel.pipeline_parallel.samples import probe_samples, typical_sample, typical_shape
+from hf_parallel.model.samples import probe_samples, typical_sample, typical_shape
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.measure import measure_costs
 
 
 class _Sleep(torch.autograd.Function):

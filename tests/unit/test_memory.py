@@ -17,9 +17,7 @@ import torch
 import transformers
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.config import HFParallelConfig
-from hf_parallel.errors import ConfigError
-from hf_parallel.memory.estimate import (
+from hf_parallel.dry_run.memory.estimate import (
     ON_HOST,
     OVERHEAD,
     activations,
@@ -29,9 +27,11 @@ from hf_parallel.memory.estimate import (
     saved_by_block,
     states,
 )
-from hf_parallel.memory.layout import Layout, ModelShape, Work, layout_of
-from hf_parallel.memory.report import GB, describe, shortages, tight, zero_table
-from hf_parallel.memory.shape import shape_of, shape_of_config
+from hf_parallel.dry_run.memory.report import GB, describe, shortages, tight, zero_table
+from hf_parallel.dry_run.memory.shape import shape_of, shape_of_config
+from hf_parallel.dry_run.memory.terms import Layout, ModelShape, Work, layout_of
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.config import HFParallelConfig
 
 
 SEVEN = ModelShape(6_738_415_616, 32, 4096, 11008, 32000, 32, 32, 128, 131_072_000, 131_072_000, largest=131_072_000)
@@ -261,7 +261,7 @@ def test_a_pipeline_holds_what_its_schedule_holds_and_the_head_is_on_the_last_ra
 
 
 def test_the_parameters_of_all_stages_are_the_model_and_a_tied_head_once_more() -> None:
-    from hf_parallel.memory.estimate import parameters_of_ranks
+    from hf_parallel.dry_run.memory.estimate import parameters_of_ranks
 
     for tied in (False, True):
         shape = shape_of_config(llama(5, 8, tied))
@@ -382,7 +382,7 @@ def test_a_model_that_cannot_be_found_or_built_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_arithmetic_imports_no_torch() -> None:
-    code = "import hf_parallel.memory.report, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    code = "import hf_parallel.dry_run.memory.report, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
                             env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
     assert result.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from hf_parallel.checkpointing.folders import files_of, record, write_manifest
+from hf_parallel.checkpoints.folders import files_of, record, write_manifest
 from hf_parallel.cli.main import app
 
 

@@ -14,16 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_parallel.checkpointing.dcp import TensorIndex, save_pieces
-from hf_parallel.checkpointing.groups import OWN, match_groups, of_these_groups, put_together
-from hf_parallel.checkpointing.optimizer import OptimizerView, state_pieces
-from hf_parallel.checkpointing.pieces import Piece
-from hf_parallel.checkpointing.restore import SavedState
-from hf_parallel.errors import CheckpointError
-from hf_parallel.ledger import Ledger, build_ledger
-from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.training.state import (
+from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
+from hf_parallel.checkpoints.state.groups import OWN, match_groups, of_these_groups, put_together
+from hf_parallel.checkpoints.state.optimizer import OptimizerView, state_pieces
+from hf_parallel.checkpoints.state.pieces import Piece
+from hf_parallel.checkpoints.state.restore import SavedState
+from hf_parallel.checkpoints.state.training_state import (
     DESCRIPTION,
     TENSORS,
     Holdings,
@@ -33,6 +29,10 @@ from hf_parallel.training.state import (
     snapshot,
     write_snapshot,
 )
+from hf_parallel.errors import CheckpointError
+from hf_parallel.ledger import Ledger, build_ledger
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.tensor_parallel.layout import ShardSpec
 
 
 ALONE = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))

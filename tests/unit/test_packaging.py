@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_parallel
-from hf_parallel.recipes import list_recipes
+from hf_parallel.settings.recipes import list_recipes
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_an_installed_wheel_finds_its_recipes(wheel: Path, tmp_path: Path) -> No
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import hf_parallel as h; "
-        "from hf_parallel.recipes import recipes_folder; "
+        "from hf_parallel.settings.recipes import recipes_folder; "
         "print(recipes_folder(), h.load_recipe('budget_3090').zero.stage, *h.list_recipes())"
     )
     result = subprocess.run(

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from stage_models import VOCAB, batch, build
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.actions import Schedule
-from hf_parallel.pipeline_parallel.costs import StageCosts, block_costs, stage_costs
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.partition import MAX_SIMULATIONS, partition, step_time
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
-from hf_parallel.pipeline_parallel.simulate import simulate
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.partition import MAX_SIMULATIONS, partition, step_time
+from hf_parallel.pipeline_parallel.schedule.actions import Schedule
+from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
+from hf_parallel.pipeline_parallel.schedule.simulate import simulate
 
 
 GRID = [(n, s) for n in range(1, 10) for s in range(1, n + 1)]
@@ -211,7 +211,7 @@ def test_eighty_blocks_on_sixteen_stages_are_cut_with_a_bounded_number_of_simula
         simulated += 1
         return simulate(*args, **kwargs)
 
-    monkeypatch.setattr("hf_parallel.pipeline_parallel.partition.simulate", counted)
+    monkeypatch.setattr("hf_parallel.pipeline_parallel.plan.partition.simulate", counted)
     partition(80, 16, "balanced", costs, schedule=schedule)
     assert 0 < simulated <= MAX_SIMULATIONS + 2  # the two starts beside the moves
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_parallel.checkpointing.dcp import INDEX, TensorIndex, save_pieces
-from hf_parallel.checkpointing.pieces import Piece, boxes_of_run, is_writer, pieces_of
+from hf_parallel.checkpoints.state.dcp import INDEX, TensorIndex, save_pieces
+from hf_parallel.checkpoints.state.pieces import Piece, boxes_of_run, is_writer, pieces_of
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry
 from hf_parallel.mesh import Mesh, MeshShape

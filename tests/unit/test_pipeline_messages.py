@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.actions import Action
-from hf_parallel.pipeline_parallel.messages import (
+from hf_parallel.pipeline_parallel.run.messages import (
     DTYPES,
     Counters,
     Probe,
@@ -20,7 +19,8 @@ from hf_parallel.pipeline_parallel.messages import (
     encode_header,
     signature_of,
 )
-from hf_parallel.pipeline_parallel.transport import TensorSpec
+from hf_parallel.pipeline_parallel.run.transport import TensorSpec
+from hf_parallel.pipeline_parallel.schedule.actions import Action
 
 
 class LoopMessage:

@@ -11,18 +11,19 @@ import torch
 from stage_models import VOCAB, batch, build
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.engine.plans import holding_of, make_plans, summary
+from hf_parallel.engine.self_check import cut_costs
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.pipeline_parallel.costs import StageCosts
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.measure import measure_costs
-from hf_parallel.pipeline_parallel.plan import spans_of
-from hf_parallel.pipeline_parallel.predict import Holding, describe, predict, saved_per_token
-from hf_parallel.pipeline_parallel.schedules import build_schedule
-from hf_parallel.pipeline_parallel.simulate import peak_held, peak_live
-from hf_parallel.planning import holding_of, make_plans, summary
-from hf_parallel.preflight import Probes, cut_costs
+from hf_parallel.model.probes import Probes
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.measure import measure_costs
+from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, describe, predict, saved_per_token
+from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_held, peak_live
+from hf_parallel.pipeline_parallel.stage_plan import spans_of
+from hf_parallel.settings.config import HFParallelConfig
 
 
 COSTS = StageCosts((1.0, 1.0, 1.0, 1.0, 1.0), 0.0, 2.0)
@@ -130,7 +131,7 @@ class Silent:
 def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = build("llama_tied")
     slow_head = StageCosts((1.0,) * 5, 0.0, 20.0, StageCosts((2.0,) * 5, 0.0, 40.0), "ms")
-    monkeypatch.setattr("hf_parallel.preflight.measure_costs", lambda *args: slow_head)
+    monkeypatch.setattr("hf_parallel.engine.self_check.measure_costs", lambda *args: slow_head)
     config = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(mp_size=2, pp_size=2, tp_size=1), rank=0)
     watchdog: Any = Silent()
@@ -149,7 +150,7 @@ def test_a_batch_that_cannot_be_measured_is_a_plan_error(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("out of memory")
 
     model: Any = build("llama_tied")
-    monkeypatch.setattr("hf_parallel.preflight.measure_costs", fails)
+    monkeypatch.setattr("hf_parallel.engine.self_check.measure_costs", fails)
     plan, watchdog = discover_stages(model, batch()), Silent()
     assert measure_costs is not fails
     config, probes = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"}), Probes(model, torch.device("cpu"))

@@ -15,11 +15,11 @@ import tiny
 import torch
 from torch import nn
 
-from hf_parallel import weights
-from hf_parallel.checkpointing import stored
-from hf_parallel.checkpointing.stored import MOST_OPEN, Reader
+from hf_parallel.checkpoints import reader as stored
+from hf_parallel.checkpoints.reader import MOST_OPEN, Reader
+from hf_parallel.checkpoints.weights import gather as weights
+from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.ledger import build_ledger
-from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import Mesh, MeshShape
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
-from hf_parallel.recipes import find_recipe, list_recipes, load_recipe, read_section, recipes_folder
+from hf_parallel.settings.recipes import find_recipe, list_recipes, load_recipe, read_section, recipes_folder
 
 
 ROOT = Path(__file__).resolve().parents[2]

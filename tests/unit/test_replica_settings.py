@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.data_parallel.compression.build_wire import make_codec
 from hf_parallel.errors import ConfigError
-from hf_parallel.gradient_compression.build import make_codec
-from hf_parallel.replica_sections import GradientCompressionConfig
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.pipelining.stage import PipelineStage
 
-from hf_parallel.pipeline_parallel.actions import Action
-from hf_parallel.pipeline_parallel.schedules import build_schedule
-from hf_parallel.pipeline_parallel.simulate import peak_live, simulate
+from hf_parallel.pipeline_parallel.schedule.actions import Action
+from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_live, simulate
 
 
 TORCH_NAMES = {

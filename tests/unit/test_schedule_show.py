@@ -16,10 +16,16 @@ from typer.testing import CliRunner, Result
 
 from hf_parallel.cli.main import app
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.actions import parse_schedule, read_schedule, required_send_window
-from hf_parallel.pipeline_parallel.schedules import SCHEDULES, build_schedule
-from hf_parallel.pipeline_parallel.show import columns_per_unit, timeline_text, write_png, write_svg, write_trace
-from hf_parallel.pipeline_parallel.simulate import Simulation, peak_activations, simulate
+from hf_parallel.pipeline_parallel.schedule.actions import parse_schedule, read_schedule, required_send_window
+from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
+from hf_parallel.pipeline_parallel.schedule.show import (
+    columns_per_unit,
+    timeline_text,
+    write_png,
+    write_svg,
+    write_trace,
+)
+from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations, simulate
 
 
 def invoke(*arguments: str) -> Result:

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from hf_parallel.errors import ScheduleError
-from hf_parallel.pipeline_parallel.actions import (
+from hf_parallel.pipeline_parallel.schedule.actions import (
     Action,
     canonical,
     check_schedule,
@@ -24,7 +24,7 @@ from hf_parallel.pipeline_parallel.actions import (
     required_send_window,
     sends_of,
 )
-from hf_parallel.pipeline_parallel.schedules import (
+from hf_parallel.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     all_backwards,
     all_forwards,
@@ -35,7 +35,7 @@ from hf_parallel.pipeline_parallel.schedules import (
     one_f_one_b,
     stages_of_ranks,
 )
-from hf_parallel.pipeline_parallel.simulate import peak_activations, peak_live, simulate
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_activations, peak_live, simulate
 
 
 GRID = list(itertools.product(range(1, 9), range(1, 17)))

@@ -16,15 +16,15 @@ from stage_models import BLOCKS, assert_same_gradients, batch, build
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_parallel.config import HFParallelConfig
-from hf_parallel.memory.estimate import ON_HOST, activations
-from hf_parallel.memory.layout import Layout, Work
-from hf_parallel.memory.shape import shape_of_config
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.host_copies import HostCopy
-from hf_parallel.pipeline_parallel.kept import Kept
-from hf_parallel.pipeline_parallel.recompute import groups_for, recompute_blocks
-from hf_parallel.pipeline_parallel.selective import KeptResults
+from hf_parallel.activation_checkpointing.host_copies import HostCopy
+from hf_parallel.activation_checkpointing.kept import Kept
+from hf_parallel.activation_checkpointing.recompute import groups_for, recompute_blocks
+from hf_parallel.activation_checkpointing.selective import KeptResults
+from hf_parallel.dry_run.memory.estimate import ON_HOST, activations
+from hf_parallel.dry_run.memory.shape import shape_of_config
+from hf_parallel.dry_run.memory.terms import Layout, Work
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.settings.config import HFParallelConfig
 
 
 BATCH = {

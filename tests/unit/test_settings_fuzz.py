@@ -22,12 +22,12 @@ import yaml
 from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
-from hf_parallel.config import HFParallelConfig
+from hf_parallel.dry_run.check_file import check_file
 from hf_parallel.errors import ConfigError, ParallelError
-from hf_parallel.launch import resolve_config
 from hf_parallel.machine.facts import Machine
-from hf_parallel.recipes import list_recipes, load_recipe, recipes_folder
-from hf_parallel.validation.check import check_file
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.launch import resolve_config
+from hf_parallel.settings.recipes import list_recipes, load_recipe, recipes_folder
 
 
 MACHINE = Machine((), 8 * 2**30)
@@ -456,7 +456,7 @@ def test_files_that_are_none_end_in_a_short_error_everywhere(tmp_path: Path, mon
 
 
 def _with_schedule(path: str) -> None:
-    from hf_parallel.preflight import check_schedule
+    from hf_parallel.pipeline_parallel.schedule.programs import check_schedule
 
     check_schedule(HFParallelConfig(pp_size=2, pipeline={"schedule": "csv", "schedule_file": path}))
 

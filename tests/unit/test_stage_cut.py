@@ -15,13 +15,13 @@ from stage_models import BLOCKS, VOCAB, assert_same_gradients, batch, build, cut
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.costs import block_costs
-from hf_parallel.pipeline_parallel.cut import Uncopyable
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.intercept import StageExit
-from hf_parallel.pipeline_parallel.plan import Span, spans_of
-from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.plan.costs import block_costs
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
+from hf_parallel.pipeline_parallel.run.cut import Uncopyable
+from hf_parallel.pipeline_parallel.run.intercept import StageExit
+from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.stage_plan import Span, spans_of
 
 
 def cut_in_place(name: str, bounds: list[int], index: int) -> tuple[nn.Module, Stage]:

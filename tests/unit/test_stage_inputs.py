@@ -13,11 +13,11 @@ from stage_models import VOCAB, assert_same_gradients, batch, build, cut, summed
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.plan import PipelinePlan
-from hf_parallel.pipeline_parallel.samples import path_inputs, probe_samples
-from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import cut_stages
+from hf_parallel.model.samples import path_inputs, probe_samples
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
+from hf_parallel.pipeline_parallel.run.stage import cut_stages
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
 
 BASE = frozenset({"input_ids", "attention_mask"})

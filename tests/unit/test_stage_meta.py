@@ -10,10 +10,10 @@ from stage_models import CONFIGS, VOCAB, batch, build
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.costs import block_costs
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.meta import on_meta
-from hf_parallel.pipeline_parallel.samples import probe_samples
+from hf_parallel.model.meta import on_meta
+from hf_parallel.model.samples import probe_samples
+from hf_parallel.pipeline_parallel.plan.costs import block_costs
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 import torch
 from stage_models import CONFIGS, assert_same_gradients, batch, build, cut, summed, unsplit, zero_grad
 
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
+from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 
 
 @pytest.fixture(autouse=True)

@@ -28,13 +28,13 @@ from stage_models import (
 )
 from torch import Tensor, nn
 
+from hf_parallel.activation_checkpointing.recompute import Mode, Recomputation, groups_for, recompute_blocks
 from hf_parallel.errors import PlanError, UnsupportedError
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.plan import PipelinePlan
-from hf_parallel.pipeline_parallel.recompute import Mode, Recomputation, groups_for, recompute_blocks
-from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage, cut_stages
-from hf_parallel.pipeline_parallel.weight_gradients import WeightGradients, accumulate
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
+from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients, accumulate
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
 
 NAMES = ["llama_tied", "gpt2_tied", "mixtral", "gemma3n", "mamba"]

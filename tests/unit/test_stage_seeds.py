@@ -15,10 +15,10 @@ import torch
 from stage_models import BLOCKS, assert_same_gradients, batch, build, cut, summed
 from torch import Tensor, nn
 
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.seeds import mix64, stream_seed
-from hf_parallel.pipeline_parallel.selfcheck import run_stages
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.model.random_streams import mix64, stream_seed
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
+from hf_parallel.pipeline_parallel.run.stage import Stage
 
 
 DROPOUT: dict[str, dict[str, float]] = {

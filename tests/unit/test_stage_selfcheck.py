@@ -10,10 +10,10 @@ from stage_models import VOCAB, batch, build
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.pipeline_parallel.discover import discover_stages
-from hf_parallel.pipeline_parallel.loss_kind import judge_loss
-from hf_parallel.pipeline_parallel.samples import tiny_samples
-from hf_parallel.pipeline_parallel.selfcheck import check_split
+from hf_parallel.model.samples import tiny_samples
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
+from hf_parallel.pipeline_parallel.plan.verify_stages import check_split
 
 
 def forward_of(model: nn.Module) -> Any:

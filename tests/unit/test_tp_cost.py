@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tp_models import plan_sample, tiny_model
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.cost import bytes_per_rank, flops_coverage, report, traffic
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.virtual import virtual_groups
+from hf_parallel.tensor_parallel.plan.cost import bytes_per_rank, flops_coverage, report, traffic
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.virtual_ranks import virtual_groups
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])

@@ -16,14 +16,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from zoo.models import quiet
 
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.check import verify_model
-from hf_parallel.tensor_parallel.complete import plan_model
-from hf_parallel.tensor_parallel.cost import bytes_per_rank, flops_coverage, traffic
 from hf_parallel.tensor_parallel.layout import Section, ShardSpec
-from hf_parallel.tensor_parallel.plan import Routing, TPPlan
-from hf_parallel.tensor_parallel.routing import install_routing
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.cost import bytes_per_rank, flops_coverage, traffic
+from hf_parallel.tensor_parallel.plan.verify_model import verify_model
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.expert_routing import install_routing
+from hf_parallel.tensor_parallel.shard_plan import Routing, TPPlan
 
 
 @pytest.fixture(autouse=True)

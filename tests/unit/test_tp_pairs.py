@@ -16,9 +16,9 @@ from zoo.models import quiet
 from zoo.shards import sweep_shards
 
 from hf_parallel.errors import PlanError
-from hf_parallel.tensor_parallel.check import verify_model
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.verify_model import verify_model
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 @pytest.fixture(autouse=True)

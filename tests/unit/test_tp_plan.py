@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from tp_models import plan_sample, tiny_model
 
+from hf_parallel.engine.plans import judge_fallbacks, vocabulary_modules
 from hf_parallel.errors import PlanError
-from hf_parallel.planning import judge_fallbacks, vocabulary_modules
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.layout import Section
-from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 def roles(plan: TPPlan) -> dict[str, str]:

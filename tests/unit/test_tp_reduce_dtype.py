@@ -17,12 +17,12 @@ from torch import Tensor
 from tp_models import spread
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.complete import plan_model
-from hf_parallel.tensor_parallel.cost import traffic
-from hf_parallel.tensor_parallel.functions import VirtualGroup
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.cost import traffic
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.functions import VirtualGroup
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 ROWS, LENGTH, SEEDS = 4, 16, 3

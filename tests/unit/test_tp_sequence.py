@@ -13,22 +13,22 @@ from torch import Tensor, nn
 from tp_models import CASES, plan_sample, tiny_batch, tiny_model
 
 from hf_parallel.errors import ConfigError, PlanError
-from hf_parallel.tensor_parallel.check import verify_model
-from hf_parallel.tensor_parallel.complete import plan_model
-from hf_parallel.tensor_parallel.cost import report, traffic
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.functions import TPGroup
-from hf_parallel.tensor_parallel.plan import SequencePlan, TPPlan
-from hf_parallel.tensor_parallel.sequence_functions import (
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.cost import report, traffic
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence
+from hf_parallel.tensor_parallel.plan.verify_model import verify_model
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.run.functions import TPGroup
+from hf_parallel.tensor_parallel.run.sequence_functions import (
     Entry,
     gather_from_sequence,
     reduce_scatter_to_sequence,
     scatter_to_sequence,
     sequence_sizes,
 )
-from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
-from hf_parallel.tensor_parallel.virtual import run_virtual_ranks, virtual_groups
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.shard_plan import SequencePlan, TPPlan
 
 
 WIDTH = 8
@@ -279,7 +279,7 @@ def test_a_block_of_which_more_is_read_runs_on_the_whole_sequence() -> None:
 
 
 def test_sequence_parallel_with_one_rank_is_refused() -> None:
-    from hf_parallel.config import HFParallelConfig
+    from hf_parallel.settings.config import HFParallelConfig
 
     with pytest.raises(ConfigError, match=r"sequence_parallel=true with tp_size=1 has no effect"):
         HFParallelConfig(tensor_parallel={"sequence_parallel": True})

@@ -20,14 +20,14 @@ from zoo.shards import sweep_shards
 
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
-from hf_parallel.tensor_parallel import vocab_loss
-from hf_parallel.tensor_parallel.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.check import verify_model
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.verify_model import verify_model
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.run import vocab_loss
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 def on_virtual_ranks(tp_size: int, work: Callable[[TPGroup, int], Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from zoo.models import quiet, tiny_config
 
 import hf_parallel
 from hf_parallel import PlanError, plan_for, twin
-from hf_parallel.tensor_parallel.plan import TPPlan
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ from typer.testing import CliRunner, Result
 from hf_parallel.cli.main import app
 from hf_parallel.deepspeed.keys import TOP, tabled_keys, zero_keys
 from hf_parallel.deepspeed.rules import PASSED_ON, batch_problems
+from hf_parallel.dry_run.accelerate_file import FSDP_KEYS, KNOWN
+from hf_parallel.dry_run.check_file import Checked, check_file, key_lines
+from hf_parallel.dry_run.fit import layout_of_file
 from hf_parallel.machine.facts import Gpu, Machine, stale_locks
-from hf_parallel.recipes import find_recipe, list_recipes
-from hf_parallel.validation.accelerate import FSDP_KEYS, KNOWN
-from hf_parallel.validation.check import Checked, check_file, key_lines
-from hf_parallel.validation.fit import layout_of_file
+from hf_parallel.settings.recipes import find_recipe, list_recipes
 
 
 BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4}

@@ -12,8 +12,8 @@ from stage_models import CONFIGS, assert_same_gradients, batch, build
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_parallel.pipeline_parallel.selfcheck import loss_of
-from hf_parallel.pipeline_parallel.weight_gradients import Pending, WeightGradients, accumulate
+from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
+from hf_parallel.pipeline_parallel.run.weight_gradients import Pending, WeightGradients, accumulate
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_parallel.checkpoints.weights.converted import conversion_of
+from hf_parallel.checkpoints.weights.gather import check_config, load_weights, weight_files
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
-from hf_parallel.loading.converted import conversion_of
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.weights import check_config, load_weights, weight_files
 
 
 ALONE = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))

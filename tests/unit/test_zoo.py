@@ -18,7 +18,7 @@ from zoo.shards import sweep_shards
 from zoo.shards_page import shards_of
 from zoo.sweep import Row, sweep
 
-from hf_parallel.compat import loss_shifts_labels
+from hf_parallel.compat.private_transformers import loss_shifts_labels
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"

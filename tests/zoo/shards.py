@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_parallel.engine.plans import vocabulary_modules
 from hf_parallel.errors import ParallelError
-from hf_parallel.planning import vocabulary_modules
-from hf_parallel.tensor_parallel.cost import flops_coverage
-from hf_parallel.tensor_parallel.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan import TPPlan
-from hf_parallel.tensor_parallel.sequence_plan import shard_sequence
-from hf_parallel.tensor_parallel.virtual import run_sharded
-from hf_parallel.tensor_parallel.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.plan.cost import flops_coverage
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_sharded
+from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 from zoo.models import batch, build, quiet, why_not
 from zoo.sweep import FLOOR, deadline, relative, verdict_of
 

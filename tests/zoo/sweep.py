@@ -15,9 +15,9 @@ from stage_models import cut, summed, unsplit, zero_grad
 from torch import Tensor, nn
 
 from hf_parallel.errors import ParallelError
-from hf_parallel.pipeline_parallel.discover import PipelinePlan, discover_stages
-from hf_parallel.pipeline_parallel.selfcheck import check_split, loss_of, run_stages
-from hf_parallel.pipeline_parallel.stage import Stage
+from hf_parallel.pipeline_parallel.plan.discover import PipelinePlan, discover_stages
+from hf_parallel.pipeline_parallel.plan.verify_stages import check_split, loss_of, run_stages
+from hf_parallel.pipeline_parallel.run.stage import Stage
 from zoo.models import batch, build, quiet, why_not
 
 

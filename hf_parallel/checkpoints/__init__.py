@@ -1,0 +1,1 @@
+"""Weights and training state, to and from files, whatever the layout."""

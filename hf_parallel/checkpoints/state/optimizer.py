@@ -1,0 +1,218 @@
+"""Optimizer state by parameter name, as pieces of whole tensors: what is saved does not depend on who held what.
+
+State with one entry an element has the shape of its parameter and goes into DCP. What is one number for a parameter
+(`step`) goes into the description, which is JSON. Other tensors (the row and column means of Adafactor) are statistics
+of the tensor they were made from: of a tensor-parallel shard they fit that shard only, and say so in their label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.checkpoints.state.pieces import Piece, is_writer, pieces_of
+from hf_parallel.data_parallel.flat import PER_TENSOR, FlatShard
+from hf_parallel.data_parallel.fsdp import first_row_of, is_part, local_of
+from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.errors import CheckpointError
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh
+
+
+SEPARATOR = "::"
+PREFIX = f"optimizer{SEPARATOR}"
+WHOLE = "@whole"
+MASTER_WEIGHT = "master_weight"  # the fp32 copy of a parameter that is in half precision
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that hold the same optimizer state.
+
+    Args:
+        ledger: The model's ledger.
+        mesh: This rank's mesh.
+        replica: Of a state that each replica has for itself, whose; None for one that all share.
+        copy: Which of the ranks with the same elements this is.
+        copies: How many there are.
+    """
+
+    ledger: Ledger
+    mesh: Mesh
+    replica: int | None = None
+    copy: int = 0
+    copies: int = 1
+
+    def label(self, name: str, key: str) -> str:
+        """Name of a state tensor in the checkpoint."""
+        return f"{PREFIX}{name}{SEPARATOR}{key}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        """What marks the state of one replica."""
+        return "" if self.replica is None else f"@dp{self.replica}"
+
+    def shard_mark(self, entry: Entry) -> str:
+        """What marks a tensor that is not in the shape of its parameter: what it was made from."""
+        mesh = self.mesh
+        whole = entry.spec is None or mesh.shape.tp_size == 1
+        return WHOLE if whole else f"@tp{mesh.tp_rank}of{mesh.shape.tp_size}"
+
+    def writes(self, label: str, mark: str) -> bool:
+        """Whether this rank writes such a tensor."""
+        return is_writer(label, self.copy, self.copies) and (mark != WHOLE or self.mesh.tp_rank == 0)
+
+    def owns(self, entry: Entry) -> bool:
+        """Whether this stage writes what belongs to a parameter."""
+        return entry.owner == self.mesh.pp_rank
+
+
+@dataclass(frozen=True)
+class OptimizerView:
+    """An optimizer, and how its parameters are laid out on this rank.
+
+    Args:
+        optimizer: The optimizer.
+        parameters: Ledger name -> this rank's parameter.
+        zero: Its partition, None without one.
+        has_copies: Whether parameters that are shared out are fp32 copies, which are then part of the state.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    zero: ZeroPartition | None = None
+    has_copies: bool = False
+
+    @property
+    def group_names(self) -> list[list[str]]:
+        """Names of the parameters in each group.
+
+        Raises:
+            CheckpointError: The optimizer updates a tensor that is not a parameter of the model.
+        """
+        if self.zero is not None:
+            return [list(group) for group in self.zero.groups]
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        found = [[names.get(id(p), "") for p in group["params"]] for group in self.optimizer.param_groups]
+        if any("" in group for group in found):
+            raise CheckpointError(
+                f"{type(self.optimizer).__name__} updates a tensor that is no parameter of the model: its state has no "
+                "name to be saved by. Put parameters of the model into the optimizer only."
+            )
+        return found
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters that the optimizer updates on this rank."""
+        wanted = {name for group in self.group_names for name in group}
+        return ((name, parameter) for name, parameter in self.parameters.items() if name in wanted)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """State of a run of elements of one parameter.
+
+    Args:
+        name: Of the parameter.
+        start: Which element of this rank's tensor-parallel shard the first one is.
+        state: Key -> the elements f[n].
+        others: Key -> what is not one entry an element.
+    """
+
+    name: str
+    start: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+def elements_of(view: OptimizerView) -> Iterator[Elements]:
+    """All state on this rank; tensors are views where memory allows."""
+    if view.zero is not None:
+        for shard in view.zero.shards:
+            yield from _of_flat(view.zero.optimizer, shard)
+        return
+    for name, parameter in view.trained():
+        state = dict(view.optimizer.state.get(parameter, {}))
+        if view.has_copies and is_part(parameter):
+            state[MASTER_WEIGHT] = parameter
+        start = first_row_of(parameter) * parameter.shape[1:].numel()
+        flat = {
+            key: local_of(value).detach().contiguous().view(-1)
+            for key, value in state.items()
+            if is_per_element(key, value, parameter)
+        }
+        yield Elements(name, start, flat, {key: value for key, value in state.items() if key not in flat})
+
+
+def _of_flat(optimizer: torch.optim.Optimizer, shard: FlatShard) -> Iterator[Elements]:
+    state = dict(optimizer.state.get(shard.master, {}))
+    if shard.is_finer:
+        state[MASTER_WEIGHT] = shard.master.detach()
+    flat = {key: value for key, value in state.items() if is_per_element(key, value, shard.master)}
+    others = {key: value for key, value in state.items() if key not in flat}
+    for position, name in enumerate(shard.bucket.names):
+        piece = shard.inside(position)
+        if piece is None:
+            yield Elements(name, others=others)
+        else:
+            yield Elements(name, start_in(shard, position, piece), {k: v[piece] for k, v in flat.items()}, others)
+
+
+def start_in(shard: FlatShard, position: int, piece: slice) -> int:
+    """Which element of a parameter its piece of a flat part begins with."""
+    return int(shard.start + piece.start - shard.bucket.offsets[position])
+
+
+def is_per_element(key: str, value: object, like: Tensor) -> bool:
+    """Whether a value of the optimizer's state has one entry for each element of its parameter."""
+    return isinstance(value, Tensor) and value.shape == like.shape and key not in PER_TENSOR
+
+
+def state_pieces(view: OptimizerView, place: Place) -> tuple[list[Piece], dict[str, Any]]:
+    """What this rank writes of the optimizer's state: pieces, and numbers by label."""
+    pieces: list[Piece] = []
+    numbers: dict[str, Any] = {}
+    for held in elements_of(view):
+        entry = place.ledger.entries[held.name]
+        if not place.owns(entry):
+            continue
+        for key, run in held.state.items():
+            label = place.label(held.name, key)
+            if is_writer(label, place.copy, place.copies):
+                pieces += pieces_of(label, entry, place.mesh, run, held.start, counted_only=True)
+        for key, value in held.others.items():
+            _add_other(pieces, numbers, place, entry, key, value)
+    return pieces, numbers
+
+
+def _add_other(
+    pieces: list[Piece], numbers: dict[str, Any], place: Place, entry: Entry, key: str, value: object
+) -> None:
+    label = place.label(entry.name, key)
+    if isinstance(value, Tensor) and value.numel() > 1:
+        value = local_of(value).detach()
+        mark = place.shard_mark(entry)
+        if place.writes(label, mark):
+            pieces.append(Piece(label + mark, tuple(value.shape), (0,) * value.ndim, value))
+    elif place.mesh.tp_rank == 0 and place.copy == 0:
+        numbers[label] = encode(value)
+
+
+def encode(value: object) -> Any:
+    """A number, or a tensor of one, as JSON."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.tolist()}
+    return value
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`."""
+    if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"the training state has a number of type {value['dtype']!r:.60}: it is damaged.")
+        return torch.tensor(value["value"], dtype=dtype)
+    return value

@@ -1,0 +1,1 @@
+"""Model weights in safetensors files: read slice by slice, written tensor by tensor."""

@@ -1,0 +1,1 @@
+"""The only modules that touch private names of torch, transformers and accelerate."""

@@ -1,0 +1,227 @@
+"""Private names of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.errors import UnsupportedError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer
+    from transformers.core_model_loading import WeightTransform
+from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
+
+
+IGNORED_LABEL = -100
+
+
+def run_inside_checkpoint(
+    block: nn.Module, forward: Callable[[], Any], body: Callable[[Callable[[], Any]], Any]
+) -> Any:
+    """`body(forward)`, with `body` inside the checkpoint if `block` checkpoints its own forward (transformers' layers).
+
+    Args:
+        block: A block of a model.
+        forward: A call of its forward.
+        body: Calls the function it is given; runs again, with the rest, when the block is recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    name = "_gradient_checkpointing_func"
+    checkpoint = vars(block).get(name)
+    checkpoints = isinstance(block, GradientCheckpointingLayer) and block.gradient_checkpointing and block.training
+    if not checkpoints or checkpoint is None:
+        return body(forward)
+
+    def checkpoint_all(function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(lambda *again: body(lambda: function(*again)), *args)
+
+    vars(block)[name] = checkpoint_all
+    try:
+        return forward()
+    finally:
+        vars(block)[name] = checkpoint
+
+
+@contextlib.contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Inside, a transformers model computes attention in plain ops; models of other makes are left alone."""
+    name = "_attn_implementation_internal"
+    configs = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
+    before = [(config, vars(config)[name]) for config in configs.values() if name in vars(config)]
+    try:
+        for config, _ in before:
+            vars(config)[name] = "eager"
+        yield
+    finally:
+        for config, value in before:
+            vars(config)[name] = value
+
+
+def calling_trainer() -> Trainer | None:
+    """The `Trainer` whose constructor is running in the calling stack.
+
+    Callbacks are handed model and optimizer but not the Trainer itself, and they are called from its constructor.
+    """
+    from transformers import Trainer
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer):
+            return candidate
+        frame = frame.f_back
+    return None
+
+
+def trainer_internals(trainer: Trainer) -> None:
+    """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides.
+
+    Raises:
+        UnsupportedError: Names the missing methods and the version range that has them.
+    """
+    needed = (
+        "_save_checkpoint",
+        "_get_output_dir",
+        "_push_from_checkpoint",
+        "_save_optimizer_and_scheduler",
+        "_load_optimizer_and_scheduler",
+        "_load_from_checkpoint",
+        "_load_best_model",
+        "_clip_grad_norm",
+        "_get_grad_norm",
+        "_get_num_items_in_batch",
+        "_prepare_inputs",
+        "_track_num_input_tokens",
+        "get_batch_samples",
+        "training_step",
+        "prediction_step",
+        "compute_loss",
+    )
+    missing = [name for name in needed if not callable(getattr(trainer, name, None))]
+    if missing:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}: Trainer has no {', '.join(missing)}. "
+            "Install transformers>=5.23,<5.24."
+        )
+
+
+def loss_shifts_labels(model: Any) -> bool:
+    """Whether the model's loss predicts token i+1 at position i, so that labels[..., 0] is never a target."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    base = getattr(model, "get_base_model", None)  # of a PEFT wrapper
+    model = base() if callable(base) else model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is not None and "loss_function" not in code.co_names:
+        # A loss of its own: those of decoder halves (BartForCausalLM) do not shift; code that does names it so.
+        return any(name.startswith("shift") for name in code.co_varnames)
+    # transformers takes the causal loss for a class name that it cannot place (GPT2LMHeadModel).
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss
+
+
+def is_causal_loss(function: Any) -> bool:
+    """Whether `function` is transformers' loss of causal language models, it and what it calls as they are shipped."""
+    from torch import nn
+    from transformers.loss import loss_utils
+
+    source, parts = loss_utils.__file__, vars(loss_utils)
+    return (
+        is_shipped(function, "ForCausalLMLoss", source)
+        and function.__defaults__ == (None, IGNORED_LABEL, None)
+        and is_shipped(parts.get("fixed_cross_entropy"), "fixed_cross_entropy", source)
+        and parts["fixed_cross_entropy"].__defaults__ == (None, IGNORED_LABEL)
+        and parts.get("nn") is nn
+        and is_cross_entropy(nn.functional.cross_entropy)
+    )
+
+
+def loss_functions(model: Any) -> tuple[Any, ...]:
+    """What decides what the model's own loss computes and may be replaced; the same objects as long as nothing is."""
+    from torch.nn import functional
+    from transformers.loss import loss_utils
+
+    own = getattr(model, "loss_function", None)
+    bound = (getattr(own, "__func__", own), getattr(own, "__self__", None))
+    return (*bound, loss_utils.fixed_cross_entropy, functional.cross_entropy)
+
+
+def copy_loss_function(model: Any, twin: Any) -> None:
+    """Give a model of the same class the loss that somebody chose for `model` after it was made."""
+    own = vars(model).get("_loss_function")
+    if own is not None:
+        bound_to_model = isinstance(own, MethodType) and own.__self__ is model
+        twin.loss_function = MethodType(own.__func__, twin) if bound_to_model else own
+    if "loss_type" in vars(model):
+        twin.loss_type = model.loss_type
+
+
+@contextlib.contextmanager
+def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
+    """Inside, transformers' `from_pretrained` finds the files of a checkpoint and loads them through these two.
+
+    Args:
+        load: Called with the stock function that fills a model, then with its arguments.
+        find: Called with the stock function that finds the files, then with its arguments.
+
+    Raises:
+        UnsupportedError: This transformers loads in another way.
+    """
+    from functools import partial
+
+    from transformers import PreTrainedModel, modeling_utils
+
+    stock_load = vars(PreTrainedModel).get("_load_pretrained_model")
+    stock_find = vars(modeling_utils).get("_get_resolved_checkpoint_files")
+    if not isinstance(stock_load, staticmethod) or stock_find is None:
+        import transformers
+
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} loads weights in a way that is not known. "
+            "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
+        )
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, stock_load.__func__)))  # noqa: B010
+    setattr(modeling_utils, "_get_resolved_checkpoint_files", partial(find, stock_find))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "_load_pretrained_model", stock_load)  # noqa: B010
+        setattr(modeling_utils, "_get_resolved_checkpoint_files", stock_find)  # noqa: B010
+
+
+def weight_transforms(model: PreTrainedModel) -> list[WeightTransform] | None:
+    """What transformers did to the tensors of a checkpoint when it loaded `model`, or would do; None: nothing.
+
+    Source: transformers 5.23, `core_model_loading.revert_weight_conversion`.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    transforms: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
+    if transforms is not None:
+        return transforms
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [transform for transform in found if not isinstance(transform, PrefixChange)] or None
+
+
+def weights_left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Names that `save_pretrained` never saves, and patterns of names that it leaves out where they are tied."""
+    from transformers import modeling_utils
+
+    tied = getattr(modeling_utils, "_get_tied_weight_keys", None)
+    if tied is None:
+        raise UnsupportedError("transformers does not tell which weights are tied: install transformers>=5.23,<5.24.")
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ()), tied(model)

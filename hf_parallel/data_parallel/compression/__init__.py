@@ -1,0 +1,1 @@
+"""Gradient compression: codecs, error feedback and the collectives that carry codes."""

@@ -1,0 +1,1 @@
+"""What can be said before anything is started: settings, machine, memory."""

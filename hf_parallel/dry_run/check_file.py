@@ -1,0 +1,250 @@
+"""Every problem of a config file at once, with its line: our section, the accelerate file around it, the machine, memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from hf_parallel.deepspeed.keys import zero_keys
+from hf_parallel.deepspeed.rules import inline_problems, inline_warnings, json_problems, json_warnings
+from hf_parallel.dry_run.accelerate_file import file_problems, file_warnings
+from hf_parallel.errors import MAX_LINES, ConfigError, ParallelError, bounded
+from hf_parallel.machine.facts import Machine
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, read_section
+from hf_parallel.settings.sections import spelled
+
+
+Severity = Literal["error", "warning"]
+AMPERE: Final = (8, 0)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem.
+
+    Args:
+        severity: Whether the run cannot work, or may not.
+        message: Key path and value, rule, fix.
+        file: Where it stands; None for what is in no file.
+        line: From 1; None if the key is not written there.
+    """
+
+    severity: Severity
+    message: str
+    file: Path | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = "" if self.file is None else f"{self.file}:{self.line}: " if self.line else f"{self.file}: "
+        return f"{place}{self.message}" if self.severity == "error" else f"{place}warning: {self.message}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file and what is wrong with it.
+
+    Args:
+        path: The file.
+        config: Our settings; None if they are not valid.
+        accelerate: The whole file.
+        deepspeed: The content of the DeepSpeed file that it names, if any.
+        findings: Errors first.
+    """
+
+    path: Path
+    config: HFParallelConfig | None
+    accelerate: Mapping[str, Any]
+    deepspeed: Mapping[str, Any] | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What cannot work."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+
+@dataclass
+class _Place:
+    """A file whose problems are named by their lines."""
+
+    path: Path
+    text: str
+    prefix: str = ""
+    lines: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lines = key_lines(self.text)
+
+    def findings(self, severity: Severity, messages: Iterable[str], prefix: str = "") -> Iterator[Finding]:
+        for message in islice(messages, MAX_LINES):
+            yield Finding(severity, bounded(message), self.path, self._line(prefix, message))
+
+    def _line(self, prefix: str, message: str) -> int | None:
+        """The line of the longest part of the key path that is written in the file."""
+        found = re.match(r"[A-Za-z_][\w.]*", message)
+        parts = (prefix + found[0] if found else prefix).rstrip(".").split(".")
+        for length in range(len(parts), 0, -1):
+            line = self.lines.get(".".join(parts[:length]))
+            if line is not None:
+                return line
+        return None
+
+
+def check_file(path: Path, machine: Machine) -> Checked:
+    """Check a config file against all rules.
+
+    Args:
+        path: An accelerate config file.
+        machine: What the rules about hardware look at.
+    """
+    try:
+        section, accelerate = read_section(path)
+    except ConfigError as error:
+        texts = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
+        return Checked(path, None, {}, findings=tuple(Finding("error", text, path) for text in texts))
+    place = _Place(path, read_bounded(path))
+    config, found = _check_section(place, section)
+    found += place.findings("error", file_problems(accelerate))
+    ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
+    found += place.findings("error", _lines_of(_fit, config or _sizes_only(section), ours))
+    found += place.findings("warning", file_warnings(accelerate))
+    engine = config is not None and config.zero.engine == "deepspeed"
+    found += place.findings("error", machine_problems(accelerate, machine, deepspeed=engine))
+    found += place.findings("warning", machine_warnings(accelerate, machine, deepspeed=engine))
+    deepspeed, foreign = _check_deepspeed(place, accelerate, machine)
+    found += foreign
+    findings = sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
+    return Checked(path, config, accelerate, deepspeed, tuple(findings))
+
+
+def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HFParallelConfig | None, list[Finding]]:
+    """Our settings, or what is wrong with them."""
+    if section is None:
+        text = (
+            f"{SECTION}.{KEY}: there is no such section, so hf_parallel would only copy the model. Add one, for example "
+            f"{KEY}: {{pp_size: 2}}."
+        )
+        return HFParallelConfig(), list(place.findings("warning", [text]))
+    prefix = f"{SECTION}.{KEY}."
+    try:
+        config = HFParallelConfig.from_mapping(section, source=KEY)
+    except ConfigError as error:
+        messages = [line.removeprefix(f"{KEY}: ") for line in str(error).splitlines() if line != f"{KEY}:"]
+        return None, list(place.findings("error", messages, prefix))
+    problems = _lines_of(ScheduleChoice, config.pipeline, config.pp_size) if config.pp_size > 1 else []
+    return config, list(place.findings("error", problems, prefix))
+
+
+def _lines_of(check: Any, *arguments: object) -> list[str]:
+    """The problems that a check raises, one each."""
+    try:
+        check(*arguments)
+    except ParallelError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _fit(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> None:
+    """`check_accelerate` for a number of processes that is one."""
+    processes = accelerate.get("num_processes")
+    whole = isinstance(processes, int) and not isinstance(processes, bool)
+    check_accelerate(config, accelerate if whole else {**accelerate, "num_processes": -1})
+
+
+def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
+    """What is left of invalid settings, so that the rest of the file can be checked against it."""
+    try:
+        return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in ("tp_size", "pp_size")})
+    except ConfigError:
+        return HFParallelConfig()
+
+
+def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+    """Settings that this machine cannot do.
+
+    Args:
+        accelerate: The whole file.
+        machine: This machine.
+        deepspeed: Whether our section asks for DeepSpeed.
+    """
+    if deepspeed or (accelerate.get("distributed_type") == "DEEPSPEED" and accelerate.get("use_cpu") is not True):
+        key = "zero.engine=deepspeed" if deepspeed else "distributed_type='DEEPSPEED'"
+        for lock in machine.locks:
+            yield (
+                f"{key}: {lock} is the lock of a build that has no library: every process would wait for it, silently. Remove "
+                "it if no build is running."
+            )
+    if accelerate.get("use_cpu") is True:
+        return
+    if not machine.gpus and str(accelerate.get("mixed_precision")).lower() == "fp16":
+        yield "mixed_precision='fp16' on a machine without a GPU: fp16 needs one. Set mixed_precision to bf16 or 'no'."
+    old = [gpu for gpu in machine.gpus if gpu.capability < AMPERE]
+    if old and str(accelerate.get("mixed_precision")).lower() == "bf16":
+        major, minor = old[0].capability
+        yield (
+            f"mixed_precision='bf16': {old[0].name} has compute capability {major}.{minor}, and bf16 needs 8.0 (Ampere). Set "
+            "mixed_precision to fp16."
+        )
+
+
+def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:
+    """Settings that this machine does badly; arguments as for `machine_problems`."""
+    if machine.gpus and all(gpu.capability >= AMPERE for gpu in machine.gpus):
+        if str(accelerate.get("mixed_precision")).lower() == "fp16":
+            yield (
+                f"mixed_precision='fp16': {machine.gpus[0].name} has bf16, which needs no loss scaling. Set mixed_precision to "
+                "bf16."
+            )
+    elif not machine.gpus and accelerate.get("distributed_type") == "DEEPSPEED" and not deepspeed:
+        yield (
+            "distributed_type='DEEPSPEED' on a machine without a GPU: processes only find each other with "
+            "TrainingArguments(ddp_backend='gloo') and without use_cpu. Set both there."
+        )
+
+
+def _check_deepspeed(
+    place: _Place, accelerate: Mapping[str, Any], machine: Machine
+) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+    """The DeepSpeed file that is named, and the problems of it and of the section."""
+    block = accelerate.get("deepspeed_config") or {}
+    if not isinstance(block, Mapping) or not block:
+        return None, []
+    keys = zero_keys()
+    found = list(place.findings("error", inline_problems(block, accelerate.get("mixed_precision"), keys)))
+    found += place.findings("warning", inline_warnings(block))
+    named = block.get("deepspeed_config_file")
+    if named is None:
+        return None, found
+    file = Path(os.path.expanduser(str(named)))
+    try:
+        text = read_bounded(file, MAX_JSON_BYTES, "a DeepSpeed JSON file")
+        config = parse_json(text, file)
+    except ConfigError as error:
+        problem = (
+            f"deepspeed_config.deepspeed_config_file={spelled(str(named))}: {error} Name a JSON file that can be read."
+        )
+        return None, [*found, *place.findings("error", [problem])]
+    if not isinstance(config, dict):
+        return None, [*found, Finding("error", 'expected a mapping. Write {"zero_optimization": {"stage": 2}}.', file)]
+    inner, processes = _Place(file, text), accelerate.get("num_processes")
+    is_number = isinstance(processes, int) and not isinstance(processes, bool)
+    world = processes if is_number and processes is not None and processes > 0 else None
+    found += inner.findings("error", json_problems(config, keys, world))
+    found += inner.findings("warning", json_warnings(config, machine.gpu_bytes))
+    if accelerate.get("use_cpu") is True or not machine.gpus:
+        found += inner.findings("error", _half_on_cpu(config))
+    return config, found
+
+
+def _half_on_cpu(config: Mapping[str, Any]) -> Iterator[str]:
+    half = config.get("fp16")
+    if isinstance(half, Mapping) and half.get("enabled") is True:
+        yield "fp16.enabled=true without a GPU: DeepSpeed has no fp16 on CPUs. Set fp16.enabled to false and bf16.enabled to true."

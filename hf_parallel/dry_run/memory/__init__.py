@@ -1,0 +1,1 @@
+"""What a run needs of a GPU and of the RAM, term by term."""

@@ -1,0 +1,144 @@
+"""The numbers of a model, counted on the meta device: no weights are read and no memory is taken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from hf_parallel.dry_run.memory.block import trace_block
+from hf_parallel.dry_run.memory.terms import ModelShape, Precision
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.file import parse_json, read_bounded
+from hf_parallel.settings.sections import shown, spelled
+
+
+MAX_CONFIG_BYTES: Final = 1 << 22  # names of labels make some long
+# What a model makes a module of each of.
+COUNTS: Final = frozenset(
+    {"num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_local_experts", "num_experts"}
+)
+MAX_MODULES: Final = 4096
+
+
+def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShape:
+    """The shape of a causal language model.
+
+    Args:
+        name_or_path: A `config.json`, a folder with one, or a name that transformers can look up.
+        precision: In which the activations of a block are traced; None counts them as Llama's.
+
+    Raises:
+        ConfigError: There is no such config, or no causal language model for it.
+    """
+    from transformers import AutoConfig
+
+    path = Path(os.path.expanduser(name_or_path))
+    try:
+        exists = path.exists()
+        if exists:
+            _refuse_odd_file(path / "config.json" if path.is_dir() else path)
+        config = AutoConfig.from_pretrained(str(path) if exists else name_or_path, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a config class raises what it likes on values of odd types
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError(
+            f"model {spelled(name_or_path)}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
+            "model that is in the cache or can be downloaded."
+        ) from None
+    return shape_of_config(config, precision)
+
+
+def _refuse_odd_file(file: Path) -> None:
+    """Refuse what is no JSON file, or would build modules without end."""
+    if not file.exists():
+        return  # transformers says what it looked for
+    content = parse_json(read_bounded(file, MAX_CONFIG_BYTES, "a config.json"), file)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file}: expected a mapping. Give the config.json of a model.")
+    for section in (content, *(value for value in content.values() if isinstance(value, dict))):
+        for key, value in section.items():
+            if key in COUNTS and isinstance(value, int) and value > MAX_MODULES:
+                raise ConfigError(
+                    f"{file}: {key}={spelled(value)}: at most {MAX_MODULES} modules are counted. Correct the file."
+                )
+
+
+def shape_of_config(config: Any, precision: Precision | None = None) -> ModelShape:
+    """The shape of the model that `AutoModelForCausalLM` builds from a transformers config.
+
+    Args:
+        config: The config; it is not changed.
+        precision: As for `shape_of`.
+
+    Raises:
+        ConfigError: It builds none, or the config names its widths in no usual way.
+    """
+    model, text = _on_meta(config), config.get_text_config()
+    hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding
+    head = 0 if output is None else output.weight.numel()
+    saved = None if precision is None else trace_block(config, precision)
+    heads = getattr(text, "num_attention_heads", None) or (
+        _number(text, "num_attention_heads") if saved is None else 0
+    )
+    head_dim = getattr(text, "head_dim", None) or hidden // max(1, heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
+    wide, attention = _intermediate(text, hidden), 2 * hidden * head_dim * (heads + kv_heads)
+    return ModelShape(
+        parameters=sum(sizes.values()),
+        layers=layers,
+        hidden=hidden,
+        intermediate=wide,
+        vocab=embedding.shape[0],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        embedding=embedding.numel(),
+        head=head,
+        tied=tied,
+        gated=block - attention > 2.5 * hidden * wide,
+        largest=max(sizes.values()),
+        saved=saved,
+    )
+
+
+def _on_meta(config: Any) -> Any:
+    """The model without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError(
+            f"model type {spelled(config.model_type)} cannot be built from its config: {reason} "
+            "Give the config of a causal language model."
+        ) from None
+
+
+def _number(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"the config of {config.model_type!r} has {key}={shown(value)}: memory is counted from an integer. Add it to the "
+            "config, or leave out --model."
+        )
+    return value
+
+
+def _intermediate(config: Any, hidden: int) -> int:
+    """Width that a token passes: of a dense part, or of all experts that it is routed to."""
+    experts = getattr(config, "num_experts_per_tok", None)
+    width = getattr(config, "moe_intermediate_size", None) if experts else None
+    width = width or next(
+        (v for key in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, key, None), int)),
+        4 * hidden,
+    )
+    return int(width) * int(experts or 1)

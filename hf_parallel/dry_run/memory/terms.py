@@ -1,0 +1,239 @@
+"""What memory depends on: the numbers of a model, who holds what, and what one step is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
+
+
+Engine = Literal["native", "fsdp2", "deepspeed"]
+Precision = Literal["fp32", "half", "autocast"]
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What autograd keeps of one block for each token, as traced in one precision.
+
+    Args:
+        shared: Bytes that every tensor-parallel rank keeps (of the width of the residual stream).
+        split: Bytes that these ranks share.
+        square: More of them for each token of the length (stored attention matrices).
+    """
+
+    shared: float
+    split: float
+    square: float
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a model that memory depends on.
+
+    Args:
+        parameters: All of them; tied ones count once.
+        layers: Repeated blocks.
+        hidden: Width of the residual stream.
+        intermediate: Width of the feed-forward part that one token passes (of all its experts).
+        vocab: Entries of the vocabulary.
+        heads: Attention heads.
+        kv_heads: Key-value heads.
+        head_dim: Width of a head.
+        embedding: Parameters before the first block.
+        head: Parameters after the last block, the tied ones included.
+        tied: Whether the head's weight is the embedding's.
+        gated: Whether the feed-forward part has a gate (SwiGLU and the like).
+        largest: Elements of the largest parameter.
+        saved: What a block keeps, if it was traced; else it is counted as Llama's block.
+        adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
+            keeps is counted as if all of it were trained.
+    """
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    embedding: int = 0
+    head: int = 0
+    tied: bool = False
+    gated: bool = True
+    largest: int = 0
+    saved: SavedBytes | None = None
+    adapters: int = 0
+
+    @property
+    def block(self) -> float:
+        """Parameters of one block, the mean."""
+        shared = self.vocab * self.hidden if self.tied else 0
+        return (self.parameters - self.embedding - self.head + shared) / max(1, self.layers)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """DeepSpeed's buffers, in elements; the defaults are those of DeepSpeed 0.19.8.
+
+    Args:
+        reduce_bucket: Gradients in one message.
+        allgather_bucket: Parameters in one message (stages 1 and 2).
+        prefetch: Parameters fetched ahead (stage 3).
+        live: Parameters that may be whole at once (stage 3).
+        overlap: Whether messages and computing overlap, which doubles the reduce bucket; None is the stage's default.
+    """
+
+    reduce_bucket: float = 5e8
+    allgather_bucket: float = 5e8
+    prefetch: float = 5e7
+    live: float = 1e9
+    overlap: bool | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the ranks share and where it lies.
+
+    Args:
+        num_processes: Of the run; a multiple of tp_size * pp_size.
+        ranks_per_node: Ranks that share a node's RAM.
+        tp_size: Ranks that share each layer.
+        pp_size: Ranks that share the stack of blocks.
+        sequence_parallel: Whether tp ranks share the sequence between the sharded layers as well.
+        shards: Ranks that share one copy of what the stage partitions; None is all replicas.
+        stage: Of ZeRO, 0 to 3.
+        engine: Who partitions.
+        precision: fp32; half (parameters in 16 bit); autocast (fp32 parameters, products in 16 bit).
+        offload_optimizer: Where Adam's state lies instead of on the GPU.
+        offload_param: Where the parameters lie (stage 3).
+        pinned: Whether the host memory of what is offloaded is pinned.
+        recompute: Activation checkpointing.
+        pipeline: Schedule, microbatches and cut.
+        bucket_cap_mb: MiB in one of the native engine's messages.
+        buffers: DeepSpeed's.
+        extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
+    """
+
+    num_processes: int
+    ranks_per_node: int
+    tp_size: int = 1
+    pp_size: int = 1
+    sequence_parallel: bool = False
+    shards: int | None = None
+    stage: int = 0
+    engine: Engine = "native"
+    precision: Precision = "half"
+    offload_optimizer: Device = "none"
+    offload_param: Device = "none"
+    pinned: bool = True
+    recompute: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    bucket_cap_mb: float = 25.0
+    buffers: Buffers = Buffers()
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy."""
+        return self.shards or max(1, self.num_processes // (self.tp_size * self.pp_size))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one forward and backward of a rank is about.
+
+    Args:
+        rows: Sequences a replica has in one forward (`per_device_train_batch_size`), 1 or more.
+        length: Tokens of a sequence, 1 or more.
+        eager_attention: Whether attention matrices are stored (not flash, not SDPA).
+        accumulation: Batches of an optimizer step, which a pipeline runs in one schedule.
+    """
+
+    rows: int
+    length: int
+    eager_attention: bool = False
+    accumulation: int = 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by term.
+
+    Args:
+        rank: The rank of a pipeline that needs most.
+        gpu: Of that rank.
+        host: Of a node, for what is offloaded.
+        host_pinned: Bytes of `host` in pinned memory, which torch rounds up to a power of two for each block: up to
+            as much again (`DS_PIN_MEMORY_BACKEND=native` rounds to pages).
+        loading: Of a node while every rank holds the whole model, before it is cut or partitioned.
+    """
+
+    rank: int
+    gpu: Mapping[str, float]
+    host: Mapping[str, float]
+    host_pinned: float
+    loading: float
+
+    @property
+    def gpu_bytes(self) -> float:
+        """All terms of the GPU."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_bytes(self) -> float:
+        """All terms of the host."""
+        return sum(self.host.values())
+
+
+def layout_of(
+    config: HFParallelConfig, num_processes: int, ranks_per_node: int, precision: Precision = "half"
+) -> Layout:
+    """The layout that a config asks for.
+
+    Args:
+        config: The settings.
+        num_processes: Of the run.
+        ranks_per_node: Ranks on each node.
+        precision: See `Layout`.
+
+    Raises:
+        ConfigError: The processes do not divide into whole model copies.
+    """
+    config.dp_size(num_processes)
+    zero, shards = config.zero, config.zero.dp_shard_size
+    engine: Engine = zero.engine if zero.engine != "auto" else "fsdp2" if zero.stage == 3 else "native"
+    return Layout(
+        num_processes,
+        ranks_per_node,
+        config.tp_size,
+        config.pp_size,
+        config.tensor_parallel.sequence_parallel,
+        shards if isinstance(shards, int) else None,
+        zero.stage,
+        engine,
+        precision,
+        zero.offload_optimizer,
+        zero.offload_param,
+        zero.pin_memory is not False,
+        config.activation_checkpointing,
+        config.pipeline,
+        config.data_parallel.bucket_cap_mb,
+        extra=_extras(config, precision),
+    )
+
+
+def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
+    """Bytes per parameter of what slow networks cost."""
+    found, local = {}, config.local_sgd
+    compression = local.compression if local.sync_every > 1 else config.gradient_compression
+    if compression.feeds_back:
+        found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0
+    if local.sync_every > 1:
+        size = 2.0 if precision == "half" else 4.0
+        found["parameters of the last synchronisation"] = size * (2 if local.outer_momentum else 1)
+    return found

@@ -1,0 +1,1 @@
+"""One model, one rank: planned, cut, sharded and trained."""

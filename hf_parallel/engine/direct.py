@@ -1,0 +1,313 @@
+"""What `model.forward` becomes while a model is parallelized.
+
+`DirectEngine` (one stage: data and tensor parallelism) runs the model's own forward with real autograd and reduces the
+gradients when a backward pass ends. `PipelineEngine` (several stages, in pipeline_engine.py) runs a schedule. Both own
+the instance's `forward` from `install` on and notice when somebody replaces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from accelerate.state import GradientState
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
+from hf_parallel.compat.private_torch import queue_after_backward
+from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.alike import CommonWeights
+from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.batches import SharedBatch
+from hf_parallel.guards.buffers import MovingBuffers
+from hf_parallel.guards.meeting import meeting_of_copy
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
+from hf_parallel.tensor_parallel.run.reads import in_lockstep
+from hf_parallel.tensor_parallel.run.vocab import LabelledOutput
+from hf_parallel.watchdog import Watchdog
+
+
+Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass
+class Attachment:
+    """Everything an engine works with; made by the plugin.
+
+    Args:
+        model: The model, already cut and sharded.
+        forward: The model's genuine forward, as it was when the model was prepared.
+        device: Where the model computes.
+        mesh: This rank's mesh.
+        ledger: The full model's parameters.
+        parameters: Ledger name -> this rank's parameter.
+        buffers: Ledger name -> this rank's persistent buffer.
+        gradients: Reduction and clipping.
+        batch_check: Same-batch check over a model copy.
+        random_check: Same-random-numbers check over tensor-parallel ranks.
+        watchdog: Hang reports.
+    """
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    device: torch.device
+    mesh: Mesh
+    ledger: Ledger
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    gradients: GradientSync
+    batch_check: BatchCheck
+    random_check: RandomCheck
+    watchdog: Watchdog
+
+
+class Engine:
+    """Owns `model.forward`. Subclasses implement `run`."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.model = attachment.model
+        self.mesh = attachment.mesh
+        self.gradients = attachment.gradients
+        self.autocast: Autocast = contextlib.nullcontext
+        self.scaler: Any = None
+        self._signature = inspect.signature(attachment.forward)
+        self._shifted = loss_shifts_labels(attachment.model)
+        self._installed: Callable[..., Any] | None = None
+        self._holds_back = False
+        self.gathers = meeting_of_copy(self.mesh)
+        self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
+
+    def _common_weights(self, attachment: Attachment) -> CommonWeights:
+        replicas = attachment.gradients.replicas
+        return CommonWeights(attachment.ledger, attachment.parameters, attachment.mesh, lambda: replicas.arriving)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether a backward pass now is the last of its optimizer step."""
+        return bool(GradientState().sync_gradients) and not self._holds_back
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients and reduce nothing, as under DDP's context of this name.
+
+        A single copy has no other to reduce with: what its own ranks share is summed as ever, so that a loop may step inside
+        (accelerate's `LocalSGD` does).
+        """
+        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.dp_size > 1
+        try:
+            yield
+        finally:
+            self._holds_back = before
+
+    def install(self) -> None:
+        """Replace the instance's forward; its signature stays that of the genuine one (the Trainer inspects it)."""
+        engine = self
+
+        @functools.wraps(self.attachment.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward(), in_lockstep(engine.model):
+                return engine.run(args, kwargs)
+
+        # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.
+        patched = vars(self.model).get("forward")
+        self._installed = forward
+        self.model.forward = forward
+        vars(self.model)["no_sync"] = self.no_sync
+        if self.gradients.replicas.partitions:
+            vars(self.model)["zero_grad"] = functools.partial(
+                _zero_grad, self.model.zero_grad, self.gradients.replicas
+            )
+        if self.mesh.shape.mp_size > 1 or self.gradients.replicas.sharded is not None:
+            vars(self.model)["__deepcopy__"] = _refuse_copy
+            vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
+        else:
+            vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
+
+    def check_installed(self) -> None:
+        """Refuse a forward that somebody put over ours.
+
+        Raises:
+            UnsupportedError: Names the function that replaced it.
+        """
+        current = self.model.__dict__.get("forward")
+        if current is self._installed:
+            return
+        name = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
+        raise UnsupportedError(
+            f"model.forward was replaced by {name} after the model was parallelized, which would run a part of the "
+            "model without its pipeline or gradient reduction. Patch the model before trainer.train(), evaluate() or "
+            "accelerator.prepare(): hf_parallel takes the forward it finds there."
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of `model(...)`."""
+        raise NotImplementedError
+
+    def backpropagates(self, loss: torch.Tensor) -> None:
+        """`accelerator.backward(loss)` begins."""
+
+    def under_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` run under this engine's autocast, whatever it is at the time of the call."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                return function(*args, **kwargs)
+
+        return run
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by name, without those that are None."""
+        if args:
+            arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+            for name, parameter in self._signature.parameters.items():
+                if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                    arguments.update(arguments.pop(name, {}))
+        else:
+            arguments = dict(kwargs)
+        return {name: value for name, value in arguments.items() if value is not None}
+
+    def check_targets(self, batch: Mapping[str, Any]) -> None:
+        """Refuse a training batch whose loss would be an average over nothing."""
+        if not isinstance(batch.get("labels"), torch.Tensor):
+            return
+        given = batch.get("num_items_in_batch")
+        if given is not None:
+            require_targets(float(given), "this optimizer step")
+        else:
+            require_targets(float(count_targets(batch, self._shifted)), "a batch")
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward now is a training forward."""
+        return self.model.training and torch.is_grad_enabled()
+
+
+class DirectEngine(Engine):
+    """One stage: the model's own forward and autograd, with the reduction after the last backward of a window."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        super().__init__(attachment)
+        self._queued = False
+        self._backwards = Backwards(attachment.mesh, attachment.device)
+        common, random = self._common_weights(attachment), attachment.random_check
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
+        if self.trains:
+            batch = self.bound(args, kwargs)
+            self.check_targets(batch)
+            self.attachment.batch_check.check([batch])
+            self._shared_batch.compare(batch, trains=True)
+            self.gradients.begin_forward()
+            self.gradients.arm(1.0, last=self.ends_step)
+        elif "labels" in kwargs:
+            self._shared_batch.compare(kwargs)
+        context = self.autocast()
+        with self._watching(), context:
+            output = made = self.attachment.forward(*args, **kwargs)
+        finer = not isinstance(context, contextlib.nullcontext)
+        if finer:
+            output = convert_to_fp32(output)
+        if isinstance(output, LabelledOutput):
+            output.again(made, self._meet_for_logits, functools.partial(self._gathered, finer))
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._during_backward)
+        return output
+
+    def _meet_for_logits(self) -> None:
+        self.gathers.meet("outputs.logits of a training forward with labels")
+
+    def _gathered(self, finer: bool, logits: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = convert_to_fp32(logits) if finer else logits
+        if found.requires_grad:
+            found.register_hook(self._during_backward)
+        return found
+
+    def backpropagates(self, loss: torch.Tensor) -> None:
+        """Under tp all ranks must have the same loss: what differs is another step on every shard."""
+        if self.mesh.tp_group is not None and loss.numel() == 1:
+            self._backwards.lost(loss)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if not self.trains:
+            yield
+            return
+        with self._buffers.watching(), self.attachment.random_check.watching():
+            yield
+
+    def _during_backward(self, gradient: torch.Tensor) -> None:
+        if self.mesh.tp_group is not None and gradient.is_floating_point():
+            self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
+        if not self._queued:
+            self._queued = True
+            self.gradients.begin_backward()
+            queue_after_backward(self._after_backward)
+
+    def _after_backward(self) -> None:
+        self._queued = False
+        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
+            if self.ends_step:
+                if self.mesh.tp_group is not None:
+                    self._backwards.agree_later()
+                self._buffers.end_step()
+                self.gradients.reduce(1.0)
+            else:
+                self.gradients.accumulate(1.0)
+
+
+def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:
+    """`model.zero_grad()`: with ZeRO the gradients that count are those of the optimizer's parts."""
+    own(set_to_none)
+    replicas.zero_grad()
+
+
+def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any]:
+    """`save_pretrained` that insists on the gathered weights: by itself it would write this rank's part as the model."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if save_pretrained is None or kwargs.get("state_dict") is None:
+            raise UnsupportedError(
+                "model.save_pretrained() on a parallelized model would save this rank's part as if it were all. Call "
+                "trainer.save_model(folder), or pass state_dict=accelerator.get_state_dict(model)."
+            )
+        return save_pretrained(*args, **kwargs)
+
+    return save
+
+
+def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a whole model (an EMA makes one) runs its own forward: ours would run this model's weights."""
+    names = [
+        name for name in ("forward", "__deepcopy__", "zero_grad", "no_sync", "save_pretrained") if name in vars(model)
+    ]
+    ours: dict[str, Any] = {name: vars(model).pop(name) for name in names}
+    if patched is not None:
+        vars(model)["forward"] = patched
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        vars(model).update(ours)
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise UnsupportedError(
+        "copy.deepcopy of a parallelized model: its stages and shards belong to this rank's process groups. Copy the "
+        "model before it is prepared, or save it with trainer.save_model() and load that."
+    )

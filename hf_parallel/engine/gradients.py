@@ -1,0 +1,388 @@
+"""What happens to gradients between the last backward and the optimizer step, driven by the ledger.
+
+Shared parameters are summed over the pipeline ranks that hold them, everything is reduced over dp once per optimizer step, and
+the global norm counts every element of the full model exactly once, whatever the mesh. With ZeRO the gradients end up
+in the flat parts that the optimizer updates, and the model's parameters have none after the reduction.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.compat.private_torch import queue_after_backward
+from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
+from hf_parallel.data_parallel.norms import power_sum
+from hf_parallel.data_parallel.reducer import GradientReducer
+from hf_parallel.data_parallel.replicas import Replicas, ReplicaSettings
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.arrivals import Arrivals
+from hf_parallel.guards.crossing import crosses_parameters
+from hf_parallel.guards.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.states import guard_states
+from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.guards.weights import WeightGuard
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh
+
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = ReplicaSettings()
+
+
+class GradientSync:
+    """Reduces and clips the gradients of one rank's parameters.
+
+    Args:
+        ledger: The model's ledger.
+        parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
+        mesh: This rank's mesh. Building the groups of shared parameters is collective.
+        settings: What the replicas do with each other.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        settings: ReplicaSettings = DEFAULTS,
+    ) -> None:
+        self._ledger = ledger
+        self._parameters = dict(parameters)
+        self._mesh = mesh
+        # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
+        self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
+        self._weights: WeightGuard | None = None
+        self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
+        self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
+        self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
+        groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
+        self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
+        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counts)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Fix the buckets for the parameters that are trained now."""
+        self._trained = self._now_trained()
+        self._shared = []
+        for holders, group in self._groups.items():
+            named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == holders]
+            self._shared.append(GradientReducer(named, group))
+
+    def _now_trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
+
+    def begin_forward(self) -> None:
+        """A training forward pass begins: hooks on parameters run in its backward pass."""
+        self._hooks.check()
+        if self.replicas.sharded is not None:
+            self.replicas.sharded.begin_forward()
+
+    def begin_backward(self) -> None:
+        """Backward passes begin: what they add can be told from what is reduced."""
+        for parameter in self.shown.take_back(before_backward=True):
+            self.arrivals.note(parameter)
+        self.arrivals.set_aside()
+
+    def end_schedule(self) -> None:
+        """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""
+        self.arrivals.hide()
+
+    def begin_callers_backward(self) -> None:
+        """The caller's backward pass for what `end_schedule` hid."""
+        self.arrivals.show()
+
+    def arm(self, factor: float | None, *, last: bool) -> None:
+        """A backward pass begins: gradients may leave while it runs.
+
+        Args:
+            factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
+            last: Whether it is the last of its step.
+        """
+        if self._trained == self._now_trained():
+            self.replicas.arm(factor, last=last)
+
+    def accumulate(self, factor: float) -> None:
+        """After a backward pass that is not the last of its step."""
+        if self.replicas.reduces_every_backward:
+            self._reduce_shared()
+            self.replicas.accumulate(factor)
+            if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
+                self.shown.show()
+
+    def reduce(self, factor: float) -> None:
+        """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
+
+        What was reduced before, in an earlier pass of the same step, is added as it is.
+
+        Raises:
+            UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
+        """
+        self.follow_freezing()
+        self._reduce_shared()
+        self.replicas.reduce(factor)
+        zero, sharded = self.replicas.zero, self.replicas.sharded
+        self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
+        if sharded is not None:
+            self.arrivals.settle(self._parameters.values())
+            if self._mesh.mp_group is not None:
+                queue_after_backward(self._remember_parts)  # after `fully_shard` has put its last gradients there
+        else:
+            self.shown.show()
+
+    def follow_freezing(self) -> None:
+        """Fix the buckets anew if parameters were frozen or unfrozen since, alike on the ranks that hold them.
+
+        Raises:
+            UnsupportedError: As for `reduce`.
+        """
+        if self._trained == self._now_trained():
+            return
+        now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
+        changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
+        self.replicas.relay(
+            [name for name, is_trained in changed if not is_trained],
+            [name for name, is_trained in changed if is_trained],
+        )
+        self._lay_out()
+
+    def _remember_parts(self) -> None:
+        self._parts = self._parts_now()
+
+    def _parts_now(self) -> float:
+        """The sum of the squares of this rank's parts: a change of a DTensor leaves no other trace. Waits for the device."""
+        return float(self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0))
+
+    def _refuse_changed_parts(self) -> None:
+        """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""
+        known, self._parts = self._parts, None
+        if known is not None and known == known and known != self._parts_now():  # NaN is no change
+            raise UnsupportedError(
+                f"gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
+                f"tp_size={self._mesh.shape.tp_size} and parameters shared out over replicas: a norm of them counts this rank's "
+                "shards only. Use max_grad_norm or accelerator.clip_grad_norm_, hooks on parameters, or zero.stage 1 or 2 of the "
+                "native engine."
+            )
+
+    def _reduce_shared(self) -> None:
+        for reducer in self._shared:
+            reducer.reduce(1.0)
+
+    def norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the full model's gradient (0-d, float32), equal on every rank of a model copy.
+
+        Args:
+            norm_type: p of the p-norm, above 0; `inf` for the largest magnitude.
+        """
+        self.arrivals.put_back()
+        with self.shown.withdrawn():
+            return self._norm(norm_type)
+
+    def _norm(self, norm_type: float) -> torch.Tensor:
+        infinite = norm_type == float("inf")
+        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+        total = self._power_sum([g for n, p in self._parameters.items() for g in self._counted(n, p)], norm_type)
+        if self.replicas.zero is not None:
+            parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
+            dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
+            total = torch.maximum(total, parts) if infinite else total + parts
+        if self.replicas.sharded is not None:
+            dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
+        if self._mesh.mp_group is not None:
+            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+        return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
+        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        if self.replicas.sharded is not None:
+            device = self.replicas.sharded.device  # sums travel from there, wherever the parts are
+        return power_sum(gradients, norm_type, device)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+        The coefficient is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
+        """
+        self.arrivals.put_back()
+        with self.shown.withdrawn():
+            norm = self._norm(norm_type)
+            if max_norm != float("inf"):
+                self._scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def _scale(self, factor: torch.Tensor) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in self._gradients():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
+        self.arrivals.note_all()
+        if self._parts is not None:
+            self._remember_parts()
+
+    def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> OwnHooks:
+        """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
+
+        Args:
+            optimizer: The optimizer.
+            model: Whose parameters it updates, if its forward passes go through an engine.
+
+        Returns:
+            What to tell when a step begins.
+
+        Raises:
+            UnsupportedError: The optimizer's update needs whole tensors but some of its parameters are shards, or needs all
+                parameters but each stage has others.
+        """
+        hooks = OwnHooks(optimizer)
+        self.replicas.take_over(optimizer)
+        live = {id(p) for p in self._parameters.values()}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in live]
+        for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
+            del optimizer.state[parameter]
+        self._refuse_whole_tensor_updates(optimizer)
+        self._refuse_crossing_updates(optimizer)
+        if model is not None and self._weights is None and self.replicas.sharded is None:
+            self._weights = WeightGuard(model, self._parameters)
+        optimizer.register_step_pre_hook(self._before_step)
+        self.replicas.adopt(optimizer, model)
+        if self.replicas.zero is not None:
+            self.shown.partition(self.replicas.zero)
+            self._guard_states(optimizer)
+        hooks.settle()
+        return hooks
+
+    def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
+        zero = self.replicas.zero
+        if zero is not None and optimizer is zero.optimizer:
+            guard_states(
+                optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
+            )
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Every gradient on this rank: of parameters, and of the optimizer's parts."""
+        zero = self.replicas.zero
+        owners = [*self._parameters.values(), *(shard.master for shard in (zero.shards if zero is not None else []))]
+        return [local_of(owner.grad) for owner in owners if owner.grad is not None]
+
+    def before_update(self) -> None:
+        """A loss scaler or an optimizer looks at the gradients next: what user code made of them counts.
+
+        Raises:
+            UnsupportedError: Names a parameter that was replaced, or has another shape.
+        """
+        if self._weights is not None:
+            self._weights.check()
+        self.shown.take_back()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.before_update()
+        self._refuse_changed_parts()
+        zero = self.replicas.zero
+        if zero is not None:
+            self._guard_states(optimizer)
+        left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if left or not self.arrivals.use(updated):
+            raise UnsupportedError(
+                "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
+                "parallelized model's forward, or backward ran while gradients were still accumulating. Call "
+                "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
+                "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
+            )
+        self.arrivals.put_back()  # of a forward pass without a backward pass
+
+    def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        if treats_elements_alone(optimizer):
+            return
+        kind = type(optimizer).__name__
+        if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
+            kind += f" of {type(optimizer).__module__}"
+        sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
+        if sharded:
+            raise UnsupportedError(
+                f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
+                f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
+                f"{known_names()}, or tp_size 1."
+            )
+        if self.replicas.partitions:
+            raise UnsupportedError(
+                f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
+                f"whole tensors, but each rank updates a part of them. Use one of "
+                f"{known_names()}, or zero.stage 0."
+            )
+
+    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Each stage steps on its own parameters: an update must not depend on those of others. Collective."""
+        if self._mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
+            return
+        crosses = crosses_parameters(optimizer) if any(group["params"] for group in optimizer.param_groups) else False
+        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        found = torch.tensor([int(crosses is True), int(crosses is None)], device=device)
+        if self._mesh.mp_group is not None:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
+        kind, (anywhere, unknown) = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", found.tolist()
+        if anywhere:
+            raise UnsupportedError(
+                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of one parameter depends on the gradients "
+                "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
+                f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+            )
+        if unknown:
+            logger.warning(
+                "hf_parallel: whether optimizer %s updates each parameter by itself could not be found out. With pp_size=%d "
+                "each stage steps on its own parameters: if it uses norms over several, set pp_size to 1.",
+                kind,
+                self._mesh.shape.pp_size,
+            )
+
+    def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
+        """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
+        entry: Entry = self._ledger.entries[name]
+        if entry.owner != self._mesh.pp_rank and not own:
+            return []
+        if entry.spec is None:
+            return None if self._mesh.tp_rank == 0 else []
+        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+        return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
+
+    def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+        return self._mask(name, parameter, self._ranges(name, parameter))
+
+    def _counts_own(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """As `_counts`, also where another stage counts the parameter in the norm of the model."""
+        return self._mask(name, parameter, self._ranges(name, parameter, own=True))
+
+    def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:
+        spec = self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return ranges is None
+        mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+        for start, length in ranges:
+            mask.narrow(spec.dim, start, length).fill_(True)
+        return mask
+
+    def _counted(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """The parts of this rank's gradient of `name` that this rank counts in the norm."""
+        gradient = parameter.grad
+        if gradient is None:
+            return []
+        if is_part(gradient):
+            wanted, part = self._counts(name, parameter), local_of(gradient)
+            if isinstance(wanted, torch.Tensor):
+                return [part * rows_of(gradient, wanted).to(part.device)]
+            return [part] if wanted else []
+        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return [gradient] if ranges is None else []
+        return [gradient.narrow(spec.dim, start, length) for start, length in ranges]

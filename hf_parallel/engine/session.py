@@ -1,0 +1,166 @@
+"""What one run shares on this rank: settings, mesh, watchdog, and the engine once a model is attached."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.compat.private_torch import private_store
+from hf_parallel.engine.parallelize import parallelize
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.mesh import Mesh, MeshShape, compare_over_ranks
+from hf_parallel.settings.launch import check_world
+from hf_parallel.watchdog import Watchdog
+
+
+if TYPE_CHECKING:
+    from hf_parallel.engine.direct import Engine
+    from hf_parallel.settings.config import HFParallelConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """A parallel run.
+
+    Args:
+        config: Validated settings, equal on every rank.
+        mesh: This rank's mesh.
+        watchdog: Started.
+
+    Attributes:
+        engine: Of the attached model, None before.
+        sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
+        total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
+        compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
+        raw_loop: Whether a loop without a Trainer runs.
+        meeting: Notices calls that only some ranks make.
+    """
+
+    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.watchdog = watchdog
+        self.engine: Engine | None = None
+        self.sample: Mapping[str, Any] | None = None
+        self.total_steps: int | None = None
+        self.compute_dtype: torch.dtype | None = None
+        self.raw_loop = False
+        names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
+        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
+        self._before: set[int] = set()  # parameters of attached models, as they were before
+        self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+
+    @classmethod
+    def start(
+        cls, config: HFParallelConfig, explanation: str, device: torch.device, num_processes: int | None = None
+    ) -> Session:
+        """Check the world, compare the settings over the ranks, make the groups; collective.
+
+        Args:
+            config: Validated settings.
+            explanation: Where the settings came from and which layout follows, for the start-up line.
+            device: Where this rank computes.
+            num_processes: Processes that accelerate counts, to be compared with those that run.
+
+        Raises:
+            ConfigError: The processes that run do not fit the settings.
+            RankMismatchError: Ranks read different settings.
+        """
+        check_world(config, num_processes)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
+        settings = json.dumps(config.to_yaml_section(), sort_keys=True)
+        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")  # the layouts may differ, so no stages
+        limit = config.monitor.hang_timeout_s
+        # The watchdog reports first; the groups' own timeout is the net below it.
+        timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
+        p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
+        shard_size = config.zero.dp_shard_size
+        mesh = Mesh.build(
+            shape,
+            timeout=timeout,
+            p2p_backend=p2p_backend,
+            dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
+        )
+        store = private_store() if dist.is_initialized() else None
+        names = [shape.describe(rank) for rank in range(world_size)]
+        watchdog = Watchdog(store, mesh.rank, names, limit)
+        watchdog.start()
+        if mesh.rank == 0:
+            logger.warning("hf_parallel: %s", explanation)
+        session = cls(config, mesh, watchdog)
+        weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
+        return session
+
+    def attach(self, model: nn.Module, device: torch.device) -> Engine:
+        """Parallelize `model`, once; collective. A model that was released before goes on as it was.
+
+        Raises:
+            UnsupportedError: A second model.
+        """
+        if self.engine is None:
+            self.engine = self._known(model)
+        if self.engine is None:
+            self._before = {id(parameter) for parameter in model.parameters()}
+            self.engine = parallelize(
+                model,
+                self.config,
+                self.mesh,
+                device=device,
+                watchdog=self.watchdog,
+                sample=self.sample,
+                compute_dtype=self.compute_dtype,
+            )
+        elif self.engine.model is not model:
+            raise UnsupportedError(
+                f"a second model ({type(model).__name__}) in one run: the stages and shards of this rank belong to the "
+                f"first ({type(self.engine.model).__name__}). Train one model a run, and trials of a search as runs of their "
+                "own; freeze a teacher or reference model (requires_grad_(False)) and use pp_size 1 and tp_size 1, or "
+                "precompute its outputs; call accelerator.free_memory() before a model that takes the first one's place."
+            )
+        return self.engine
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether `model` is parallelized already."""
+        return (self.engine is not None and self.engine.model is model) or self._known(model) is not None
+
+    def refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse to train what is no parameter of the model: its gradients would never be reduced.
+
+        Raises:
+            UnsupportedError: Names the group and the shape of the first one.
+        """
+        if self.engine is None:
+            return
+        known = self._before | {id(parameter) for parameter in self.engine.model.parameters()}
+        for index, group in enumerate(optimizer.param_groups):
+            odd = [p for p in group["params"] if id(p) not in known and p.requires_grad]
+            if odd:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}: group {index} has {len(odd)} tensors (first of shape {tuple(odd[0].shape)}) "
+                    f"that are no parameters of {type(self.engine.model).__name__}: each rank would train its own. Register "
+                    "them in the model before it is prepared, and make the optimizer of model.parameters()."
+                )
+
+    def _known(self, model: nn.Module) -> Engine | None:
+        """The engine of a model that was parallelized before."""
+        known = self._released.get(id(model))
+        return known if known is not None and known.model is model else None
+
+    def release(self) -> None:
+        """Let another model take the place of the attached one."""
+        if self.engine is not None:
+            self._released[id(self.engine.model)] = self.engine
+        self.engine = None

@@ -1,1 +1,0 @@
-"""Models in and out of safetensors files without ever being whole in memory."""

@@ -1,0 +1,97 @@
+"""The batches a model is tried with before it is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+
+from hf_parallel.batches import num_rows, split_rows
+from hf_parallel.errors import ParallelError, PlanError
+from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape
+
+
+class Probes:
+    """The batches a model is tried with before it is changed; every rank makes them alike.
+
+    Args:
+        model: The whole model.
+        device: Where it is.
+        sample: A small batch of the kind it will be trained on, as the collator makes it; None for made-up text.
+
+    Attributes:
+        check: Batches of the self-check.
+        discovery: Batches for `discover_stages`.
+        typical: The batch that costs are measured with.
+        cost_tokens: (B, S) that costs are counted for; None for those of the sample.
+
+    Raises:
+        PlanError: No sample, and the vocabulary is not known.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, sample: Mapping[str, Any] | None = None) -> None:
+        self._name = type(model).__name__
+        self._given = sample is not None
+        if sample is None:
+            size = vocab_size(model)
+            self.check = list(tiny_samples(size, device=device, use_cache=False))
+            self.discovery = probe_samples(model, size, device)
+            self.typical = typical_sample(model, size, device)
+            self.cost_tokens: tuple[int, int] | None = typical_shape(model)
+            return
+        batch = {"use_cache": False, **send_to_device(dict(sample), device)}
+        rows = num_rows(batch)
+        labels = batch.get("labels")
+        uniform = isinstance(labels, torch.Tensor) and len(labels) == rows > 1
+        self.check = [batch, split_rows(batch, rows)[0]] if uniform else [batch]
+        self.discovery = [batch, *self._text(model, device)]
+        self.typical, self.cost_tokens = batch, None
+
+    @property
+    def batch(self) -> dict[str, Any]:
+        """The batch that plans are made with."""
+        return self.check[0]
+
+    def _text(self, model: nn.Module, device: torch.device) -> list[dict[str, Any]]:
+        """Text alone: covered as well if it takes the same path."""
+        try:
+            return probe_samples(model, vocab_size(model), device)
+        except PlanError:
+            return []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, an error of the model's own code says that the batch may be the cause.
+
+        Raises:
+            PlanError: From any error that is not ours.
+        """
+        try:
+            yield
+        except ParallelError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"cannot plan {self._name}: its forward fails on "
+                f"{'the given sample' if self._given else 'a made-up batch of text'} with {type(error).__name__}: {error}. "
+                "Pass a small batch of the kind you train on, such as HFParallelCallback(sample=collator([data[0], "
+                "data[1]]))."
+            ) from error
+
+
+def vocab_size(model: Any) -> int:
+    """Size of the model's (text) vocabulary.
+
+    Raises:
+        PlanError: The config does not say.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int):
+        raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")
+    return size

@@ -1,0 +1,102 @@
+"""Tiny batches for discovery and the self-check, and what of a batch can change the path through a model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.model.structure import leaves
+
+
+# Read by the loss only, which the last stage computes with the model's own code.
+LOSS_INPUTS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
+# Costs are compared at this length; what changes with it, attention, is small in most models below some thousands.
+TYPICAL_LENGTH = 512
+# Settings, of the config or of a call, that change what blocks and model return.
+OUTPUT_FLAGS = ("output_router_logits", "use_cache", "output_hidden_states", "output_attentions", "return_dict")
+
+
+def tiny_samples(
+    vocab_size: int, *, device: torch.device | str = "cpu", **fixed: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two batches of different (B, S) for the self-check: padded left and right, with -100 labels.
+
+    Args:
+        vocab_size: token ids are 0 .. vocab_size - 1.
+        device: where the model is.
+        fixed: further keyword arguments, the same in both, e.g. `use_cache=False`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    made: list[dict[str, Any]] = []
+    for (rows, length), left in (((2, 8), False), ((3, 11), True)):
+        ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[-1, (slice(0, 3) if left else slice(-3, None))] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[0, :2] = -100
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        made.append({name: t.to(device) for name, t in batch.items()} | fixed)
+    return made[0], made[1]
+
+
+def probe_samples(
+    model: nn.Module, vocab_size: int, device: torch.device | str = "cpu", **fixed: Any
+) -> list[dict[str, Any]]:
+    """Batches for `discover_stages` with the sets of inputs that collators make.
+
+    Returns:
+        The base (`input_ids`, `attention_mask`, `labels`) first; then without `attention_mask`, with each of
+        `position_ids` and `token_type_ids` that the model's forward names, and with both.
+    """
+    base = tiny_samples(vocab_size, device=device, **({"use_cache": False} | fixed))[0]
+    ids: Tensor = base["input_ids"]
+    extras = {
+        "position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape),
+        "token_type_ids": torch.zeros_like(ids),
+    }
+    named = inspect.signature(model.forward).parameters
+    extras = {name: value for name, value in extras.items() if name in named}
+    samples = [base, {name: value for name, value in base.items() if name != "attention_mask"}]
+    samples += [base | {name: value} for name, value in extras.items()]
+    return samples + ([base | extras] if len(extras) > 1 else [])
+
+
+def typical_shape(model: nn.Module) -> tuple[int, int]:
+    """(B, S) of the batch that costs are counted or measured with: one row of 512 tokens, or of what the model takes."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return 1, min(TYPICAL_LENGTH, limit) if isinstance(limit, int) and limit > 0 else TYPICAL_LENGTH
+
+
+def typical_sample(model: nn.Module, vocab_size: int, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """One full row of `typical_shape`, without padding, to measure with."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, typical_shape(model), generator=generator).to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone(), "use_cache": False}
+
+
+def path_inputs(inputs: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the inputs that hold tensors and may change the path through the model; those of the loss do not."""
+    return frozenset(
+        name
+        for name, value in inputs.items()
+        if name not in LOSS_INPUTS and (isinstance(value, Tensor) or next(leaves(value), None) is not None)
+    )
+
+
+def output_flags(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The settings of `OUTPUT_FLAGS` in effect in a call, of the call's arguments first, then of the config."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found: list[tuple[str, Any]] = []
+    for name in OUTPUT_FLAGS:
+        value = inputs.get(name)
+        for holder in (text, config):
+            value = getattr(holder, name, None) if value is None else value
+        found.append((name, value))
+    return tuple(found)

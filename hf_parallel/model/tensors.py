@@ -1,0 +1,39 @@
+"""Tensors inside the python values that modules take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(
+    fn: Callable[[tuple[str | int, ...], Tensor], Any], value: Any, path: tuple[str | int, ...] = ()
+) -> Any:
+    """`value` with `fn(path, tensor)` in place of every tensor in nested tuples, lists and dicts; others are kept."""
+    if isinstance(value, Tensor):
+        return fn(path, value)
+    if type(value) is dict:
+        return {key: map_tensors(fn, item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(fn, item, (*path, i)) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested mappings, tuples and lists (model outputs are mappings)."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """The input of a linear module: its first argument, positional or by whatever name its class gives it."""
+    value: Tensor = args[0] if args else next(iter(named.values()))
+    return value

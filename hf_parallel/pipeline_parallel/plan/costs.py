@@ -1,0 +1,111 @@
+"""What the parts of a model cost: counted from the discovery forward, in any unit that all parts share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Final, Literal
+
+from torch import nn
+
+from hf_parallel.model.stack import blocks_of
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
+
+
+Unit = Literal["FLOPs", "ms"]
+
+# FLOPs of matmul that a device does in the time it moves one byte of activations: 100 GFLOP/s to 12 GB/s of a CPU core
+# in fp32, and about 200 TFLOP/s to 2 TB/s of a data-centre GPU in 16 bit. `pipeline.costs: measured` needs neither.
+FLOPS_PER_BYTE: Final = {"cpu": 8.0}
+FLOPS_PER_BYTE_OF_OTHERS: Final = 100.0
+BACKWARD_RATIO: Final = 2.0  # one product for the gradient of the input, one for that of the weight
+RECOMPUTE_RATIO: Final = 3.0  # and the forward again
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCosts:
+    """Forward cost of one microbatch by part, in any one unit.
+
+    Args:
+        blocks: cost of each block.
+        first: extra cost of the first stage (everything before block 0).
+        last: extra cost of the last stage (final norm, head, loss).
+        backward: the same for the backward; None for twice the forward.
+        unit: "ms" if measured, else "FLOPs", matmul FLOPs and what moving bytes costs in terms of them.
+    """
+
+    blocks: tuple[float, ...]
+    first: float = 0.0
+    last: float = 0.0
+    backward: StageCosts | None = None
+    unit: Unit = "FLOPs"
+
+    def of_backward(self) -> StageCosts:
+        """Cost of the full backward by part."""
+        if self.backward is not None:
+            return self.backward
+        blocks = tuple(BACKWARD_RATIO * cost for cost in self.blocks)
+        return StageCosts(blocks, BACKWARD_RATIO * self.first, BACKWARD_RATIO * self.last, unit=self.unit)
+
+    def of_both(self) -> StageCosts:
+        """Cost of forward and backward by part."""
+        back = self.of_backward()
+        blocks = tuple(a + b for a, b in zip(self.blocks, back.blocks, strict=True))
+        return StageCosts(blocks, self.first + back.first, self.last + back.last, unit=self.unit)
+
+
+def stage_costs(bounds: Sequence[int], costs: StageCosts) -> list[float]:
+    """Forward cost of each stage of a partition, prologue and tail included."""
+    sums = [0.0, *accumulate(costs.blocks)]
+    stages = [sums[hi] - sums[lo] for lo, hi in pairwise(bounds)]
+    stages[0] += costs.first
+    stages[-1] += costs.last
+    return stages
+
+
+def block_costs(
+    model: nn.Module,
+    plan: PipelinePlan,
+    num_tokens: int = 1,
+    *,
+    flops_per_byte: float | None = None,
+    recomputed: bool = False,
+) -> StageCosts:
+    """Forward cost of each block, of the prologue and of the tail, from the ops of the discovery forward.
+
+    Counted are matmul FLOPs by shape (2 m n k a product): 2 per weight and token, vocabulary x hidden for the head
+    whether tied or not, the routed experts only, attention products at the length that the plan's FLOPs are for. Ops
+    without FLOPs (norms, activations, the embedding's look-up, the loss) count by the bytes of activations they read and
+    write, times `flops_per_byte`: for the cross entropy some copies of the logits, which no FLOP count shows. Those bytes
+    are of the plan's short sample, so attention matrices that a kernel writes out are left out. Weights are read once for
+    many tokens and count nothing. Code between blocks counts for the next block that runs.
+
+    Args:
+        model: the model; a block whose kernels torch cannot count costs 2 FLOPs per element of its matrices.
+        plan: from `discover_stages`.
+        num_tokens: tokens to scale to, >= 1.
+        flops_per_byte: what moving a byte costs, >= 0; None for a typical value of the model's device.
+        recomputed: whether the blocks run again in the backward (activation checkpointing).
+
+    Source: PaLM (arXiv 2204.02311) appendix B for the products; the split by traffic is a roofline (Williams 2009).
+    """
+    if flops_per_byte is None:
+        kind = next((p.device.type for p in model.parameters()), "cpu")
+        flops_per_byte = FLOPS_PER_BYTE.get(kind, FLOPS_PER_BYTE_OF_OTHERS)
+    products = {epoch: value * num_tokens / plan.num_tokens for epoch, value in plan.flops.items()}
+    moved = {e: value * flops_per_byte * num_tokens / plan.sample_tokens for e, value in plan.traffic.items()}
+    count = plan.num_blocks
+    weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in blocks_of(model, plan.stack)]
+
+    def at(epoch: int, fallback: float = 0.0) -> float:
+        return (products.get(epoch, 0.0) or fallback) + moved.get(epoch, 0.0)
+
+    parts = [at(2 * j + 1, 2.0 * num_tokens * weights[j]) if j in plan.blocks else 0.0 for j in range(count)]
+    parts.append(at(2 * count))
+    for j in range(1, count):
+        parts[min((k for k in plan.blocks if k >= j), default=count)] += at(2 * j)
+    first, last, blocks = at(0), parts[count], tuple(parts[:count])
+    ratio = RECOMPUTE_RATIO if recomputed else BACKWARD_RATIO
+    back = StageCosts(tuple(ratio * c for c in blocks), BACKWARD_RATIO * first, BACKWARD_RATIO * last)
+    return StageCosts(blocks, first, last, back)

@@ -1,0 +1,1 @@
+"""One rank executing its part of a schedule: stages, messages, weight gradients."""

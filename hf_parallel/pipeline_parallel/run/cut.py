@@ -1,0 +1,178 @@
+"""Taking out of a model, in place, what one pipeline stage does not need.
+
+A parameter (or block buffer) that nothing here reads is replaced by a placeholder: one element expanded to the full
+shape, because model code asks dropped weights for `.device`, `.dtype` and `.shape`. A weight that is read although its
+result goes nowhere (an embedding on a later stage) is dropped together with the computation, by a stub that returns
+zeros of the same shape; where that is not possible it stays, frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError, UnsupportedError
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
+
+
+class Uncopyable:
+    """Base of the callables installed on a cut model: a copy of the model would still call into the original."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PlanError(
+            "a model that is cut into a pipeline stage cannot be copied or pickled: the copy would run the original's "
+            "hooks. Copy the model before it is cut, or use its state_dict."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__({})
+
+
+class Running:
+    """Whether code of stages or engine runs: it may look at weights that are not here, and knows what they are.
+
+    Attributes:
+        depth: Calls under way; 1 and more also until somebody hands the model to user code.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Code of a stage runs."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def require(self, name: str) -> None:
+        """Refuse values that nobody has here.
+
+        Raises:
+            UnsupportedError: Neither a stage nor the engine runs.
+        """
+        if not self.depth:
+            raise UnsupportedError(
+                f"{name} was read outside of the model's forward, but another pipeline rank holds it (pp_size above 1: each "
+                "rank has the weights of its own stages). Compute a loss from logits (call the model without labels); give "
+                "the model input_ids instead of inputs_embeds; read the weights of a saved model; or set pp_size to 1."
+            )
+
+
+class ZeroOutput(Uncopyable):
+    """Forward of a module whose output nobody here needs: zeros of the shape it would have had."""
+
+    def __init__(self, weight: Tensor, kind: str, name: str, running: Running) -> None:
+        self.kind, self.name, self.running = kind, name, running
+        self.shape = tuple(weight.shape)
+        self.dtype = weight.dtype
+
+    def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.running.require(f"{self.name}.weight")
+        if self.kind == "rows":
+            return torch.zeros(*given.shape, self.shape[1], dtype=self.dtype, device=given.device)
+        width = self.shape[0] if given.shape[-1] == self.shape[1] else self.shape[1]
+        return given.new_zeros(*given.shape[:-1], width)
+
+
+class _Placeholder(Uncopyable, Tensor):
+    """Stands for a dropped weight. Writing in place does nothing: RWKV rescales all its blocks before an evaluation.
+
+    Model code that a stage runs may ask for shape, dtype and device. Whoever computes with it outside of a stage (a loss
+    of the user) would compute with zeros, and is refused.
+    """
+
+    _full_name: str
+    _running: Running
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], cls):
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            for given in (*args, *(kwargs or {}).values()):
+                for item in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(item, cls):
+                        item._running.require(item._full_name)
+        return result
+
+
+def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
+    """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
+    table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    tensor = table.pop(key)
+    module._non_persistent_buffers_set.discard(key)
+    placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
+    placeholder._full_name, placeholder._running = name, running
+    object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
+
+
+def settle_placeholders(model: nn.Module, device: torch.device) -> None:
+    """Put placeholders that were made on the `meta` device where the model is."""
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, _Placeholder) and value.is_meta:
+                settled = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+                placeholder = settled.as_subclass(_Placeholder)
+                placeholder._full_name, placeholder._running = value._full_name, value._running
+                object.__setattr__(module, key, placeholder)
+
+
+def cut_parameters(
+    model: nn.Module, plan: PipelinePlan, spans: Sequence[Span], running: Running | None = None
+) -> frozenset[str]:
+    """Keep in `model` what any of the stages `spans` needs; returns the names of the parameters it holds.
+
+    Parameters that stay are the same objects under the same names.
+    """
+    held: set[str] = set()
+    running = Running() if running is None else running
+    for prefix, module in list(model.named_modules(remove_duplicate=False)):
+        dot = f"{prefix}." if prefix else ""
+        kept = {key for key in module._parameters if _is_kept(plan, spans, dot + key)}
+        held |= {dot + key for key in kept if module._parameters[key] is not None}
+        loose = [key for key, p in module._parameters.items() if p is not None and key not in kept]
+        touched = [key for key in loose if _is_touched(plan, spans, dot + key)]
+        if touched and not kept and prefix in plan.zero_outputs:
+            weight = module._parameters["weight"]
+            if weight is not None:
+                module.forward = ZeroOutput(weight, plan.zero_outputs[prefix], prefix, running)
+                touched = []
+        for key in loose:
+            if key in touched:
+                module._parameters[key].requires_grad_(False)
+            else:
+                drop(module, key, dot + key, running)
+        _cut_buffers(module, dot, plan, spans, running)
+    return frozenset(held)
+
+
+def _is_kept(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
+    """Held here, or read by nobody at all and outside the blocks: those stay on the first stage."""
+    if any(plan.holds(span, name) for span in spans):
+        return True
+    first = any(span.lo == 0 for span in spans)
+    return first and plan.block_of(name) is None and not plan.is_read(name)
+
+
+def _is_touched(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
+    return any(plan.touches(span, name) for span in spans)
+
+
+def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, spans: Sequence[Span], running: Running) -> None:
+    """Drop the buffers of blocks that live elsewhere; buffers outside the stack are small and stay."""
+    for key, buffer in list(module._buffers.items()):
+        name = dot + key
+        inside = plan.block_of(name) is not None
+        needed = any(plan.holds(span, name) for span in spans) or _is_touched(plan, spans, name)
+        if buffer is not None and inside and not needed:
+            drop(module, key, name, running)

@@ -1,0 +1,252 @@
+"""What is installed on the blocks of a cut model, and the state of the one call in progress.
+
+One model may carry several stages. A block is handed through, run, or ends the forward depending on which of them is
+running; outside any call (recomputation in a backward) a block that is here runs its genuine forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.model.random_streams import Streams
+from hf_parallel.model.stack import blocks_of
+from hf_parallel.model.structure import Leaf, Path, get_at, leaves, rebuild, set_at
+from hf_parallel.pipeline_parallel.run.cut import Uncopyable
+from hf_parallel.pipeline_parallel.stage_plan import CrossingKey, PipelinePlan, Span
+
+
+class StageExit(BaseException):
+    """Ends the model's forward after the last own block. Not an Exception, so that model code cannot swallow it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One stage as the hooks see it: its blocks, the tensors it takes and sends, and the block that ends it."""
+
+    index: int
+    span: Span
+    keys_in: tuple[CrossingKey, ...]
+    keys_out: tuple[CrossingKey, ...]
+    exit_block: int | None  # None on the last stage, which runs to the end
+
+
+class Run:
+    """State of one call: tensors by address, the own block that runs, and how often its hooked modules ran."""
+
+    def __init__(self, part: Part, received: dict[CrossingKey, Tensor], streams: Streams | None) -> None:
+        self.part = part
+        self.streams = streams
+        self.tensors = received
+        self.hooked: dict[str, int] = {}
+        self.block = -1
+        self.passed = 0
+        self.handed: Any = None  # what the last block that was handed through returned
+
+    def leave(self, block: int) -> None:
+        """Block `block` was run or handed through: the next segment begins."""
+        self.block = -1
+        if self.streams is not None:
+            self.streams.enter(block + 1)
+
+
+class Calls:
+    """The call in progress on one cut model, shared by all that is installed on it."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self._last: list[tuple[dict[int, Any], int]] = []
+
+    def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
+        """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
+        handle = block.register_forward_hook(hook, with_kwargs=True)
+        self._last.append((block._forward_hooks, handle.id))
+
+    def stay_last(self) -> None:
+        """Hooks that users have registered since go before ours."""
+        for hooks, key in self._last:
+            if key in hooks and next(reversed(hooks)) != key:
+                hooks[key] = hooks.pop(key)
+
+
+class _Pass(Uncopyable):
+    """Stands for one block on a later stage: puts what was received where the block would have left it."""
+
+    def __init__(self, plan: PipelinePlan, block: nn.Module, index: int, keys: Sequence[CrossingKey]) -> None:
+        self.trace, self.index = plan.blocks[index], index
+        self.block = block
+        self.returned = {k.path: k for k in keys if k.kind == "return"}
+        self.written = [k for k in keys if k.kind == "argument"]
+        self.hooked: dict[tuple[str, int], dict[Path, CrossingKey]] = {}
+        for k in keys:
+            if k.kind == "hook":
+                self.hooked.setdefault((k.module, k.occurrence), {})[k.path] = k
+
+    def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run.passed += 1
+        arguments = [list(args), kwargs]
+        hidden = next((t for _, t in leaves(arguments) if t.is_floating_point()), None)
+        for key in self.written:
+            set_at(arguments, key.path, run.tensors[key])
+        for call in self.trace.hooked:
+            if (call.module, call.occurrence) in self.hooked:
+                here = self.hooked[call.module, call.occurrence]
+                value = rebuild(call.output, functools.partial(_fill, run, here, hidden, arguments), arguments)
+                _show(self.block.get_submodule(call.module), value)
+        value = rebuild(
+            self.trace.returned, functools.partial(_fill, run, self.returned, hidden, arguments), arguments
+        )
+        run.leave(self.index)
+        return value
+
+
+def _fill(
+    run: Run, keys: dict[Path, CrossingKey], hidden: Tensor | None, arguments: Any, path: Path, leaf: Leaf
+) -> Tensor | None:
+    """The tensor at one place of a rebuilt value: received, else handed through, else something of the right kind."""
+    if path in keys:
+        return run.tensors[keys[path]]
+    if leaf.source is not None:
+        return get_at(arguments, leaf.source)  # type: ignore[no-any-return]
+    if hidden is None or leaf.dtype.is_floating_point:
+        return hidden
+    return torch.zeros_like(hidden, dtype=leaf.dtype)
+
+
+def _show(module: nn.Module, value: Any) -> None:
+    """Let the forward hooks of a module see `value` as its output."""
+    previous = vars(module).get("forward")
+    module.forward = lambda *args, **kwargs: value
+    try:
+        module(value)
+    finally:
+        del module.forward
+        if previous is not None:
+            module.forward = previous
+
+
+class _Forward(Uncopyable):
+    """Forward of a block that some stage of this model hands through."""
+
+    def __init__(self, calls: Calls, genuine: Callable[..., Any] | None, passes: dict[int, _Pass]) -> None:
+        self.calls, self.genuine, self.passes = calls, genuine, passes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.calls.run
+        handed = self.passes.get(run.part.index) if run is not None else None
+        if run is not None and handed is not None:
+            run.handed = handed(run, args, kwargs)
+            return run.handed
+        if self.genuine is None:
+            raise PlanError(
+                "a block of another stage was called outside a stage that hands it through: its weights are not here. "
+                "Run the pipeline, not the cut model."
+            )
+        return self.genuine(*args, **kwargs)
+
+
+def wrap_forward(block: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a block's own forward by `wrapper` of it; a stage that hands the block through is not affected."""
+    installed = vars(block).get("forward")
+    if not isinstance(installed, _Forward):
+        block.forward = wrapper(block.forward)
+    elif installed.genuine is not None:
+        installed.genuine = wrapper(installed.genuine)
+
+
+class _InnerHook(Uncopyable):
+    """Keeps the outputs of one hooked module of an own block that later stages need."""
+
+    def __init__(self, calls: Calls, name: str, keys: Sequence[CrossingKey]) -> None:
+        self.calls, self.name, self.keys = calls, name, keys
+
+    def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
+        run = self.calls.run
+        if run is None or run.block != self.keys[0].block:
+            return  # recomputation in a backward, a block handed through, or the same module inside another block
+        occurrence = run.hooked.get(self.name, 0)
+        run.hooked[self.name] = occurrence + 1
+        for key in self.keys:
+            if key.occurrence == occurrence:
+                run.tensors[key] = get_at(out, key.path)
+
+
+class _Enter(Uncopyable):
+    """Marks which own block runs."""
+
+    def __init__(self, calls: Calls, index: int, owner: Part) -> None:
+        self.calls, self.index, self.owner = calls, index, owner
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        run = self.calls.run
+        if run is not None and run.part is self.owner:
+            run.block = self.index
+            run.hooked.clear()
+
+
+class _HandThrough(Uncopyable):
+    """The last hook of a block that is handed through: a user's hooks have done their part on the stage that runs it."""
+
+    def __init__(self, calls: Calls, passes: Collection[int]) -> None:
+        self.calls, self.passes = calls, passes
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+        run = self.calls.run
+        if run is None or run.part.index not in self.passes:
+            return None
+        handed, run.handed = run.handed, None
+        return None if out is handed else handed
+
+
+class _Leave(Uncopyable):
+    """Keeps what an own block hands to later stages; after the last one, ends the forward."""
+
+    def __init__(self, calls: Calls, index: int, owner: Part) -> None:
+        self.calls, self.index, self.owner = calls, index, owner
+        self.is_exit = index == owner.exit_block
+        self.keys = [k for k in owner.keys_out if k.block == index and k.kind != "hook"]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        run = self.calls.run
+        if run is None or run.part is not self.owner:
+            return
+        for key in self.keys:
+            run.tensors[key] = get_at(out if key.kind == "return" else (args, kwargs), key.path)
+        run.leave(self.index)
+        if self.is_exit:
+            raise StageExit
+
+
+def intercept(model: nn.Module, plan: PipelinePlan, parts: Sequence[Part]) -> Calls:
+    """Install the stages `parts` on the blocks of `model`, whose parameters are cut already."""
+    calls = Calls()
+    for index, block in enumerate(blocks_of(model, plan.stack)):
+        if index in plan.blocks:
+            _intercept_block(calls, plan, parts, index, block)
+    return calls
+
+
+def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], index: int, block: nn.Module) -> None:
+    passes = {
+        part.index: _Pass(plan, block, index, [k for k in part.keys_in if k.block == index])
+        for part in parts
+        if index < part.span.lo
+    }
+    owner = next((part for part in parts if part.span.lo <= index < part.span.hi), None)
+    if passes:
+        block.forward = _Forward(calls, None if owner is None else block.forward, passes)
+        calls.install_last(block, _HandThrough(calls, passes))
+    if owner is None:
+        return
+    hooked = [k for k in owner.keys_out if k.block == index and k.kind == "hook"]
+    for name in dict.fromkeys(k.module for k in hooked):
+        inner = [k for k in hooked if k.module == name]
+        block.get_submodule(name).register_forward_hook(_InnerHook(calls, name, inner))
+    block.register_forward_pre_hook(_Enter(calls, index, owner))
+    calls.install_last(block, _Leave(calls, index, owner))

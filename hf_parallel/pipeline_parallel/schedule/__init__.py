@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generated, checked, simulated and drawn."""

@@ -1,0 +1,39 @@
+"""One rank's part of a schedule, ready to run: its actions, and what each other rank sends it, in which order.
+
+Pure; made once for each number of microbatches and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_parallel.pipeline_parallel.schedule.actions import Action, Schedule, sends_of
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank executes.
+
+    Attributes:
+        actions: Its actions, in order.
+        incoming: Other rank -> the messages it sends here, in the order it sends them.
+        send_window: Sends to one rank that may be left unreceived.
+    """
+
+    actions: tuple[Action, ...]
+    incoming: Mapping[int, tuple[Action, ...]]
+    send_window: int
+
+
+def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
+    """Return the part of a schedule that `rank` executes.
+
+    Args:
+        schedule: The actions of each rank.
+        rank: Which of them.
+        send_window: What `required_send_window` found for the schedule.
+    """
+    peers = [peer for peer in range(len(schedule)) if peer != rank]
+    incoming = {peer: sends_of(schedule, peer, rank) for peer in peers}
+    return Program(tuple(schedule[rank]), {p: m for p, m in incoming.items() if m}, send_window)

@@ -1,0 +1,398 @@
+"""The one schema of every setting: the `hf_parallel:` section of a YAML file, the Python API and the command line.
+
+Pure (pydantic only, no torch): a bad config dies in milliseconds, with every problem in one message, before any process
+group exists. The sections are in `sections`; what they mean together is checked here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.problems import locate, rewritten, sections_of
+from hf_parallel.settings.replica_sections import (
+    DataParallelConfig,
+    GradientCompressionConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+)
+from hf_parallel.settings.sections import (
+    DEFAULT_RANK_ORDER,
+    MAX_SIZE,
+    STAGES_PER_RANK,
+    ActivationCheckpointingConfig,
+    Axis,
+    CheckpointConfig,
+    Count,
+    MonitorConfig,
+    PipelineConfig,
+    Section,
+    Size,
+    TensorParallelConfig,
+    as_tuple,
+    number,
+    spelled,
+)
+from hf_parallel.settings.zero_rules import compression_problems, deepspeed_problems, partition_problems
+
+
+# Settings that nothing reads without stages.
+PIPELINE_ONLY = (
+    "schedule",
+    "schedule_file",
+    "stages_per_rank",
+    "num_microbatches",
+    "split",
+    "costs",
+    "compile_blocks",
+    "transport",
+)
+# Settings that nothing reads when no layer is shared.
+TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "reduce_dtype", "on_fallback")
+
+
+def _section(model: type[Section]) -> Any:
+    return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
+
+
+class HFParallelConfig(Section):
+    """Every setting of hf_parallel.
+
+    Args:
+        tp_size: Ranks that share each layer, 1 or more.
+        pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
+        rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
+        gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
+            given.
+        pipeline: Stages, microbatches and schedule.
+        tensor_parallel: Sharding of the layers.
+        data_parallel: Messages between the data-parallel replicas.
+        zero: Partition over the data-parallel ranks.
+        activation_checkpointing: Recomputation of activations.
+        gradient_compression: Wire format of the gradients.
+        local_sgd: Synchronisation interval of the replicas.
+        checkpoint: Checkpoint options.
+        monitor: Hang and batch guards.
+
+    Raises:
+        ConfigError: With every problem, one a line: key and value, rule, fix.
+    """
+
+    tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
+    pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
+    rank_order: Annotated[
+        tuple[Axis, ...] | None,
+        BeforeValidator(as_tuple),
+        Field(description=f"a permutation of {list(DEFAULT_RANK_ORDER)}, outermost first, or null"),
+    ] = None
+    gradient_accumulation_steps: Annotated[
+        Literal["auto"] | Count,
+        BeforeValidator(number),
+        Field(
+            description="batches of an optimizer step, an integer of 1 or more, or 'auto' (TrainingArguments' number)"
+        ),
+    ] = "auto"
+    pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
+    tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
+    data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()
+    zero: Annotated[ZeroConfig, _section(ZeroConfig)] = ZeroConfig()
+    activation_checkpointing: Annotated[ActivationCheckpointingConfig, _section(ActivationCheckpointingConfig)] = (
+        ActivationCheckpointingConfig()
+    )
+    gradient_compression: Annotated[GradientCompressionConfig, _section(GradientCompressionConfig)] = (
+        GradientCompressionConfig()
+    )
+    local_sgd: Annotated[LocalSgdConfig, _section(LocalSgdConfig)] = LocalSgdConfig()
+    checkpoint: Annotated[CheckpointConfig, _section(CheckpointConfig)] = CheckpointConfig()
+    monitor: Annotated[MonitorConfig, _section(MonitorConfig)] = MonitorConfig()
+
+    if not TYPE_CHECKING:  # type checkers keep the generated signature
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError("\n".join(rewritten(error, HFParallelConfig, values))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_section_is_default(cls, values: Any) -> Any:
+        """`accelerate config update` turns an empty section into null."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in sections_of(cls)}
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        problems = [*self._schedule_problems(), *self._split_problems()]
+        if self.pipeline.compile_blocks != "none" and self.tp_size > 1:
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
+                "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
+            )
+        recompute = self.activation_checkpointing
+        if recompute.every is None:
+            problems += [
+                f"activation_checkpointing.{name}={spelled(value)} without activation_checkpointing.every has no effect. Set "
+                f"activation_checkpointing.every to 1 or more, or remove the {name}."
+                for name, value in recompute.model_dump(exclude_defaults=True).items()
+            ]
+        if recompute.every is not None and self.pipeline.compile_blocks != "none":
+            problems.append(
+                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
+                f"{recompute.every} is not available yet. Set one of them to its default."
+            )
+        if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
+            problems.append(
+                f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
+                f"Set rank_order to {list(DEFAULT_RANK_ORDER)} or leave it out."
+            )
+        elif self.rank_order not in (None, DEFAULT_RANK_ORDER):
+            problems.append(
+                f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
+                f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
+            )
+        problems += [
+            *self._without_effect(),
+            *self.gradient_compression.problems("gradient_compression"),
+            *self._between_replicas(),
+        ]
+        if problems:
+            raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
+        return self
+
+    def _schedule_problems(self) -> list[str]:
+        """Settings of the schedule that contradict each other."""
+        settings = self.pipeline
+        name, count, file = settings.schedule, settings.stages_per_rank, settings.schedule_file
+        if name == "csv":
+            problems = (
+                [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            )
+            if count != "auto":
+                problems.append(
+                    f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "
+                    "each stage runs. Set pipeline.stages_per_rank to 'auto'."
+                )
+            return problems
+        problems = []
+        if file is not None:
+            problems.append(
+                f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
+                "csv, or pipeline.schedule_file to null."
+            )
+        stages = self.pp_size * (settings.stages_on_a_rank() or 1)
+        if stages > MAX_SIZE:
+            problems.append(
+                f"pipeline.stages_per_rank={spelled(count)} with pp_size={self.pp_size}: that makes {stages} stages, and "
+                f"at most {MAX_SIZE} can be planned. Lower pp_size or pipeline.stages_per_rank."
+            )
+        needed, only = STAGES_PER_RANK[name]
+        if count != "auto" and (count != needed if only else count < needed):
+            problems.append(
+                f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "
+                f"{'exactly' if only else 'at least'} {needed} stages on a rank. Set pipeline.stages_per_rank to {needed} "
+                "or 'auto'."
+            )
+        return problems
+
+    def _split_problems(self) -> list[str]:
+        """A list of block counts that does not fit the number of stages."""
+        split, per_rank = self.pipeline.split, self.pipeline.stages_on_a_rank()
+        if isinstance(split, str):
+            return []
+        problems = []
+        if 0 in split[:-1]:
+            problems.append(
+                f"pipeline.split={list(split)}: only the last stage may have no block (the head alone). Give every other "
+                "stage at least 1."
+            )
+        if per_rank is not None and len(split) != self.pp_size * per_rank:
+            times = f" * {per_rank} stages per rank = {self.pp_size * per_rank}" if per_rank > 1 else ""
+            problems.append(
+                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}{times}: it holds the "
+                f"number of blocks of each stage. Give {self.pp_size * per_rank} integers"
+                f"{'' if len(split) % per_rank else f', or set pp_size to {len(split) // per_rank}'}."
+            )
+        return problems
+
+    def _without_effect(self) -> list[str]:
+        """Settings of an axis that nothing reads because the axis has one rank."""
+        return [
+            *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
+            *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _between_replicas(self) -> list[str]:
+        """What the replicas do with each other, and whose work it is."""
+        if self.zero.engine == "deepspeed":
+            given = self.model_dump(exclude_defaults=True)
+            return deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)
+        return [
+            *partition_problems(self.zero, self.pp_size, self.data_parallel),
+            *compression_problems(self.zero, self.gradient_compression),
+            *self._local_steps(),
+        ]
+
+    def _local_steps(self) -> list[str]:
+        """Local steps with what expects equal replicas after every step."""
+        found, every = self.local_sgd.problems(), self.local_sgd.sync_every
+        if every > 1 and self.zero.stage:
+            found.append(
+                f"local_sgd.sync_every={every} with zero.stage={self.zero.stage}: replicas differ between "
+                "synchronisations, so they cannot share one optimizer. Set zero.stage to 0, or local_sgd.sync_every to 1."
+            )
+        if every > 1 and self.gradient_compression.method != "none":
+            found.append(
+                f"local_sgd.sync_every={every} with gradient_compression.method={self.gradient_compression.method}: no "
+                "gradient travels between synchronisations. Move the settings to local_sgd.compression."
+            )
+        return found
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any] | None, source: str = "config") -> Self:
+        """Return the config that `values` (the content of the `hf_parallel:` section; null is empty) describes.
+
+        Args:
+            values: Keys as in the YAML file.
+            source: Where the values come from, named in the error.
+
+        Raises:
+            ConfigError: With every problem of the mapping.
+        """
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{source}: hf_parallel={spelled(values)}: expected a mapping. Write its keys on lines below it."
+            )
+        unnamed = [key for key in values or {} if not isinstance(key, str)]
+        if unnamed:
+            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are words. Quote or remove them.")
+        try:
+            return cls(**(values or {}))
+        except ConfigError as error:
+            raise ConfigError(f"{source}:\n{error}") from None
+        except RecursionError:
+            raise ConfigError(f"{source}: nested too deeply. Settings have at most four levels.") from None
+
+    def with_overrides(self, **overrides: Any) -> Self:
+        """Return a copy with some settings replaced.
+
+        Args:
+            overrides: `pp_size=2`; a setting of a section by its own name (`num_microbatches=8`) or dotted
+                (`**{"pipeline.split": "even"}`); or a section as a mapping, which is merged, or as its class.
+
+        Raises:
+            ConfigError: For an unknown name, or if the result is not valid.
+        """
+        source = f"overrides {', '.join(overrides)}" if overrides else "config"
+        return type(self).from_mapping(type(self).replaced(self.model_dump(), **overrides), source=source)
+
+    @classmethod
+    def replaced(cls, values: Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+        """Return the mapping `values` with some settings replaced; nothing but the names is checked.
+
+        Args:
+            values: As for `from_mapping`.
+            overrides: As for `with_overrides`.
+
+        Raises:
+            ConfigError: For an unknown name.
+        """
+        merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+        for key, value in overrides.items():
+            section, leaf = locate(cls, key)
+            plain = value.model_dump() if isinstance(value, BaseModel) else value
+            if section:
+                home = merged.get(section) or {}
+                if not isinstance(home, Mapping | BaseModel):
+                    raise ConfigError(
+                        f"{section}={spelled(home)} beside the override {key}: expected a mapping. Remove one of them."
+                    )
+                merged[section] = {**(home.model_dump() if isinstance(home, BaseModel) else home), leaf: plain}
+            elif isinstance(merged.get(leaf), dict) and isinstance(plain, Mapping):
+                merged[leaf] = {**merged[leaf], **plain}
+            else:
+                merged[leaf] = plain
+        return merged
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that are equal for equal configs, on every rank and in every process."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that together hold one copy of the model: tp_size * pp_size."""
+        return self.tp_size * self.pp_size
+
+    def dp_size(self, world_size: int) -> int:
+        """Return the number of model copies in `world_size` ranks, 1 or more.
+
+        Raises:
+            ConfigError: If the world does not divide into whole copies.
+        """
+        copy = self.model_parallel_size
+        if world_size >= copy and world_size % copy == 0:
+            self._check_replicas(world_size // copy, world_size)
+            return world_size // copy
+        below, above = world_size // copy * copy, (world_size // copy + 1) * copy
+        valid = f"{below} or {above}" if below else f"{above}"
+        relation = "is not a multiple of" if below else "is below"
+        raise ConfigError(
+            f"num_processes={world_size} {relation} tp_size * pp_size = {self.tp_size} * {self.pp_size} = {copy}: every "
+            f"model copy needs {copy} processes. Set num_processes to {valid}, or lower tp_size or pp_size."
+        )
+
+    def _check_replicas(self, dp_size: int, world_size: int) -> None:
+        """Refuse a partition over replicas that do not exist. One process alone is a trial run of any config."""
+        shard_size, method = self.zero.dp_shard_size, self.gradient_compression.method
+        if method != "none" and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"gradient_compression.method={method} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
+                f"gradient_compression.method to none, or num_processes to {2 * world_size}."
+            )
+        if self.local_sgd.sync_every > 1 and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"local_sgd.sync_every={self.local_sgd.sync_every} with num_processes={world_size} and tp_size * pp_size = "
+                f"{self.tp_size} * {self.pp_size}: there is one replica, nothing to synchronise. Set local_sgd.sync_every "
+                f"to 1, or num_processes to {2 * world_size}."
+            )
+        if self.zero.stage and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
+                f"{self.pp_size}: there is one replica, so nothing is partitioned. Set zero.stage to 0, or num_processes "
+                f"to {2 * world_size}."
+            )
+        if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
+            raise ConfigError(
+                f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "
+                f"it to {dp_size} or 'auto'."
+            )
+
+    def to_yaml_section(self) -> dict[str, Any]:
+        """Return the plain mapping to write under `hf_parallel:`; settings at their defaults are left out."""
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        plain: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
+        return sizes | plain
+
+
+def _unread(settings: Section, section: str, names: Iterable[str], axis: str, size: int, why: str) -> list[str]:
+    if size > 1:
+        return []
+    problems = []
+    for name in names:
+        value, default = getattr(settings, name), type(settings).model_fields[name].default
+        if value != default:
+            shown = spelled(value)
+            problems.append(
+                f"{section}.{name}={shown} with {axis}_size=1 has no effect: {why}. Set {axis}_size to 2 or more, or "
+                f"{section}.{name} to {spelled(default)}."
+            )
+    return problems

@@ -1,0 +1,294 @@
+"""How the settings reach a worker process, and what a worker must know before anything else is imported.
+
+`accelerate launch` passes neither the path of its config file nor `use_cpu` on to the workers. The path is read from
+the launcher's command line with accelerate's own parser; `use_cpu` is put back into the environment. Without the
+latter every worker of a CPU launch trains alone, silently.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.machine.tasks import lonely_task
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
+from hf_parallel.settings.sections import spelled
+
+
+CONFIG_VARIABLE = "HF_PARALLEL_CONFIG"
+USE_CPU_VARIABLE = "ACCELERATE_USE_CPU"
+THREE_WAYS = (
+    "Give the settings in one of three ways: "
+    f"`accelerate launch --config_file FILE script.py`, the environment variable {CONFIG_VARIABLE}=FILE, "
+    "or in the script HFParallelCallback(FILE) or HFParallelCallback(pp_size=2)."
+)
+
+Source = Literal["argument", "env HF_PARALLEL_CONFIG", "accelerate launch", "none"]
+Launcher = Literal["accelerate", "torchrun", "none"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Args:
+        path: The config file that applies, or None.
+        source: Who named that file.
+        launched_by: What started the process.
+        rank: Global rank, from 0.
+        local_rank: Rank on this machine, from 0.
+        world_size: Processes of the run, 1 or more.
+    """
+
+    path: Path | None
+    source: Source
+    launched_by: Launcher
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def find_launch(argument: str | Path | None = None) -> Launch:
+    """Return how this process was started and which config file applies: argument, environment, launcher, none.
+
+    Args:
+        argument: A file or recipe name given in code.
+
+    Raises:
+        ConfigError: If the argument or the environment variable names no file and no recipe.
+    """
+    launched_by, launcher_path = _ask_parents()
+    path: Path | None
+    source: Source
+    if argument is not None:
+        path, source = find_recipe(argument), "argument"
+    elif os.environ.get(CONFIG_VARIABLE):
+        path, source = _recipe_of_environment(), "env HF_PARALLEL_CONFIG"
+    elif launcher_path is not None:
+        path, source = launcher_path, "accelerate launch"
+    else:
+        path, source = None, "none"
+    return Launch(path, source, launched_by, _int("RANK", 0), _int("LOCAL_RANK", 0), _int("WORLD_SIZE", 1))
+
+
+def resolve_config(
+    config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None, **overrides: Any
+) -> tuple[HFParallelConfig, str]:
+    """Return the settings of this process and a sentence that says which layout was chosen and why.
+
+    Args:
+        config: The settings, a mapping of them, a file, a recipe name, or None: the environment variable
+            HF_PARALLEL_CONFIG, else the file given to `accelerate launch`, else pure data parallelism.
+        overrides: Settings that replace those found, as in `HFParallelConfig.with_overrides`.
+
+    Raises:
+        ConfigError: If the settings are not valid, do not fit the number of processes, or are nowhere to be found
+            under a launcher that knows no config file.
+    """
+    refuse_lonely_task()
+    launch = find_launch(config if isinstance(config, str | Path) else None)
+    accelerate: Mapping[str, Any] | None = None
+    if isinstance(config, HFParallelConfig):
+        found, origin = config, "the HFParallelConfig given in code"
+    elif isinstance(config, Mapping):
+        # What a mapping leaves open the overrides may say: only together are they settings.
+        source = f"config with overrides {', '.join(overrides)}" if overrides else "config"
+        found = HFParallelConfig.from_mapping(HFParallelConfig.replaced(config, **overrides), source)
+        origin = "the mapping given in code"
+    elif launch.path is not None and (config is None or isinstance(config, str | Path)):
+        found, accelerate, origin = _of_file(launch.path, launch.source)
+    elif config is not None and not isinstance(config, str | Path):
+        raise ConfigError(
+            f"config={spelled(config)}: expected a file, the name of a recipe, a mapping, an HFParallelConfig or None."
+        )
+    else:
+        found, origin = _of_nothing(launch, has_overrides=bool(overrides))
+    if overrides and not isinstance(config, Mapping):
+        found = found.with_overrides(**overrides)
+    origin += f" with {', '.join(overrides)} overridden in code" if overrides else ""
+    check_fit(found, accelerate, launch, origin)
+    return found, _explain(found, launch.world_size, origin)
+
+
+def refuse_lonely_task() -> None:
+    """Refuse a process that a cluster's launcher started beside others, which it knows nothing of.
+
+    Raises:
+        ConfigError: With the command that starts such a run.
+    """
+    tasks = lonely_task(os.environ)
+    if tasks is None:
+        return
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return
+    of_slurm = tasks.launcher == "srun"
+    node = "$SLURM_NODEID" if of_slurm else "NUMBER_OF_THE_NODE"
+    start = "srun --ntasks-per-node=1 bash -c" if of_slurm else f"{tasks.launcher}, one task a node, of bash -c"
+    raise ConfigError(
+        f"{tasks.variable}={tasks.value} without WORLD_SIZE: {tasks.launcher} started several tasks that know nothing of each "
+        "other, so each of them would train alone. Let each node start one launcher, with the number of GPUs on all nodes as "
+        f"N: {start} 'accelerate launch --config_file FILE --num_processes N --num_machines NODES --machine_rank {node} "
+        "--main_process_ip FIRST_NODE --main_process_port 29500 script.py'. If each task is meant to be a run of its own, set "
+        "WORLD_SIZE=1."
+    )
+
+
+def check_world(config: HFParallelConfig, accelerate_processes: int | None = None) -> None:
+    """Refuse to train when the processes that were started do not form the world that `config` needs.
+
+    Args:
+        config: The settings of the run.
+        accelerate_processes: `accelerator.num_processes`, if there is an accelerator. On a machine without a GPU a
+            bare `PartialState()` connects the workers and yet reports one process to everything built on it.
+
+    Raises:
+        ConfigError: If there is no process group although several processes were started, if the group or accelerate
+            counts another number, or if the world does not divide into whole model copies.
+    """
+    import torch.distributed as dist
+
+    launched = _int("WORLD_SIZE", 1)
+    connected = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if connected != launched and launched > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={launched} but torch.distributed connects {connected} process: every rank would train alone. "
+            f"Import hf_parallel before TrainingArguments or Accelerator, or set {USE_CPU_VARIABLE}=true on a machine "
+            f"without a GPU."
+        )
+    if accelerate_processes not in (None, connected):
+        raise ConfigError(
+            f"accelerate counts {accelerate_processes} process but torch.distributed connects {connected}: every rank "
+            f"would train alone. Create TrainingArguments or Accelerator first in the script, before any PartialState()."
+        )
+    try:
+        config.dp_size(connected)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_one_process_hint(connected, config)}") from None
+
+
+def _int(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if len(text) > 9 or not (text.isascii() and text.lstrip("-").isdigit()):
+        raise ConfigError(f"{name}={spelled(text)}: expected an integer. Let the launcher set it, or unset {name}.")
+    return int(text)
+
+
+def _recipe_of_environment() -> Path:
+    try:
+        return find_recipe(os.environ[CONFIG_VARIABLE])
+    except ConfigError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
+
+
+def _of_file(path: Path, source: Source) -> tuple[HFParallelConfig, Mapping[str, Any], str]:
+    config, accelerate = load_file(path)
+    if config is not None:
+        return config, accelerate, f"{path} ({source})"
+    if source != "accelerate launch":
+        raise ConfigError(f"{path} ({source}): it has no parallelism_config.hf_parallel section. Add one.")
+    origin = f"the defaults, because {path} ({source}) has no parallelism_config.hf_parallel section"
+    return HFParallelConfig(), accelerate, origin
+
+
+def _of_nothing(launch: Launch, has_overrides: bool) -> tuple[HFParallelConfig, str]:
+    if launch.launched_by == "torchrun" and launch.world_size > 1 and not has_overrides:
+        raise ConfigError(
+            f"WORLD_SIZE={launch.world_size} and no settings: torchrun knows no config file, and guessing a layout "
+            f"could waste the run. {THREE_WAYS}"
+        )
+    return HFParallelConfig(), "the defaults, because no config file was given"
+
+
+def check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, launch: Launch, origin: str) -> None:
+    """Check a config against the launch as it is: its file, its engine, its number of processes."""
+    try:
+        engine = [kind for kind in FOREIGN_ENGINES if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
+        if engine and not accelerate and config.zero.engine != "deepspeed":
+            check_accelerate(config, {"distributed_type": engine[0]}, launch.world_size)
+        elif accelerate and (launch.world_size > 1 or launch.launched_by == "accelerate"):
+            check_accelerate(config, accelerate, launch.world_size)
+        config.dp_size(launch.world_size)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}:\n{error}{_one_process_hint(launch.world_size, config)}") from None
+
+
+def _one_process_hint(world_size: int, config: HFParallelConfig) -> str:
+    if world_size > 1 or config.model_parallel_size == 1:
+        return ""
+    return f" This is one process: start {config.model_parallel_size} with `accelerate launch`."
+
+
+def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
+    dp_size = config.dp_size(world_size)
+    if world_size == 1:
+        layout = "nothing is parallel (one process)"
+    elif config.zero.engine == "deepspeed":
+        layout = f"DeepSpeed ZeRO-{config.zero.stage} over {world_size} processes"
+    elif config.model_parallel_size == 1:
+        layout = f"pure data parallelism over {world_size} processes"
+    else:
+        layout = f"tp {config.tp_size} x pp {config.pp_size} x dp {dp_size} over {world_size} processes"
+    return f"{layout}, from {origin}"
+
+
+def _has_accelerator() -> bool:
+    """Whether ranks can have a device of their own with a communication backend (Apple's MPS has none)."""
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device is not None and device.type != "mps"
+
+
+def _ask_parents() -> tuple[Launcher, Path | None]:
+    """Return the launcher among the parent processes, and the config file on its command line."""
+    import psutil
+
+    try:
+        for parent in psutil.Process().parents():
+            command = parent.cmdline()
+            arguments = _accelerate_arguments(command)
+            if arguments is not None:
+                return "accelerate", _config_file(arguments, parent.cwd())
+            if _is_torchrun(command):
+                return "torchrun", None
+    except (psutil.Error, OSError) as error:  # a container may hide /proc; the argument and the variable still work
+        warnings.warn(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", stacklevel=2)
+    return ("torchrun" if "LOCAL_RANK" in os.environ else "none"), None
+
+
+def _accelerate_arguments(command: list[str]) -> list[str] | None:
+    """Return what follows `accelerate launch` on a command line, in any of its spellings, or None."""
+    for index, token in enumerate(command[:-1]):
+        program, rest = os.path.basename(token), command[index + 1 :]
+        if (program in ("accelerate", "accelerate.exe") or token == "accelerate.commands.accelerate_cli") and (
+            rest[0] == "launch"
+        ):
+            return rest[1:]
+        is_module = token == "accelerate.commands.launch" or token.endswith("accelerate/commands/launch.py")
+        if program in ("accelerate-launch", "accelerate-launch.exe") or is_module:
+            return rest
+    return None
+
+
+def _is_torchrun(command: list[str]) -> bool:
+    return any(os.path.basename(token) == "torchrun" or token == "torch.distributed.run" for token in command[:4])
+
+
+def _config_file(arguments: list[str], cwd: str) -> Path | None:
+    """Return the file that accelerate itself reads for these launch arguments, or None."""
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    known, _ = launch_command_parser().parse_known_args(arguments)
+    if known.config_file is not None:
+        return Path(cwd, known.config_file).resolve()
+    default = Path(default_config_file)
+    return default if default.is_file() and not known.cpu else None

@@ -1,0 +1,264 @@
+"""Recipes: accelerate config files with one section of ours, `parallelism_config: {hf_parallel: ...}`.
+
+That place is the only one: accelerate refuses unknown top-level keys, ignores unknown keys inside this section, and
+keeps them when it rewrites a file. Nobody else checks what stands there, so everything is checked here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.file import parse_yaml, read_bounded
+from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
+
+
+SECTION = "parallelism_config"
+KEY = "hf_parallel"
+ONE_PROCESS_TYPES = ("NO", "MULTI_CPU")
+SECTIONS = (
+    SECTION,
+    "deepspeed_config",
+    "fsdp_config",
+    "megatron_lm_config",
+    "fp8_config",
+    "dynamo_config",
+    "mpirun_config",
+)
+FOREIGN_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+# Keys of a `deepspeed_config` section that start processes on several machines and say nothing about training.
+LAUNCHER_ONLY = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+)
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes: inside the package when installed, beside it in a checkout."""
+    installed = Path(__file__).parents[1] / "recipes_data"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "recipes"
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the shipped recipes, sorted."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """Return the file of a recipe.
+
+    Args:
+        name_or_path: A file, else the name of a shipped recipe (`cpu_pp2` or `cpu_pp2.yaml`).
+
+    Raises:
+        ConfigError: If it is neither; names the nearest recipe.
+    """
+    if not isinstance(name_or_path, str | Path):
+        raise ConfigError(f"recipe {spelled(name_or_path)}: expected the path of a file or the name of a recipe.")
+    path = Path(name_or_path)
+    try:
+        path = path.expanduser()
+        if path.is_file():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a name too long, a home of nobody: no such file
+        path = Path(path.name[-MAX_SHOWN:])
+    names = list_recipes()
+    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    if name in names and len(path.parts) == 1:
+        return recipes_folder() / f"{name}.yaml"
+    nearest = difflib.get_close_matches(name[:MAX_SHOWN], names, n=1, cutoff=0.0)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    raise ConfigError(
+        f"recipe {spelled(str(name_or_path))}: no such file in {Path.cwd()} and no recipe of that name.{hint} "
+        f"Recipes: {', '.join(names)}."
+    )
+
+
+def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+    """Return our section of an accelerate config file (None if it has none) and the whole file.
+
+    Raises:
+        ConfigError: If the file is not a YAML mapping, or holds our key in another place than `parallelism_config`.
+    """
+    accelerate = parse_yaml(read_bounded(path), path)
+    accelerate = {} if accelerate is None else accelerate
+    if not isinstance(accelerate, dict):
+        raise ConfigError(f"{path}: expected a mapping, found {type(accelerate).__name__}. Write `key: value` lines.")
+    _refuse_odd_sections(path, accelerate)
+    places = [name for name, value in accelerate.items() if isinstance(value, dict) and KEY in value]
+    misplaced = [f"{name}.{KEY}" for name in places if name != SECTION] + ([KEY] if KEY in accelerate else [])
+    if misplaced:
+        raise ConfigError(
+            f"{path}: found {', '.join(misplaced)}: the settings stand in {SECTION}.{KEY} and nowhere else. "
+            f"Move them there."
+        )
+    if SECTION not in places:
+        _refuse_misspelled_key(path, accelerate.get(SECTION))
+        return None, accelerate
+    section = accelerate[SECTION][KEY]
+    if section is not None and not isinstance(section, dict):
+        raise ConfigError(
+            f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping. Write its keys on lines below it."
+        )
+    return section or {}, accelerate
+
+
+def _refuse_misspelled_key(path: Path, section: Mapping[str, Any] | None) -> None:
+    """Refuse a key that is meant to be ours: accelerate ignores it, and the run would be plain data parallelism."""
+    near = difflib.get_close_matches(KEY, [key[: 2 * len(KEY)] for key in section or {}], n=1, cutoff=0.7)
+    if near:
+        raise ConfigError(f"{path}: {SECTION}.{near[0]}: unknown key. Did you mean {SECTION}.{KEY}?")
+
+
+def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
+    """Refuse keys that are no words, and a value where accelerate, and we, read a mapping."""
+    problems = [
+        f"{path}: {spelled(key)}: keys are words. Quote or remove it."
+        for key in accelerate
+        if not isinstance(key, str)
+    ]
+    for name in SECTIONS:
+        section = accelerate.get(name)
+        if section is not None and not isinstance(section, dict):
+            problems.append(
+                f"{path}: {name}={spelled(section)}: expected a mapping. Write its keys on lines below it, or remove it."
+            )
+        elif section:
+            odd = [key for key in section if not isinstance(key, str)]
+            problems += [f"{path}: {name}[{spelled(key)}]: keys are words. Quote or remove it." for key in odd]
+    if problems:
+        raise ConfigError("\n".join(problems[:MAX_LINES]))
+
+
+def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], world_size: int | None = None) -> None:
+    """Refuse accelerate settings under which `config` would silently do nothing, or not fit.
+
+    Args:
+        config: Our settings.
+        accelerate: The whole accelerate file.
+        world_size: Processes really started; None takes `num_processes` of the file.
+
+    Raises:
+        ConfigError: With every problem, one a line.
+    """
+    problems = []
+    kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
+    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
+        problems.append(
+            f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
+            f"Set distributed_type to MULTI_GPU, and add use_cpu: true on a machine without a GPU."
+        )
+    if kind in FOREIGN_ENGINES and config.model_parallel_size > 1:
+        problems.append(
+            f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
+            f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
+        )
+    ours = config.zero.engine == "deepspeed"
+    problems += _deepspeed_file(accelerate, kind) if ours else []
+    replicas = replica_settings(config) if kind in FOREIGN_ENGINES and not (ours and kind == "DEEPSPEED") else []
+    if replicas:
+        problems.append(
+            f"distributed_type={kind!r} with {', '.join(replicas)}: {kind} drives the run itself, so that would have no "
+            f"effect. Set distributed_type to MULTI_GPU, {'or zero.engine to deepspeed, ' * (kind == 'DEEPSPEED')}or use what "
+            f"{kind} has of its own."
+        )
+    problems += _stock_sizes(accelerate.get(SECTION) or {})
+    num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
+    is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
+    if not is_number and num_processes is not None:
+        problems.append(
+            f"num_processes={spelled(num_processes)}: expected an integer. Set num_processes to a number without quotes."
+        )
+    elif is_number and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
+        try:
+            config.dp_size(num_processes)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
+    """What stands beside `zero.engine: deepspeed` and would be a second set of settings, or none at all."""
+    problems = []
+    if kind == "NO":
+        problems.append(
+            "distributed_type='NO' with zero.engine=deepspeed: accelerate starts a plain process. Set distributed_type to "
+            "MULTI_GPU, also for one process."
+        )
+    section = accelerate.get("deepspeed_config") or {}
+    problems += [
+        f"deepspeed_config.{key}={shown(value)} beside zero.engine=deepspeed: DeepSpeed's config is made from the zero section alone. "
+        f"Remove deepspeed_config.{key}."
+        for key, value in section.items()
+        if key not in LAUNCHER_ONLY
+    ]
+    if str(accelerate.get("mixed_precision")).lower() == "fp16" and accelerate.get("use_cpu") is True:
+        problems.append(
+            "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true: DeepSpeed has no fp16 on CPUs. Set "
+            "mixed_precision to bf16 or 'no'."
+        )
+    return problems
+
+
+def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
+    """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
+    return [
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
+        f"stand in {SECTION}.{KEY}."
+        for key, value in section.items()
+        if key != KEY and value not in (None, 1)
+    ]
+
+
+def load_file(path: Path) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
+    """Return the config of a file (None if it has no section of ours) and its accelerate settings.
+
+    Raises:
+        ConfigError: With the file name and every problem of our section.
+    """
+    section, accelerate = read_section(path)
+    if section is None:
+        return None, accelerate
+    return HFParallelConfig.from_mapping(section, source=f"{path}, {SECTION}.{KEY}"), accelerate
+
+
+def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
+    """Return the validated config of a recipe.
+
+    Args:
+        name_or_path: A file, else the name of a shipped recipe.
+
+    Raises:
+        ConfigError: With every problem of our section, else of the accelerate settings around it.
+    """
+    path = find_recipe(name_or_path)
+    config, accelerate = load_file(path)
+    if config is None:
+        raise ConfigError(f"{path}: it has no {SECTION}.{KEY} section. Add one, for example {KEY}: {{pp_size: 2}}.")
+    try:
+        check_accelerate(config, accelerate)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
+    return config
+
+
+def replica_settings(config: HFParallelConfig) -> list[str]:
+    """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
+    given = {
+        f"zero.stage={config.zero.stage}": config.zero.stage > 0,
+        f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
+        != "none",
+        f"local_sgd.sync_every={config.local_sgd.sync_every}": config.local_sgd.sync_every > 1,
+        f"activation_checkpointing.every={config.activation_checkpointing.every}": config.activation_checkpointing.every
+        is not None,
+        f"gradient_accumulation_steps={config.gradient_accumulation_steps}": config.gradient_accumulation_steps
+        != "auto",
+    }
+    return [text for text, chosen in given.items() if chosen]

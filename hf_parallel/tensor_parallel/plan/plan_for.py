@@ -1,0 +1,352 @@
+"""The tensor-parallel plan of a model, from the model or from its config alone.
+
+Blocks of one kind get one plan. So a config is planned on a twin: real widths, random weights, and only as many blocks as
+show every kind; what its blocks do is then repeated for the others. Whether blocks are of a kind is read off the full model
+on the meta device, which has no values, so nothing here knows an architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from os import PathLike
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from hf_parallel.compat.private_transformers import copy_loss_function
+from hf_parallel.errors import PlanError
+from hf_parallel.machine.ram import free_ram
+from hf_parallel.model.probes import Probes
+from hf_parallel.model.support import refuse_model
+from hf_parallel.settings.sections import ExpertSharing, Treatment
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.derive import aliases_of
+from hf_parallel.tensor_parallel.plan.overrides import wish_for
+from hf_parallel.tensor_parallel.shard_plan import TPPlan, in_order
+
+
+HEAD_COPIES = 3  # of the head's weight, while its parts are compared with the whole
+BLOCK_COPIES = 4  # of a block beside one a rank: itself, its private copy, the reference and gradients
+
+Source: TypeAlias = "nn.Module | PretrainedConfig | Blueprint | str | PathLike[str]"
+
+
+def plan_for(
+    source: Source,
+    tp_size: int,
+    *,
+    sample: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Treatment] | None = None,
+    vocabulary: Literal["auto"] | bool = "auto",
+    experts: ExpertSharing = "split",
+    sequence: bool = False,
+) -> TPPlan:
+    """The plan that a Trainer makes for a model, without a process group; pure.
+
+    Args:
+        source: A whole model with weights; or its config or blueprint, or the name or folder of one, which needs
+            memory for as many blocks as there are kinds of them, and for embedding and head. All give the same
+            plan; the reasons of rejected pairs may quote numbers, which depend on the weights.
+        tp_size: Ranks that share each layer, 1 or more.
+        sample: A small batch of the kind the model is trained on; none: made-up text.
+        overrides: `tensor_parallel.plan`: pattern of module names -> "pair", "gather" or "replicate".
+        vocabulary: `tensor_parallel.vocab_parallel_loss`.
+        experts: `tensor_parallel.experts`: "split" or "whole".
+        sequence: `tensor_parallel.sequence_parallel`.
+
+    Returns:
+        The plan, plain data: `to_json`, `from_json`, `fingerprint`.
+
+    Raises:
+        PlanError: It cannot be made, an override does not hold, or a twin needs more memory than there is.
+        UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
+    """
+    settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
+    settings["sequence"] = sequence
+    if isinstance(source, nn.Module):
+        return _planned(source, tp_size, sample, settings)
+    blueprint = (
+        source if isinstance(source, Blueprint) else Blueprint(_config_of(source), AutoModelForCausalLM.from_config)
+    )
+    full = _skeleton(blueprint)
+    cut = _shortened(blueprint, full, overrides or {})
+    twin = _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), tp_size)
+    if cut is not None:
+        plan = _planned(twin, tp_size, sample, settings | {"overrides": _about(overrides or {}, twin, full)})
+        if _is_within_blocks(plan, cut):
+            return _repeated(plan, cut, full)
+        twin = _twin(blueprint, full, tp_size)
+    return _planned(twin, tp_size, sample, settings)
+
+
+def small_twin(blueprint: Blueprint) -> nn.Module:
+    """A model with random values and as few blocks as show every kind.
+
+    Raises:
+        PlanError: There is not enough memory.
+    """
+    full = _skeleton(blueprint)
+    cut = _shortened(blueprint, full, {})
+    return _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), 1)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a model can be made of again.
+
+    Args:
+        config: Its config.
+        build: Makes a model of a config; of values in `dtype`, if that is given.
+    """
+
+    config: PretrainedConfig
+    build: Callable[..., nn.Module]
+
+
+def blueprint_of(model: nn.Module) -> Blueprint:
+    """The blueprint of a model, whose values are not looked at.
+
+    Raises:
+        PlanError: The model is not what its config describes: a twin would be of another model.
+    """
+    if "forward" in vars(model):
+        raise PlanError(
+            f"the forward of this {type(model).__name__} was replaced, and a twin would run that of its class. Plan the "
+            "model with its weights."
+        )
+
+    def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
+        made: nn.Module = type(model)(config)
+        copy_loss_function(model, made)
+        return made if dtype is None else made.to(dtype)
+
+    blueprint = Blueprint(vars(model)["config"], build)
+    described = {(name, tuple(p.shape)) for name, p in _skeleton(blueprint).named_parameters()}
+    odd = sorted(described ^ {(name, tuple(p.shape)) for name, p in model.named_parameters()})
+    if odd:
+        raise PlanError(
+            f"{type(model).__name__} is not what its config describes (first difference: {odd[0][0]}), so a twin would be of "
+            "another model. Plan the model with its weights."
+        )
+    return blueprint
+
+
+def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TPPlan:
+    refuse_model(model, tp_size)
+    probes = Probes(model, next(model.parameters()).device, sample)
+    with probes.running():
+        return plan_model(model, tp_size, probes.batch, **settings)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A model with fewer blocks.
+
+    Args:
+        blueprint: Of a config with fewer blocks.
+        model: Its model on the meta device.
+        stacks: Names of the lists of blocks.
+        twins: Block of the full model -> the block that stands for it.
+    """
+
+    blueprint: Blueprint
+    model: nn.Module
+    stacks: tuple[str, ...]
+    twins: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.model.get_submodule(self.stacks[0]))  # type: ignore[arg-type]  # a ModuleList
+
+    def named(self, block: int) -> re.Pattern[str]:
+        """The name of a block, of whatever stack, inside a text."""
+        stacks = "|".join(re.escape(stack) for stack in self.stacks)
+        return re.compile(rf"(?<![\w.])({stacks})\.{block}(?!\w)")
+
+
+def _config_of(source: PretrainedConfig | str | PathLike[str]) -> PretrainedConfig:
+    return source if isinstance(source, PretrainedConfig) else AutoConfig.from_pretrained(source)
+
+
+def _skeleton(blueprint: Blueprint) -> nn.Module:
+    """The model, without values."""
+    with torch.device("meta"):
+        return blueprint.build(copy.deepcopy(blueprint.config))
+
+
+def _twin(blueprint: Blueprint, skeleton: nn.Module, tp_size: int) -> nn.Module:
+    """A model with random weights in fp32, the same in every call.
+
+    Raises:
+        PlanError: It and the copies of its parts need more memory than is free.
+    """
+    needed, free = _bytes_needed(skeleton, tp_size), _free_bytes()
+    if needed > free:
+        raise PlanError(
+            f"plan_for: a twin of {type(skeleton).__name__} with its real widths needs {needed / 2**30:.1f} GiB "
+            f"({_size(skeleton) / 1e9:.2f} billion parameters in fp32 and copies of a block), {free / 2**30:.1f} GiB are "
+            "free. Plan where there is more memory, and keep the plan: TPPlan.to_json, TPPlan.from_json."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return blueprint.build(copy.deepcopy(blueprint.config), dtype=torch.float32)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _bytes_needed(skeleton: nn.Module, tp_size: int) -> int:
+    blocks = [block for part in skeleton.modules() if isinstance(part, nn.ModuleList) for block in part]
+    head = getattr(skeleton, "get_output_embeddings", lambda: None)()
+    copies = (tp_size + BLOCK_COPIES) * max(map(_size, blocks), default=0)
+    return 4 * (_size(skeleton) + copies + HEAD_COPIES * (_size(head) if head is not None else 0))
+
+
+def _free_bytes() -> int:
+    return free_ram()
+
+
+def _about(overrides: Mapping[str, Treatment], twin: nn.Module, full: nn.Module) -> dict[str, Treatment]:
+    """Without the patterns that name other blocks of the full model only."""
+    here, there = ([name for name, _ in model.named_modules()] for model in (twin, full))
+    return {
+        pattern: wish
+        for pattern, wish in overrides.items()
+        if any(fnmatchcase(name, pattern) for name in here) or not any(fnmatchcase(name, pattern) for name in there)
+    }
+
+
+def _shortened(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treatment]) -> _Cut | None:
+    """The fewest blocks that show every kind, where leaving blocks out changes nothing else; None: keep all."""
+    depth = getattr(blueprint.config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(depth, int):
+        return None
+    stacks = _stacks(full, depth)
+    kinds = [_kind_of_block(full, stacks, block, overrides) for block in range(depth)]
+    first = [kinds.index(kind) for kind in kinds]
+    shown = max(first, default=0) + 2  # one more: the last block feeds none
+    if not stacks or shown >= depth:
+        return None
+    shorter = replace(blueprint, config=_with_depth(blueprint.config, depth, shown))
+    try:
+        model = _skeleton(shorter)
+    except Exception:  # noqa: BLE001  a config may insist on a depth in any way
+        return None
+    same = stacks == _stacks(model, shown) and _outside(model, stacks) == _outside(full, stacks)
+    if not same or [_kind_of_block(model, stacks, block, overrides) for block in range(shown)] != kinds[:shown]:
+        return None
+    last = kinds[depth - 1] == kinds[shown - 1]
+    middle = tuple(block if block < shown - 1 else first[block] for block in range(depth - 1))
+    return _Cut(shorter, model, stacks, (*middle, shown - 1 if last else first[depth - 1]))
+
+
+def _stacks(model: nn.Module, depth: int) -> tuple[str, ...]:
+    """Names of the lists of as many modules as there are blocks, the outermost ones."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == depth and not inside:
+            found.append(name)
+    return tuple(found)
+
+
+def _kind_of_block(
+    model: nn.Module, stacks: Sequence[str], block: int, overrides: Mapping[str, Treatment]
+) -> tuple[Any, ...]:
+    """Equal for blocks with the same modules, shapes and settings, of which the user wants the same."""
+    kinds: list[Any] = []
+    for stack in stacks:
+        module = model.get_submodule(f"{stack}.{block}")
+        wishes = tuple(wish_for(overrides, f"{stack}.{block}.{name}") for name, _ in module.named_modules())
+        kinds += [_kind(module), wishes]
+    return tuple(kinds)
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in module.named_parameters())
+    settings = tuple(
+        (path, type(part), name, value)
+        for path, part in module.named_modules()
+        for name, value in sorted(vars(part).items())
+        if type(value) in (int, bool, str, type(None))
+        and not any(word in name for word in ("idx", "index", "layer_id"))
+    )
+    return type(module), shapes, settings
+
+
+def _outside(model: nn.Module, stacks: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Parameters that belong to no block."""
+    inner = tuple(f"{stack}." for stack in stacks)
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters() if not name.startswith(inner)]
+
+
+def _with_depth(config: PretrainedConfig, depth: int, shown: int) -> PretrainedConfig:
+    """A copy with `shown` blocks; lists with an entry for each block keep the first ones."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == depth:
+            vars(text)[name] = value[:shown]
+    # Not by attribute: some configs check all of themselves at every assignment.
+    vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = shown
+    return shorter
+
+
+def _is_within_blocks(plan: TPPlan, cut: _Cut) -> bool:
+    """Whether every pair lies in one block, or outside of all."""
+    data = plan.to_json()
+    return all(len(set(_blocks_named(pair, cut))) <= 1 for pair in data["pairs"]) and not any(
+        pair["root"] in cut.stacks for pair in data["pairs"]
+    )
+
+
+def _blocks_named(value: Any, cut: _Cut) -> Iterator[int]:
+    stacks = "|".join(re.escape(stack) for stack in cut.stacks)
+    for found in re.finditer(rf"(?<![\w.])(?:{stacks})\.(\d+)(?!\w)", repr(value)):
+        yield int(found.group(1))
+
+
+def _repeated(plan: TPPlan, cut: _Cut, full: nn.Module) -> TPPlan:
+    """The plan of the full model, whose other blocks do what their twins do."""
+    data = plan.to_json()
+    for section in ("linears", "fallbacks", "whole", "flops"):
+        entries = [
+            entry for name, value in data[section].items() for entry in _for_all_blocks(name, [name, value], cut)
+        ]
+        data[section] = dict(entries)
+    if data["sequence"] is not None:
+        blocks = [
+            copied for block in data["sequence"]["blocks"] for copied in _for_all_blocks(block["name"], block, cut)
+        ]
+        data["sequence"]["blocks"] = sorted(blocks, key=lambda block: next(_blocks_named(block["name"], cut), 0))
+    data["pairs"] = [copied for pair in data["pairs"] for copied in _for_all_blocks(pair["row"], pair, cut)]
+    data["numel"] = {name: parameter.numel() for name, parameter in full.named_parameters()}
+    data["aliases"] = {}
+    made = TPPlan.from_json(data)
+    return replace(made, pairs=in_order(made.pairs), aliases=aliases_of(full, made.shard_specs()))
+
+
+def _for_all_blocks(name: str, entry: Any, cut: _Cut) -> list[Any]:
+    """The entry of a module for every block that the module's block stands for."""
+    twin = next(_blocks_named(name, cut), None)
+    if twin is None:
+        return [entry]
+    return [_renamed(entry, cut.named(twin), block) for block, other in enumerate(cut.twins) if other == twin]
+
+
+def _renamed(value: Any, pattern: re.Pattern[str], block: int) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(rf"\g<1>.{block}", value)
+    if isinstance(value, list):
+        return [_renamed(item, pattern, block) for item in value]
+    if isinstance(value, dict):
+        return {_renamed(key, pattern, block): _renamed(item, pattern, block) for key, item in value.items()}
+    return value

@@ -1,0 +1,187 @@
+"""Proof of a whole plan: loss-like outputs and every gradient of the sharded model against the plain one.
+
+Pairs are verified one at a time; this check sees what only shows when they meet. The ranks are threads of one process
+on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.model.tensors import map_tensors, tensors_in
+from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, perturb, run, undisturbed, widen
+from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup
+from hf_parallel.tensor_parallel.run.reads import in_lockstep
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
+
+
+RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait for each other
+
+Result = tuple[list[Tensor], dict[str, Tensor | None]]
+
+
+def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> None:
+    """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
+
+    Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
+    it is meant for a small twin. Constant parameters are perturbed, the same way in all copies.
+
+    Args:
+        model: The full model, before the plan is applied.
+        plan: Its plan.
+        sample: Keyword arguments of a forward pass.
+
+    Raises:
+        PlanError: If an output or a gradient differs; names the first ones.
+    """
+    # On a GPU one autograd thread would serve all ranks, and wait for itself in their collectives.
+    sample = {key: map_tensors(lambda _, tensor: tensor.cpu(), value) for key, value in sample.items()}
+    for trains in _modes(model, plan, sample):
+        _verify(model, plan, sample, trains)
+
+
+def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Evaluation; and training, where its loss is another one: on parts of the vocabulary."""
+    vocab = any(linear.role == "vocab_head" for linear in plan.linears.values())
+    if not vocab or sample.get("labels") is None or plan.tp_size == 1:
+        return (False,)
+    device = next(model.parameters()).device
+    there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
+    with undisturbed(model):
+        model.training = True
+        try:
+            with torch.no_grad():
+                run(model, there)
+        except Exception:  # noqa: BLE001  it may refuse to train while its modules, with their dropout, do not
+            return (False,)
+    return (False, True)
+
+
+def _verify(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], trains: bool) -> None:
+    reference = _outputs_and_grads(_twin(model, trains).cpu(), sample)
+    if plan.tp_size == 1:
+        return
+    groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
+    twins = []
+    for rank, group in enumerate(groups):
+        twins.append(_twin(model, trains).cpu())
+        apply_tensor_parallel(twins[rank], plan, group, rank, lambda name: True)
+    try:
+        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(twins[rank], sample))
+    except Exception as error:  # the model's own code, on shards: may raise anything
+        raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
+    _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
+
+
+def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any]) -> None:
+    """`verify_model` on the real ranks of `group`: each holds one plain and one sharded copy of `model`.
+
+    All ranks of the group must call this with the same model and sample; `model` itself is not changed.
+
+    Raises:
+        PlanError: If an output or a gradient differs; on every rank alike.
+    """
+    for trains in _modes(model, plan, sample):
+        _check_mode(model, plan, group, tp_rank, sample, trains)
+
+
+def _check_mode(
+    model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any], trains: bool
+) -> None:
+    reference = _outputs_and_grads(_twin(model, trains), sample)
+    sharded = _twin(model, trains)
+    apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
+    values, grads = _outputs_and_grads(sharded, sample)
+
+    def all_ranks(item: Any) -> list[Any]:
+        if isinstance(group, VirtualGroup):
+            raise PlanError("check_on_ranks needs a process group. Use verify_model to check in one process.")
+        items: list[Any] = [None] * plan.tp_size
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    _compare(plan, reference, all_ranks(values), lambda name: all_ranks(grads[name]))
+
+
+def _twin(model: nn.Module, trains: bool) -> nn.Module:
+    with undisturbed(model):
+        twin = widen(copy.deepcopy(model)).eval()
+    perturb(twin, only_constant=True)
+    twin.training = trains  # the model alone, not its modules: no dropout
+    return twin
+
+
+def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:
+    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    with torch.enable_grad(), in_lockstep(model):
+        output = run(model, sample)
+        compared = output["loss"] if model.training else output
+        outputs = [t for t in tensors_in(compared) if t.is_floating_point() and t.requires_grad]
+        generator = torch.Generator().manual_seed(NOISE_SEED)
+        total = sum((t * torch.randn(t.shape, generator=generator).to(t.device, t.dtype)).sum() for t in outputs)
+    grads = torch.autograd.grad([torch.as_tensor(total)], list(parameters.values()), allow_unused=True)
+    return [t.detach() for t in outputs], dict(zip(parameters, grads, strict=True))
+
+
+def _error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Relative difference of two tensors, inf where they cannot be compared.
+
+    Measured by the norm of the difference: a wrong layout changes a gradient by its own magnitude, while fp32 rounding,
+    1e-6 in one block, grows with depth (2e-5 in 30 blocks of trained weights).
+
+    Args:
+        value: The tensor to judge.
+        reference: The tensor to compare with.
+        floor: Root mean square below which a gradient is itself rounding noise.
+    """
+    if value.shape != reference.shape:
+        return math.inf
+    size = max(float(reference.norm()), floor * max(reference.numel(), 1) ** 0.5, torch.finfo(reference.dtype).tiny)
+    error = float((value - reference).norm()) / size
+    return math.inf if math.isnan(error) else error
+
+
+def _compare(
+    plan: TPPlan, reference: Result, outputs: list[list[Tensor]], grads_of: Callable[[str], list[Tensor | None]]
+) -> None:
+    values, expected = reference
+    # The loss of transformers is fp32 in an fp64 model too, and so are the gradients that it alone makes.
+    tolerance = 1e-6 if any(value.dtype == torch.float64 for value in values) else 1e-3
+    wrong = [
+        f"output {i} of tp rank {rank} (relative error {error:.1e})"
+        for rank, mine in enumerate(outputs)
+        for i, (value, other) in enumerate(zip(values, mine, strict=True))
+        if (error := _error(other.to(value.device), value)) > tolerance
+    ]
+    present = [grad for grad in expected.values() if grad is not None and grad.numel()]
+    floor = 1e-3 * max((float(grad.norm()) / grad.numel() ** 0.5 for grad in present), default=0.0)
+    specs = plan.shard_specs()
+    for name, grad in expected.items():
+        parts = [part for part in grads_of(name) if part is not None]
+        if grad is None or len(parts) < plan.tp_size:
+            if grad is not None or parts:
+                wrong.append(f"gradient of {name} (present on {len(parts)} of {plan.tp_size} ranks)")
+            continue
+        spec = specs.get(name)
+        whole = parts if spec is None else [spec.assemble(parts)]
+        error = max(_error(part.to(grad.device), grad, floor) for part in whole)
+        if error > tolerance:
+            wrong.append(f"gradient of {name} (relative error {error:.1e})")
+    if wrong:
+        raise PlanError(
+            f"tp_size={plan.tp_size}: the sharded model differs from the plain one in {len(wrong)} quantities by "
+            f"more than {tolerance:.0e}: {', '.join(wrong[:5])}. Set tensor_parallel.plan to gather the modules involved, "
+            "or report the model type."
+        )

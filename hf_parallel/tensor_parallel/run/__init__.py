@@ -1,0 +1,1 @@
+"""What sharded layers do at run time: local products, collectives, the vocabulary-parallel loss."""

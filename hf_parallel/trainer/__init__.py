@@ -1,0 +1,1 @@
+"""The stock Trainer and Accelerator on a mesh: callback, plugin, Trainer class."""

@@ -1,0 +1,419 @@
+"""The Accelerator of a parallel run.
+
+`attach_accelerator` puts it in place of a stock one, for a Trainer and for a loop of one's own (see `raw_loop`). The class of
+the live object is swapped, so no global is patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+
+from hf_parallel.checkpoints.weights.gather import gather_tensors
+from hf_parallel.compat.private_torch import loss_scale
+from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.session import Session
+from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.guards.parts import marked_state, plain_state
+from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.settings.accumulation import agreed
+from hf_parallel.trainer.model_folder import install_saving, is_whole
+from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
+
+
+class HFParallelAccelerator(ReplicaViewMixin):
+    """Swapped in as the class of a live Accelerator; has no constructor of its own."""
+
+    hf_parallel: Session
+    _accumulates: bool = False
+
+    @property
+    def hf_parallel_engine(self) -> Engine:
+        """The engine of the prepared model.
+
+        Raises:
+            ConfigError: No model was prepared yet.
+        """
+        if self.hf_parallel.engine is None:
+            raise ConfigError(
+                "no model was prepared yet: pass the model to accelerator.prepare() before or together with the "
+                "optimizer, and before clipping or saving."
+            )
+        return self.hf_parallel.engine
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As stock; models are parallelized first, so that arguments may come in any order."""
+        models = [item for item in args if isinstance(item, nn.Module)]
+        trained = [model for model in models if is_trained(model)]
+        for model in models:
+            if not self._stays_whole(model, beside=next((one for one in trained if one is not model), None)):
+                self.attach_model(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _stays_whole(
+        self, model: nn.Module, *, evaluation_mode: bool = False, beside: nn.Module | None = None
+    ) -> bool:
+        """Whether a model is used beside the one that is trained, as it is: a teacher, a reference model.
+
+        Args:
+            model: The model.
+            evaluation_mode: Whether it is prepared for inference only.
+            beside: Another model that is trained, if one is prepared together with it.
+
+        Raises:
+            UnsupportedError: It would have to be cut or sharded beside another one.
+        """
+        session = self.hf_parallel
+        first = beside if session.engine is None else session.engine.model
+        if session.holds(model) or (is_trained(model) and not evaluation_mode):
+            return False
+        if first is None and session.raw_loop:
+            return session.config.model_parallel_size == 1
+        if session.config.model_parallel_size > 1:
+            raise UnsupportedError(
+                f"a model for inference ({type(model).__name__}) beside the one that is trained"
+                f"{f' ({type(first).__name__})' if first is not None else ''} with pp_size={session.config.pp_size}, "
+                f"tp_size={session.config.tp_size}: one model a run can be cut and sharded. Precompute what it gives (TRL: "
+                "precompute_ref_log_probs=True), or set pp_size and tp_size to 1."
+            )
+        return True
+
+    def attach_model(self, model: nn.Module) -> Engine:
+        """Parallelize `model` if it is not yet, on this accelerator's device."""
+        known = self.hf_parallel.engine
+        save, is_new = getattr(model, "save_pretrained", None), not self.hf_parallel.holds(model)
+        if known is None or known.model is not model:
+            # Quantised models that are in place refuse even this.
+            if self.device_placement and not _is_on(model, self.device):
+                model.to(self.device)
+            self._agree_on_skipped_steps()
+        options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
+        casts = self.native_amp and options.pop("enabled", True)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
+        self.hf_parallel.compute_dtype = dtype
+        engine = self.hf_parallel.attach(model, self.device)
+        if is_new:
+            install_saving(engine, save, self.hf_parallel.meeting)
+        if dtype is not None:
+            engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
+        engine.scaler = self.scaler
+        if engine.gradients.replicas.wire is not None and self.scaler is not None:
+            engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
+        if known is None and self.hf_parallel.raw_loop:
+            state, wanted = self.gradient_state, self.hf_parallel.config.gradient_accumulation_steps
+            state.plugin_kwargs["num_steps"] = agreed(wanted, state.num_steps, "Accelerator")
+        if known is None and self.hf_parallel.total_steps is not None:
+            engine.gradients.replicas.plan_steps(self.hf_parallel.total_steps, 0)
+        return engine
+
+    def _agree_on_skipped_steps(self) -> None:
+        """fp16: one scale and one skip decision for all ranks. The stock scaler decides on local gradients alone."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        stock: torch.amp.GradScaler | None = self.scaler  # type: ignore[has-type]
+        if stock is None or isinstance(stock, ShardedGradScaler) or not dist.is_initialized():
+            return
+        self.scaler = ShardedGradScaler(
+            device=self.device.type,
+            init_scale=stock.get_scale(),
+            growth_factor=stock.get_growth_factor(),
+            backoff_factor=stock.get_backoff_factor(),
+            growth_interval=stock.get_growth_interval(),
+            enabled=stock.is_enabled(),
+            process_group=dist.group.WORLD,
+        )
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        return args  # sharding happened in attach_model
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Parallelize instead of wrapping: the returned model is the same object."""
+        if self._stays_whole(model, evaluation_mode=evaluation_mode):
+            return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+        self.attach_model(model)
+        if model not in self._models:
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """As stock, on the parameters this rank holds."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        self.hf_parallel.refuse_foreign(optimizer)
+        hooks = self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = HFParallelOptimizer
+            prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
+            config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
+            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
+        return prepared
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As stock, on the gradients that the optimizer will step on."""
+        with (
+            self.hf_parallel_engine.gradients.shown.withdrawn()
+            if self.scaler is not None
+            else contextlib.nullcontext()
+        ):
+            super().unscale_gradients(optimizer)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Shard over the replicas only: all ranks of a model copy get the same batches.
+
+        Raises:
+            ConfigError: `dispatch_batches=True` in a Trainer with tp or pp, or replicas would get unequal numbers of batches.
+        """
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader)
+        mesh = self.hf_parallel.mesh
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=mesh.shape.dp_size,
+            process_index=mesh.dp_rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=self._dispatches(),
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        refuse_unequal(prepared, mesh.shape.dp_size)
+        self._dataloaders.append(dispatch_to_replicas(prepared, mesh))
+        return prepared
+
+    def _dispatches(self) -> bool | None:
+        """Whether rank 0 reads for all; None as stock: if the data set is iterable.
+
+        A Trainer pads each batch to its own length, and what rank 0 dispatches must be of one length: there unset means no.
+        """
+        session, wanted = self.hf_parallel, self.dispatch_batches
+        if session.raw_loop:
+            return None if wanted is None else bool(wanted)
+        if wanted and session.config.model_parallel_size > 1:
+            raise ConfigError(
+                "dispatch_batches=True in a Trainer with pp_size or tp_size above 1: skipping batches when it resumes would "
+                "give every rank other rows. Leave dispatch_batches unset."
+            )
+        return bool(wanted)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As stock."""
+        return dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As stock, stepping once a replica instead of once a process."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.__class__ = HFParallelScheduler
+        prepared.steps_per_update = self.hf_parallel.mesh.shape.dp_size
+        return prepared
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: Any) -> Any:
+        """As stock."""
+        self._accumulates = True
+        with super().accumulate(*models):
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As stock; refuses when somebody replaced the parallelized forward.
+
+        Raises:
+            ConfigError: The settings accumulate gradients and the loop does not.
+        """
+        self.hf_parallel_engine.check_installed()
+        wanted = self.hf_parallel.config.gradient_accumulation_steps
+        if self.hf_parallel.raw_loop and wanted not in ("auto", 1) and not self._accumulates:
+            raise ConfigError(
+                f"gradient_accumulation_steps={wanted}, but the loop steps after every batch. Put its body into `with "
+                "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
+            )
+        self.hf_parallel_engine.backpropagates(loss.detach())
+        with self.hf_parallel.watchdog.engaged():
+            super().backward(loss, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Any:
+        """As stock: backward passes inside add up gradients and reduce nothing."""
+        engine = self.hf_parallel.engine
+        with contextlib.nullcontext() if engine is None else engine.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing to join where all ranks run the same number of batches, as `even_batches` sees to.
+
+        Raises:
+            UnsupportedError: `even_batches` is off, with several replicas: those that end first would leave the others waiting.
+        """
+        even = self.even_batches and even_batches is not False
+        if self.hf_parallel.mesh.shape.dp_size > 1 and not even:
+            raise UnsupportedError(
+                "accelerator.join_uneven_inputs() with even_batches=False is not available: every rank must run the same number "
+                "of batches. Leave it out and keep even_batches=True, which fills up the last batch."
+            )
+        yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip by the norm of the full model's gradient over all ranks of a model copy.
+
+        Raises:
+            UnsupportedError: `parameters` is a part of the model.
+        """
+        self.unscale_gradients()
+        engine = self.hf_parallel_engine
+        if engine.gradients.replicas.sharded is not None:
+            engine.gradients.replicas.sharded.reshard()
+        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        left_out = [n for n, p in engine.attachment.parameters.items() if p.grad is not None and id(p) not in given]
+        if left_out:
+            raise UnsupportedError(
+                f"clip_grad_norm_ on a part of the model: {len(left_out)} parameters are left out (first: "
+                f"{left_out[0]}). Pass model.parameters()."
+            )
+        with self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks"):
+            return engine.gradients.clip(float(max_norm), float(norm_type))
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The full model's weights; collective, and {} except on world rank 0, if they are not whole on every rank.
+
+        Raises:
+            UnsupportedError: They are not, and only some ranks called it.
+        """
+        session = self.hf_parallel
+        if session.engine is None or session.engine.model is not model:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        attachment = session.engine.attachment
+        if is_whole(session.engine):
+            attachment.gradients.replicas.synchronise()
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        session.meeting.meet("accelerator.get_state_dict()")
+        attachment.gradients.replicas.synchronise()
+        with session.watchdog.waiting("waits for the weights of the other ranks"):
+            state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
+            if dist.is_initialized():
+                dist.barrier()
+        return {
+            alias: state[entry.name] for entry in attachment.ledger for alias in entry.aliases if entry.name in state
+        }
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Not for a Trainer, which saves checkpoints; stock code would save one rank's optimizer state as if it were all.
+
+        Raises:
+            UnsupportedError: Always; loops of one's own have another (see `raw_loop`).
+        """
+        raise UnsupportedError(
+            "accelerator.save_state() inside a Trainer is not available: set save_strategy and save_steps of "
+            "TrainingArguments, whose checkpoints any layout resumes."
+        )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Not for a Trainer, as `save_state`."""
+        raise UnsupportedError(
+            "accelerator.load_state() inside a Trainer is not available: call trainer.train(resume_from_checkpoint=folder)."
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As stock; called by every rank where `get_state_dict` must be."""
+        if self.is_main_process or self.hf_parallel.engine is None or self.hf_parallel.engine.model is not model:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        elif not is_whole(self.hf_parallel.engine):
+            self.get_state_dict(model)
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all of it is there; a device without an index is any of its type."""
+    tensors = (*model.parameters(), *model.buffers())
+    kinds, places = {t.device.type for t in tensors}, {t.device.index for t in tensors} - {None}
+    return kinds <= {device.type} and (device.index is None or places <= {device.index})
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether any of its parameters is."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def attach_accelerator(
+    accelerator: Accelerator, session: Session, made: type[HFParallelAccelerator] = HFParallelAccelerator
+) -> None:
+    """Make a live accelerator a parallel one, of the class `made`."""
+    kind = type(accelerator)
+    if not issubclass(kind, made):
+        accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
+    accelerator.hf_parallel = session
+
+
+class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
+
+    gradients: GradientSync
+    own_hooks: OwnHooks
+    is_part: bool
+
+    def state_dict(self) -> dict[str, Any]:
+        """As stock: of the parameters that this rank updates."""
+        state: dict[str, Any] = super().state_dict()
+        return marked_state(state) if self.is_part else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As stock."""
+        super().load_state_dict(plain_state(state_dict))
+
+    def step(self, closure: Any = None) -> None:
+        """As stock."""
+        self.own_hooks.begin()
+        if self.gradient_state.sync_gradients and self.scaler is not None:
+            self.gradients.before_update()
+        super().step(closure)
+
+
+class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """A prepared scheduler that steps once a replica and update, where stock counts every process."""
+
+    steps_per_update: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step if the optimizer did."""
+        if not self.step_with_optimizer or self.split_batches:
+            super().step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self.steps_per_update):
+            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
+                self.scheduler.step(*args, **kwargs)

@@ -1,0 +1,277 @@
+"""The callback: one line in user code turns a stock Trainer into one rank of a parallel run.
+
+It only arms in `on_init_end`. The model is cut when it is prepared (at the start of training or evaluation), reading
+`model.forward` as it is then: libraries that patch the forward after the Trainer's constructor are respected.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_parallel.checkpoints.weights.unread import unread_of
+from hf_parallel.compat.private_transformers import calling_trainer, trainer_internals
+from hf_parallel.deepspeed.trainer import (
+    check_engine,
+    num_parameters,
+    refuse_other_runs,
+    take_over,
+)
+from hf_parallel.dry_run.memory.disk import disk_shortages
+from hf_parallel.engine.session import Session
+from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.mesh import compare_over_ranks, ranks_per_node
+from hf_parallel.model.support import refuse_model
+from hf_parallel.pipeline_parallel.schedule.programs import check_schedule
+from hf_parallel.settings.accumulation import agreed
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.launch import check_world, resolve_config
+from hf_parallel.settings.recipes import replica_settings
+from hf_parallel.trainer.accelerator import attach_accelerator
+from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.plugin import HFParallelPlugin
+from hf_parallel.worker import prepare_engine
+
+
+logger = logging.getLogger(__name__)
+
+
+class HFParallelCallback(TrainerCallback):
+    """Makes a stock `Trainer` parallel.
+
+    Args:
+        config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
+            `HFParallelConfig`.
+        sample: A small batch of the kind you train on, such as `collator([data[0], data[1]])`, for models that need more
+            than text (images, cross-attention states) or take other inputs; None plans with made-up text.
+        **overrides: Settings that win over `config`, such as `pp_size=2` or `num_microbatches=8`.
+
+    Raises:
+        ConfigError: All problems of the settings at once.
+
+    Example:
+        `Trainer(model=model, args=args, train_dataset=data, callbacks=[HFParallelCallback()])`
+    """
+
+    def __init__(
+        self,
+        config: HFParallelConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        sample: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.config, self.explanation = resolve_config(config, **overrides)
+        check_schedule(self.config)
+        prepare_engine(self.config)
+        self.sample = sample
+        self.session: Session | None = None
+        self._armed = False
+        self._driven: Trainer | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Arm: find the Trainer, check everything, start the session, swap the classes of live objects."""
+        trainer = calling_trainer()
+        if trainer is None:
+            raise UnsupportedError(
+                "HFParallelCallback was called outside Trainer.__init__: pass it in Trainer(callbacks=[...])."
+            )
+        self._armed = True
+        check_world(self.config, trainer.accelerator.num_processes)
+        if self.config.zero.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
+            self._hand_over(trainer)
+            return
+        if refuse_engine(trainer, self.config):
+            return
+        set_accumulation(trainer, self.config)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            logger.warning("hf_parallel: %s", self.explanation)
+            _save_for_any_layout(trainer, self.config)
+            return
+        trainer_internals(trainer)
+        refuse_arguments(trainer, self.config)
+        if trainer.model is not None:
+            shares = self.config.zero.shards_parameters
+            refuse_model(trainer.model, self.config.model_parallel_size, shares_parameters=shares)
+            unread = unread_of(trainer.model)
+            if unread is not None:
+                unread.check(self.config)
+        self.session = Session.start(self.config, self.explanation, args.device)
+        self.session.sample = self.sample
+        attach_trainer(trainer, self.session)
+
+    def _hand_over(self, trainer: Trainer) -> None:
+        """DeepSpeed drives this run; the Trainer stays as it is."""
+        refuse_other_runs(trainer, self.config)
+        set_accumulation(trainer, self.config)
+        take_over(trainer)
+        settings = json.dumps(self.config.to_yaml_section(), sort_keys=True)
+        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
+        parameters = num_parameters(trainer)
+        nodes = max(1, trainer.args.world_size // ranks_per_node())
+        short = disk_shortages(parameters, self.config.zero, nodes)
+        if short:
+            raise ConfigError("\n".join(short))
+        self._driven = trainer
+        if trainer.args.process_index == 0:
+            logger.warning("hf_parallel: %s", self.explanation)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a callback that was added too late to act."""
+        if not self._armed:
+            raise ConfigError(
+                "HFParallelCallback was added with add_callback() after the Trainer was made, so it has no effect. "
+                "Pass it in Trainer(callbacks=[HFParallelCallback()])."
+            )
+        if self._driven is not None:
+            line = check_engine(self._driven, self.config)
+            if args.process_index == 0:
+                logger.warning("hf_parallel: %s", line)
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave equal replicas behind."""
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.gradients.replicas.synchronise()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the first batches of every epoch: each epoch shuffles anew."""
+        if self.session is not None and self.session.engine is not None:
+            self.session.engine.attachment.batch_check.reset()
+
+
+def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
+    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write."""
+    driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
+    if driven or not isinstance(trainer.model, nn.Module) or hasattr(trainer.model, "peft_config"):
+        return
+    _mix_in(trainer)
+    if isinstance(trainer, HFParallelTrainerMixin):
+        trainer.save_for_any_layout(config.checkpoint.async_save)
+
+
+def _mix_in(trainer: Trainer) -> None:
+    kind = type(trainer)
+    if not issubclass(kind, HFParallelTrainerMixin):
+        trainer.__class__ = type(f"HFParallel{kind.__name__}", (HFParallelTrainerMixin, kind), {})
+
+
+def attach_trainer(trainer: Trainer, session: Session) -> None:
+    """Make a live Trainer, and its accelerator, parallel."""
+    accelerator = trainer.accelerator
+    accelerator.state.parallelism_config = HFParallelPlugin.of(session)
+    attach_accelerator(accelerator, session)
+    _mix_in(trainer)
+    trainer.gather_function = functools.partial(
+        accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+    )
+
+
+def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Give the Trainer the number of batches of an optimizer step that the settings say, if they say one.
+
+    Raises:
+        ConfigError: TrainingArguments say another.
+    """
+    args, wanted = trainer.args, config.gradient_accumulation_steps
+    steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    if steps != args.gradient_accumulation_steps:
+        args.gradient_accumulation_steps = steps
+        logger.warning("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
+
+
+def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
+    """Whether DeepSpeed or FSDP drives this run and hf_parallel stays out of it.
+
+    Raises:
+        ConfigError: It does, but tp or pp were asked for.
+    """
+    name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
+    if name is None:
+        return False
+    if config.model_parallel_size > 1:
+        raise ConfigError(
+            f"distributed_type {name} together with pp_size={config.pp_size}, tp_size={config.tp_size}: both would "
+            "own the model. Set distributed_type: MULTI_GPU, or pp_size and tp_size to 1."
+        )
+    unread = replica_settings(config)
+    if unread:
+        instead = (
+            "use zero_optimization.stage, zero_quantized_gradients or communication_data_type of its own config"
+            if name == "DeepSpeed"
+            else "call hf_parallel.data_parallel.compression.fsdp2.compress_fsdp2 in a loop of your own"
+        )
+        raise ConfigError(
+            f"{', '.join(unread)} with distributed_type {name}, which drives "
+            f"the run itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
+        )
+    logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
+    return True
+
+
+def _without_effect(args: TrainingArguments) -> list[str]:
+    found = []
+    if args.torch_compile:
+        found.append("torch_compile=True is not available: it would have no effect. Set it to False.")
+    if args.ddp_bucket_cap_mb is not None:
+        found.append(
+            f"ddp_bucket_cap_mb={args.ddp_bucket_cap_mb} has no effect: there is no DDP to read it. Leave it unset and set "
+            "data_parallel.bucket_cap_mb of the hf_parallel settings."
+        )
+    return found
+
+
+def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
+    """Refuse Trainer settings that would have no effect or a wrong one; all at once.
+
+    Raises:
+        ConfigError: Every problem with its fix, one a line.
+    """
+    args, problems = trainer.args, _without_effect(trainer.args)
+    if args.auto_find_batch_size:
+        problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
+    if args.use_liger_kernel and config.model_parallel_size > 1:
+        problems.append("use_liger_kernel=True replaces the loss and reads the whole head. Set it to False.")
+    if (args.bf16_full_eval or args.fp16_full_eval) and config.pp_size > 1:
+        problems.append(
+            f"bf16_full_eval or fp16_full_eval=True with pp_size={config.pp_size}: the cut keeps the dtypes it was made "
+            "with, and this casts the model afterwards. Leave them False; bf16=True autocasts evaluation too."
+        )
+    if args.n_gpu > 1:
+        problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
+    if args.eval_use_gather_object:
+        problems.append("eval_use_gather_object=True is not available. Return tensors from the model.")
+    if args.save_on_each_node:
+        problems.append(
+            "save_on_each_node=True is not available: one rank writes the model. Leave it False, with an output_dir that all "
+            "nodes share."
+        )
+    if trainer.accelerator.dispatch_batches and config.model_parallel_size > 1:
+        problems.append(
+            "accelerator_config.dispatch_batches=True with pp_size or tp_size above 1 gives every rank other rows. Leave it unset."
+        )
+    if not isinstance(trainer.model, nn.Module):
+        problems.append("the model is not a torch.nn.Module.")
+    data = trainer.train_dataset
+    if data is not None and not isinstance(data, IterableDataset) and hasattr(data, "__len__") and len(data) == 0:
+        problems.append("train_dataset is empty: there is nothing to train on.")
+    if problems:
+        raise ConfigError("\n".join(problems))

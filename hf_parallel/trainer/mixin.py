@@ -1,0 +1,283 @@
+"""What a stock `transformers.Trainer` must do differently on one rank of a mesh: loss, data, clipping, counting.
+
+`HFParallelCallback` puts `HFParallelTrainerMixin` under the class of a live Trainer; `HFParallelTrainer` has it from
+the start. Everything that is not here or in `saving` or `checkpoints` is the stock Trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_parallel.compat.private_torch import has_pre_hooks
+from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.guards.additive import why_not_additive
+from hf_parallel.guards.batches import Announced
+from hf_parallel.tensor_parallel.run.parts import watch_calls
+from hf_parallel.tensor_parallel.run.reads import in_lockstep
+from hf_parallel.trainer.accelerator import HFParallelAccelerator
+from hf_parallel.trainer.checkpoints import CheckpointMixin
+
+
+logger = logging.getLogger(__name__)
+
+# What a batch passes on its way from `get_batch_samples` to the model, and its loss on the way to the gradients.
+AFTER_DATA = (
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_prepare_context_parallel_inputs",
+)
+
+
+class HFParallelTrainerMixin(CheckpointMixin):
+    """Loss, data, clipping and counting over a mesh. Inert until a session is attached to the accelerator."""
+
+    accelerator: HFParallelAccelerator
+    _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
+    _hf_parallel_watched: nn.Module
+    _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
+
+    # -- attaching -----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
+        if self.hf_parallel_session is not None:
+            self.accelerator.attach_model(self.model)
+            self._watch_callbacks()
+        return super().create_optimizer(model)
+
+    def _watch_callbacks(self) -> None:
+        """Numbers that callbacks take of parameters are those of whole ones, or refused."""
+        handler = self.callback_handler
+        if any(map(is_users, handler.callbacks)) and getattr(self, "_hf_parallel_watched", None) is not self.model:
+            vars(handler).pop("call_event", None)
+            handler.call_event = watch_calls(handler.call_event, self.model)  # type: ignore[method-assign]
+            self._hf_parallel_watched = self.model
+
+    @property
+    def _pipeline(self) -> PipelineEngine | None:
+        engine = self._engine
+        return engine if isinstance(engine, PipelineEngine) else None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As stock, with what gradient compression did since the last time beside the training loss."""
+        wire = self._engine.gradients.replicas.wire if self._engine is not None else None
+        super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, on equal replicas."""
+        self._synchronise()
+        return super().predict(*args, **kwargs)
+
+    # -- data ----------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
+        self._hf_parallel_window = []
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        pipeline = self._pipeline
+        if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
+            prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
+            announced = [Announced(sample) for sample in samples]
+            self._hf_parallel_window = list(zip(samples, announced, prepared, strict=True))
+            pipeline.begin_window(prepared)
+        return samples, num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As stock; a batch of the announced window keeps the tensors it was announced with, unless it was changed."""
+        for sample, announced, prepared in getattr(self, "_hf_parallel_window", ()):
+            if sample is inputs and announced.is_in(inputs, frozenset(k for k, v in inputs.items() if v is None)):
+                return dict(prepared)
+        return super()._prepare_inputs(inputs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As stock; says what it waits for."""
+        session = self.hf_parallel_session
+        if session is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        with session.watchdog.waiting("waits for the token counts of the other ranks"):
+            return super()._get_num_items_in_batch(batch_samples, device)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """As stock, where `args.world_size` counts the ranks of a model copy as well."""
+        if self.hf_parallel_session is None:
+            return int(super().get_total_train_batch_size(args))
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
+
+    # -- loss ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As stock; refuses when somebody replaced the parallelized forward."""
+        if self._engine is not None:
+            self._engine.check_installed()
+        return super().training_step(model, *args, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As stock; label smoothing and `compute_loss_func` are computed on the last stage, inside the schedule."""
+        with in_lockstep(self.model, is_loss=True):
+            return self._loss_on_mesh(model, inputs, return_outputs, num_items_in_batch)
+
+    def _loss_on_mesh(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
+        pipeline = self._pipeline
+        function = self._last_stage_loss() if pipeline is not None and pipeline.trains else None
+        uncounted = num_items_in_batch is None and self.compute_loss_func is not None  # it may do anything then
+        if pipeline is None or function is None or uncounted or "labels" not in inputs:
+            # By name, as stock calls it: an override may take what follows return_outputs as **kwargs.
+            more = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **more)
+        counted = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        with pipeline.loss_function(function, shifted=self._smoother_shifts):
+            outputs = model(**inputs, **counted)
+        loss = outputs["loss"]
+        normalised = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if self.args.average_tokens_across_devices and normalised and num_items_in_batch is not None:
+            loss *= self.accelerator.num_processes // self.get_tp_size()
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As stock; full logits leave the last stage only if somebody needs them."""
+        pipeline = self._pipeline
+        if pipeline is None or not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with pipeline.without_logits():
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; the model is parallelized before stock starts its clock."""
+        if self.hf_parallel_session is not None:
+            self.accelerator.attach_model(self.model)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _has_stock_loss(self) -> bool:
+        """Whether `compute_loss` is the Trainer's own, so that what it does to a batch is known."""
+        return self._is_stock("compute_loss")
+
+    def _is_stock(self, name: str) -> bool:
+        """Whether a method is the one that transformers ships: not overridden, replaced on the object or patched."""
+        others = [kind for kind in type(self).__mro__ if kind.__module__.split(".")[0] != __name__.split(".")[0]]
+        kind = next(kind for kind in others if name in vars(kind))
+        return name not in vars(self) and kind is Trainer and vars(kind)[name].__module__ == Trainer.__module__
+
+    def _leaves_batches_alone(self) -> bool:
+        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call."""
+        if has_pre_hooks(self.model) or any(map(looks_between_batches, self.callback_handler.callbacks)):
+            return False
+        return all(self._is_stock(name) for name in AFTER_DATA)
+
+    def _last_stage_loss(self) -> Callable[..., torch.Tensor] | None:
+        """The loss function to hand to the last stage, or None when the model's own or the user's code is the loss."""
+        if not self._has_stock_loss():
+            return None
+        if self.compute_loss_func is None:
+            stock = type(self.label_smoother) is LabelSmoother
+            return functools.partial(self._smoothed, self.label_smoother) if stock else None  # type: ignore[arg-type]
+        judged = getattr(self, "_hf_parallel_additive", None)
+        if judged is None or judged[0] is not self.compute_loss_func:
+            judged = self._hf_parallel_additive = (self.compute_loss_func, self._adds_up(self.compute_loss_func))
+        return self.compute_loss_func if judged[1] else None
+
+    def _adds_up(self, function: Callable[..., Any]) -> bool:
+        """Whether every stage believes that `function` may be computed microbatch by microbatch; collective."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return False
+        why = why_not_additive(function, self.model.config, self.args.device)
+        believed = torch.tensor(int(not why), device=self.args.device)
+        with pipeline.attachment.watchdog.waiting("waits for what other stages think of compute_loss_func"):
+            dist.all_reduce(believed, dist.ReduceOp.MIN, group=pipeline.mesh.mp_group)
+        if not believed:
+            warn_not_additive(function, why)
+        return bool(believed)
+
+    def _smoothed(
+        self, smoother: Callable[..., torch.Tensor], outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        return smoother(outputs, labels, shift_labels=self._smoother_shifts, num_items_in_batch=num_items_in_batch)
+
+    @property
+    def _smoother_shifts(self) -> bool:
+        """Whether stock label smoothing predicts token i + 1 at position i: it goes by the name of the class."""
+        return type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    # -- clipping ------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.hf_parallel_session is None:
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.hf_parallel_session is None:
+            return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        if grad_norm is None:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        engine = self._engine
+        if engine is not None:
+            others, looks = self._looked_at_by()
+            engine.gradients.replicas.let_others_look(others)
+            if looks:
+                engine.gradients.shown.lay_open()
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+
+    def _looked_at_by(self) -> tuple[bool, bool]:
+        """Whether users have callbacks on any rank, and some that may look at gradients; asked once a run."""
+        callbacks = self.callback_handler.callbacks
+        known: tuple[bool, bool] | None = getattr(self, "_hf_parallel_looks", None)
+        if known is None:
+            others = [callback for callback in callbacks if is_users(callback)]
+            flags = torch.tensor([len(others) > 0, any(map(looks_at_gradients, others))], device=self.args.device)
+            flags = flags.int()
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            others_look, gradients_too = (bool(flag) for flag in flags.tolist())
+            known = self._hf_parallel_looks = (others_look, gradients_too)
+        return known
+
+
+def is_users(callback: TrainerCallback) -> bool:
+    """Whether a callback is neither of transformers nor ours."""
+    return not type(callback).__module__.startswith(("transformers.", "hf_parallel."))
+
+
+def looks_at_gradients(callback: TrainerCallback) -> bool:
+    """Whether a callback is called while there are gradients, perhaps to look at them on one rank only."""
+    events = ("on_pre_optimizer_step", "on_optimizer_step")
+    return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
+
+
+def looks_between_batches(callback: TrainerCallback) -> bool:
+    """Whether a user's callback is called between the batches of one step, where it may change their gradients."""
+    return is_users(callback) and type(callback).on_substep_end is not TrainerCallback.on_substep_end
+
+
+def warn_not_additive(function: Callable[..., Any], why: str) -> None:
+    """Say that the loss costs GPipe memory because it cannot be split."""
+    logger.warning(
+        "compute_loss_func %s is not known to be a sum over labels divided by num_items_in_batch (%s), so it is not "
+        "computed microbatch by microbatch: it gets the logits of the whole batch on every stage, and all activations "
+        "stay in memory until its backward. Divide a summed loss by num_items_in_batch to train with 1F1B memory.",
+        getattr(function, "__qualname__", function),
+        why or "on another rank",
+    )

@@ -1,0 +1,155 @@
+"""`save_pretrained` of a model that no rank has whole: all ranks call it, rank 0 writes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoints.agree import together
+from hf_parallel.checkpoints.folders import STAGING
+from hf_parallel.checkpoints.weights.gather import gather_tensors
+from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
+from hf_parallel.data_parallel.fsdp import local_of, rows_of
+from hf_parallel.engine.direct import Engine
+from hf_parallel.guards.meeting import Meeting
+from hf_parallel.guards.parts import mark_parts
+
+
+def is_whole(engine: Engine) -> bool:
+    """Whether every rank holds the whole model, equal on all, so that one may save it by itself."""
+    replicas = engine.gradients.replicas
+    return engine.mesh.shape.mp_size == 1 and replicas.sharded is None and replicas.local is None
+
+
+def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Meeting) -> None:
+    """Put a `save_pretrained` on a model that gathers what ranks hold in parts, and waits for what is still arriving.
+
+    Args:
+        engine: The model's engine.
+        save: The model's own `save_pretrained`, as it was before; None if it has none.
+        meeting: Notices that some ranks did not call it.
+    """
+    if save is not None:
+        vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
+    if engine.mesh.shape.mp_size > 1 or engine.gradients.replicas.sharded is not None:
+        mark_parts(engine.model, functools.partial(take_whole, engine))
+
+
+@torch.no_grad()
+def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
+    """In a state dict that is about to be loaded, put this rank's part in the place of what is the whole model's.
+
+    Args:
+        engine: The model's engine.
+        state: To be changed: whole tensors under any of their names, this rank's own parts, or both.
+        prefix: Of its keys.
+    """
+    attachment, mesh = engine.attachment, engine.mesh
+    held: dict[str, torch.Tensor] = {**attachment.parameters, **attachment.buffers}
+    here = {
+        name for name, _ in (*engine.model.named_parameters(remove_duplicate=False), *engine.model.named_buffers())
+    }
+    for entry in attachment.ledger:
+        found = {
+            name: state[prefix + name] for name in entry.aliases if isinstance(state.get(prefix + name), torch.Tensor)
+        }
+        if not found:
+            continue
+        tensor, whole = held.get(entry.name), next(iter(found.values()))
+        for name in entry.aliases:
+            if name not in here:
+                state.pop(prefix + name, None)
+        if tensor is None or tuple(whole.shape) != entry.shape or isinstance(whole, DTensor):
+            continue
+        part = whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
+        local_of(tensor).copy_(rows_of(tensor, part))
+        mine = tensor.detach()
+        for name in here.intersection(entry.aliases):
+            state[prefix + name] = mine
+
+
+def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
+    """As the model's own; all ranks must call it where no rank holds the whole model, without a `state_dict`."""
+    if is_whole(engine):
+        engine.gradients.replicas.synchronise()
+        return save(*args, **kwargs)
+    options = dict(inspect.signature(save).bind_partial(*args, **kwargs).arguments)
+    for name, parameter in inspect.signature(save).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            options |= options.pop(name, {})
+    writes, folder = engine.mesh.rank == 0, Path(options.pop("save_directory"))
+    options.pop("is_main_process", None)
+    state = options.pop("state_dict", None)
+    if state is not None:
+        # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
+        return save(folder, state_dict=state, **options) if writes or state else None
+    meeting.meet("model.save_pretrained()")
+    if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
+        given = {key: value for key, value in options.items() if key == "max_shard_size"}
+        _stream(engine, folder, functools.partial(save, state_dict={}), **given)
+        return None
+    state = whole_state(engine)
+    with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
+        if writes:
+            save(folder, state_dict=state, **options)
+    return None
+
+
+def whole_state(engine: Engine) -> dict[str, Any]:
+    """The full model's weights on world rank 0, {} elsewhere; collective."""
+    attachment = engine.attachment
+    attachment.gradients.replicas.synchronise()
+    with attachment.watchdog.waiting("waits for the weights of the other ranks"):
+        return gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, engine.mesh)
+
+
+def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: Any) -> None:
+    """Write all but the weights, then the weights one by one, into a staging folder inside `folder`; collective."""
+    attachment = engine.attachment
+    model: Any = engine.model
+    attachment.gradients.replicas.synchronise()
+    staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
+    waiting = attachment.watchdog.waiting
+    with waiting("waits for rank 0 to prepare the folder of the model"), together(engine.mesh, folder):
+        if writes:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            save(staging)
+    held = {**attachment.parameters, **attachment.buffers}
+    into = staging if writes else None
+    write_weights(export, into, model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
+    with waiting("waits for rank 0 to put the model in place"), together(engine.mesh, folder):
+        if writes:
+            move_in(staging, folder, export)
+
+
+def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -> None:
+    """Write the whole model into a folder that exists and is empty; collective.
+
+    Args:
+        engine: The model's engine.
+        save: The model's own `save_pretrained`; None if it has none, and then the weights alone are written.
+        folder: Where.
+    """
+    from safetensors.torch import save_file
+
+    from hf_parallel.checkpoints.weights.gather import WEIGHTS
+
+    model: nn.Module = engine.model
+    if save is not None and streams(model):
+        _stream(engine, folder, functools.partial(save, state_dict={}))
+        return
+    state = whole_state(engine)
+    with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):
+        if engine.mesh.rank == 0 and save is not None:
+            save(folder, state_dict=state)
+        elif engine.mesh.rank == 0:
+            save_file({name: tensor.clone() for name, tensor in state.items()}, folder / WEIGHTS)

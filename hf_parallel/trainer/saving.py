@@ -1,0 +1,166 @@
+"""Saving of the model of a parallel Trainer: one normal Hugging Face folder with safetensors weights and no pickle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils import logging
+
+from hf_parallel.checkpoints.agree import together
+from hf_parallel.checkpoints.folders import STAGING
+from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
+from hf_parallel.mesh import Mesh, MeshShape
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
+    from hf_parallel.engine.direct import Engine
+    from hf_parallel.engine.session import Session
+    from hf_parallel.trainer.accelerator import HFParallelAccelerator
+
+    # At run time the mixins stand before a Trainer in the order of classes; to the type checker they are one.
+    Base = Trainer
+else:
+    Base = object
+
+
+ARGUMENTS = "training_args.json"
+
+
+class SavingMixin(Base):
+    """Collective saving of the model; everything falls back to stock while no session is attached."""
+
+    accelerator: HFParallelAccelerator
+    model: PreTrainedModel
+    _hf_parallel_alone: bool = False  # one process, whose checkpoints are to fit any layout
+
+    @property
+    def hf_parallel_session(self) -> Session | None:
+        """The run's session, None for a Trainer that is not parallel."""
+        return getattr(self.accelerator, "hf_parallel", None)
+
+    @property
+    def _engine(self) -> Engine | None:
+        session = self.hf_parallel_session
+        return session.engine if session is not None else None
+
+    @property
+    def _hf_parallel_checkpoints(self) -> bool:
+        return self.hf_parallel_session is not None or self._hf_parallel_alone
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer
+        while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        return optimizer
+
+    @contextmanager
+    def _together(self, folder: Path, what: str, *, writes: bool = True) -> Iterator[None]:
+        """Around a step of saving or loading: what fails on one rank is the same CheckpointError on all."""
+        waiting = self._waiting(f"waits for the other ranks to {what}")
+        with waiting, together(self._hf_parallel_mesh, folder, writes=writes):
+            yield
+
+    def _waiting(self, text: str) -> AbstractContextManager[None]:
+        session = self.hf_parallel_session
+        return nullcontext() if session is None else session.watchdog.waiting(text)
+
+    @property
+    def _hf_parallel_mesh(self) -> Mesh:
+        session = self.hf_parallel_session
+        return session.mesh if session is not None else Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=600))
+
+    def _synchronise(self) -> None:
+        """Replicas that train by themselves become equal before the model is looked at."""
+        if self._engine is not None:
+            self._engine.gradients.replicas.synchronise()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete."""
+        if self.hf_parallel_session is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self.accelerator.attach_model(self.model)
+        self._synchronise()
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if streams(self.model):
+            self._stream_folder(folder)
+        else:
+            state = self.accelerator.get_state_dict(self.model)
+            with self._together(folder, "write the model"):
+                if self.args.should_save:
+                    self._write_folder(folder, state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _stream_folder(self, folder: Path) -> None:
+        """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""
+        attachment = self.accelerator.hf_parallel_engine.attachment
+        staging, export = folder / STAGING, plan_export(self.model, attachment.ledger)
+        with self._together(folder, "prepare the folder of the model"):
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                self._save(str(staging), state_dict={})
+        held = {**attachment.parameters, **attachment.buffers}
+        into = staging if self.args.should_save else None
+        write_weights(export, into, self.model, attachment.ledger, held, attachment.mesh, attachment.watchdog)
+        with self._together(folder, "put the model in place"):
+            if self.args.should_save:
+                move_in(staging, folder, export)
+
+    def _write_folder(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
+        """Write into a staging folder inside `folder`, then move the files over what is there, weights last."""
+        staging = folder / STAGING
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        self._save(str(staging), state_dict=state)
+        files = sorted(staging.iterdir(), key=lambda path: path.name.startswith("model"))
+        for path in files:
+            target = folder / path.name
+            if target.is_dir():
+                shutil.rmtree(target)
+            os.replace(path, target)
+        staging.rmdir()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As stock, with the training arguments as JSON instead of a pickle."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if self.hf_parallel_session is None:
+            super()._save(output_dir, state_dict)
+            if self._hf_parallel_alone:
+                (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+                (folder / ARGUMENTS).write_text(self.args.to_json_string())
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with _no_bar_for_nothing(state_dict):
+            self.model.save_pretrained(folder, state_dict=state_dict)
+        collator = getattr(self, "data_collator", None)
+        processing = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        (folder / ARGUMENTS).write_text(self.args.to_json_string())
+
+
+@contextmanager
+def _no_bar_for_nothing(state_dict: Any) -> Iterator[None]:
+    """Without the progress bar of `save_pretrained` where weights are written by themselves."""
+    if state_dict or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -1,0 +1,30 @@
+"""The explicit form: a Trainer class with hf_parallel built in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+from hf_parallel.trainer.callback import HFParallelCallback
+from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+
+
+class HFParallelTrainer(HFParallelTrainerMixin, Trainer):
+    """A Trainer with hf_parallel built in, for those who prefer a class to a callback.
+
+    Args:
+        *args: As `transformers.Trainer`.
+        config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
+            `HFParallelConfig`.
+        sample: As for `HFParallelCallback`.
+        **kwargs: As `transformers.Trainer`.
+
+    Raises:
+        ConfigError: All problems of the settings at once.
+    """
+
+    def __init__(self, *args: Any, config: Any = None, sample: Any = None, **kwargs: Any) -> None:
+        callbacks = [*(kwargs.pop("callbacks", None) or []), HFParallelCallback(config, sample=sample)]
+        kwargs["callbacks"] = callbacks
+        super().__init__(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""What is wrong with a configuration file, found before anything is launched."""

@@ -1,0 +1,46 @@
+"""What a launched process must do before `TrainingArguments` or `Accelerator` exist."""
+
+from __future__ import annotations
+
+import os
+
+from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.launch import USE_CPU_VARIABLE, _has_accelerator, check_fit, find_launch
+from hf_parallel.settings.recipes import load_file
+
+
+def prepare_worker() -> None:
+    """Make a launched process ready; must run before `TrainingArguments` or `Accelerator` exist.
+
+    On a machine without an accelerator, or if the config file says `use_cpu: true`, accelerate is told to use the CPU.
+    The config file is validated, so that a bad one ends the run before any process group exists.
+
+    Raises:
+        ConfigError: If the config file that applies is not valid for this launch.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return
+    launch = find_launch()
+    use_cpu, config = False, None
+    if launch.path is not None:
+        config, accelerate = load_file(launch.path)
+        use_cpu = accelerate.get("use_cpu") is True
+        if config is not None:
+            check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
+    if use_cpu or not _has_accelerator():
+        os.environ.setdefault(USE_CPU_VARIABLE, "true")
+    if config is not None:
+        prepare_engine(config)
+
+
+def prepare_engine(config: HFParallelConfig) -> None:
+    """Hand a launched process to DeepSpeed if the settings say so; must run before the Trainer's accelerator exists.
+
+    Raises:
+        ConfigError: DeepSpeed cannot run here.
+    """
+    if config.zero.engine != "deepspeed" or "LOCAL_RANK" not in os.environ:
+        return
+    told = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
+    prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not _has_accelerator())
