@@ -11,8 +11,10 @@ import torch
 from stage_models import VOCAB, batch, build
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.engine.plans import holding_of, make_plans, summary
-from hf_parallel.engine.self_check import cut_costs
+from hf_parallel.engine.held import holding_of
+from hf_parallel.engine.plan_stages import cut_costs
+from hf_parallel.engine.plans import make_plans, summary
+from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.model.probes import Probes
@@ -131,12 +133,14 @@ class Silent:
 def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = build("llama_tied")
     slow_head = StageCosts((1.0,) * 5, 0.0, 20.0, StageCosts((2.0,) * 5, 0.0, 40.0), "ms")
-    monkeypatch.setattr("hf_parallel.engine.self_check.measure_costs", lambda *args: slow_head)
+    monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", lambda *args: slow_head)
     config = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(mp_size=2, pp_size=2, tp_size=1), rank=0)
     watchdog: Any = Silent()
-    plans = make_plans(model, config, mesh, Probes(model, torch.device("cpu")), watchdog)
-    assert plans.bounds == [0, 5, 5]
+    cpu = torch.device("cpu")
+    plans = make_plans(Setup(model, config, mesh, cpu, watchdog), Probes(model, cpu))
+    assert plans.cut is not None
+    assert plans.cut.bounds == [0, 5, 5]
     assert plans.prediction is not None
     assert (plans.prediction.unit, plans.prediction.num_microbatches) == ("ms", 4)
     assert sum(rank.holding.parameters for rank in plans.prediction.ranks) == VOCAB * 32 + sum(
@@ -150,12 +154,13 @@ def test_a_batch_that_cannot_be_measured_is_a_plan_error(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("out of memory")
 
     model: Any = build("llama_tied")
-    monkeypatch.setattr("hf_parallel.engine.self_check.measure_costs", fails)
+    monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", fails)
     plan, watchdog = discover_stages(model, batch()), Silent()
     assert measure_costs is not fails
-    config, probes = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"}), Probes(model, torch.device("cpu"))
+    cpu, config = torch.device("cpu"), HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
+    probes, setup = Probes(model, cpu), Setup(model, config, None, cpu, watchdog)  # type: ignore[arg-type]
     with pytest.raises(
         PlanError,
         match=r"costs=measured: rank 0, .* OutOfMemoryError: out of memory\. .* set pipeline\.costs to analytic",
     ):
-        cut_costs(model, plan, config, probes, watchdog)  # type: ignore[arg-type]
+        cut_costs(setup, plan, probes)

@@ -1,0 +1,88 @@
+"""The last step: groups, gradient reduction and an engine around what this rank holds of a model."""
+
+from __future__ import annotations
+
+from hf_parallel.batches import BatchCheck, RandomCheck
+from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.replicas import ReplicaSettings
+from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
+from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.held import held_tensors
+from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.plan_stages import Cut
+from hf_parallel.engine.plans import Plans
+from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.transform import Stages
+from hf_parallel.mesh import ranks_per_node
+from hf_parallel.pipeline_parallel.run.messages import Probe
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.run.transport import make_transport
+from hf_parallel.pipeline_parallel.schedule.programs import Programs
+
+
+def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedModel | None) -> Engine:
+    """Make the engine and install it as `model.forward`; the model trains from here on.
+
+    Args:
+        setup: The model, cut and sharded.
+        plans: What was found out about it.
+        stages: The stages of this rank; None with pp_size 1.
+        sharded: The parameters that replicas share out; None if each has them all.
+    """
+    parameters, buffers = held_tensors(setup.model, plans.ledger, setup.mesh.pp_rank)
+    replicas = _replica_settings(setup, sharded, overlaps=stages is None or stages.weights is None)
+    check_steps = setup.config.monitor.batch_check_steps
+    attachment = Attachment(
+        model=setup.model,
+        forward=plans.forward,
+        device=setup.device,
+        mesh=setup.mesh,
+        ledger=plans.ledger,
+        parameters=parameters,
+        buffers=buffers,
+        gradients=GradientSync(plans.ledger, parameters, setup.mesh, replicas),
+        batch_check=BatchCheck(setup.mesh, check_steps),
+        random_check=RandomCheck(setup.mesh, setup.device, check_steps),
+        watchdog=setup.watchdog,
+    )
+    if stages is None or plans.cut is None:
+        engine: Engine = DirectEngine(attachment)
+    else:
+        engine = _pipeline_engine(attachment, stages, plans.cut)
+    engine.install()
+    return engine
+
+
+def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: bool) -> ReplicaSettings:
+    config = setup.config
+    return ReplicaSettings(
+        config.data_parallel,
+        config.zero,
+        config.gradient_compression,
+        config.local_sgd,
+        ranks_per_node=ranks_per_node(),
+        overlaps=overlaps,
+        waiting=setup.watchdog.waiting,
+        sharded=sharded,
+    )
+
+
+def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> PipelineEngine:
+    mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
+    groups = [group for group in (mesh.pp_down_group, mesh.pp_up_group) if group is not None]
+    down, up = (make_transport(schedule.settings.transport, attachment.device, group) for group in groups)
+    runtime = PipelineRuntime(
+        stages.by_index,
+        schedule.placement,
+        mesh.pp_rank,
+        (down, up),
+        probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
+        weights=stages.weights,
+    )
+    return PipelineEngine(
+        attachment,
+        runtime,
+        programs=Programs(schedule, mesh.pp_rank),
+        num_microbatches=schedule.num_microbatches,
+        loss_kind=cut.loss_kind,
+    )

@@ -1,0 +1,54 @@
+"""What one rank holds of a model, by the ledger: tensors once it is cut, sizes before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from hf_parallel.errors import PlanError
+from hf_parallel.ledger import Ledger
+from hf_parallel.pipeline_parallel.plan.predict_cut import Holding
+
+
+def held_tensors(
+    model: nn.Module, ledger: Ledger, pp_rank: int
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """Ledger name -> the tensor this rank holds; everything else that is still real is frozen.
+
+    Raises:
+        PlanError: The ledger expects a tensor here that the model does not have.
+    """
+    real = dict(model.named_parameters(remove_duplicate=False))
+    real_buffers = dict(model.named_buffers(remove_duplicate=False))
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    for entry in ledger.held_by(pp_rank):
+        source: Mapping[str, torch.Tensor] = real if entry.kind == "param" else real_buffers
+        tensor = next((source[alias] for alias in entry.aliases if alias in source), None)
+        if tensor is None:
+            raise PlanError(f"{entry.name} should be on pipeline rank {pp_rank} but the cut model does not have it.")
+        if isinstance(tensor, nn.Parameter):
+            parameters[entry.name] = tensor
+        else:
+            buffers[entry.name] = tensor
+    held = {id(parameter) for parameter in parameters.values()}
+    for parameter in model.parameters():
+        if id(parameter) not in held:
+            parameter.requires_grad_(False)
+    return parameters, buffers
+
+
+def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> Holding:
+    """What tp rank 0 of a pipeline rank keeps of a model that is still whole."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    sizes: list[tuple[int, int, bool]] = []
+    for entry in ledger.held_by(pp_rank, "param"):
+        count = math.prod(entry.shape)
+        if entry.spec is not None:
+            count = count // entry.spec.full_size * entry.spec.local_size(tp_size, 0)
+        sizes.append((count, count * entry.dtype.itemsize, entry.name in trained))
+    learned = sum(size for _, size, trains in sizes if trains)
+    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * learned)

@@ -1,0 +1,65 @@
+"""The tensor-parallel plan of a run: made on rank 0, the same on every rank, its fallbacks reported."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.errors import PlanError
+from hf_parallel.model.probes import Probes
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.overrides import USERS_WISH
+from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
+
+
+logger = logging.getLogger(__name__)
+
+
+def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None) -> TPPlan:
+    """The plan that rank 0 makes, on every rank; collective.
+
+    Raises:
+        PlanError: No plan, or `tensor_parallel.on_fallback: error` and a layer that is no column-row pair.
+    """
+    settings = setup.config.tensor_parallel
+    planner = partial(plan_model, setup.model) if stand_in is None else stand_in.plan
+
+    def make() -> TPPlan:
+        asked: dict[str, Any] = {"overrides": None if settings.plan == "auto" else settings.plan}
+        asked |= {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
+        return planner(setup.mesh.shape.tp_size, probes.batch, sequence=settings.sequence_parallel, **asked)
+
+    plan = plan_on_one_rank(make, setup.watchdog.waiting)
+    judge_fallbacks(plan, settings.on_fallback, setup.mesh.rank, vocabulary_modules(setup.model))
+    return plan
+
+
+def vocabulary_modules(model: nn.Module) -> frozenset[str]:
+    """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
+
+
+def judge_fallbacks(
+    plan: TPPlan, on_fallback: Literal["warn", "error", "ignore"], rank: int, expected: frozenset[str]
+) -> None:
+    """Report layers that are not column-row pairs: they cost an all-gather each, or are not sharded at all.
+
+    Raises:
+        PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
+    """
+    wanted = ("gathered: " + USERS_WISH, "replicated: " + USERS_WISH)
+    fallbacks = {n: why for n, why in plan.fallbacks.items() if n not in expected and not why.startswith(wanted)}
+    if not fallbacks or on_fallback == "ignore":
+        return
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(fallbacks.items())[:3])
+    text = f"tensor_parallel: {len(fallbacks)} layers are not column-row pairs, among them {shown}."
+    if on_fallback == "error":
+        raise PlanError(f"{text} Set tensor_parallel.on_fallback to warn, or choose a tp_size that divides the heads.")
+    if rank == 0:
+        logger.warning("hf_parallel: %s", text)

@@ -1,0 +1,139 @@
+"""Where the model is cut into stages, which schedule runs them, and how its loss may be computed over microbatches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.errors import PlanError
+from hf_parallel.model.probes import Probes
+from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
+from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, judge_loss
+from hf_parallel.pipeline_parallel.plan.measure import measure_costs
+from hf_parallel.pipeline_parallel.plan.partition import partition
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span, spans_of
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model on several pipeline stages.
+
+    Args:
+        stages: What crosses each possible cut, and which parameters each block reads.
+        schedule: The schedule and where each stage runs.
+        costs: Of every block.
+        bounds: Block boundaries of the stages, [0, ..., num_blocks].
+        loss_kind: How the model's own loss may be computed (see `judge_loss`).
+    """
+
+    stages: PipelinePlan
+    schedule: ScheduleChoice
+    costs: StageCosts
+    bounds: list[int]
+    loss_kind: LossKind
+
+    def spans_of(self, pp_rank: int) -> list[Span]:
+        """The block ranges that a pipeline rank runs."""
+        spans = spans_of(self.bounds)
+        return [spans[stage] for stage in self.schedule.stages_of_ranks[pp_rank]]
+
+    def holds(self, pp_rank: int, name: str) -> bool:
+        """Whether a pipeline rank needs the tensor `name`."""
+        return any(self.stages.holds(span, name) for span in self.spans_of(pp_rank))
+
+
+def plan_cut(setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None) -> Cut:
+    """Cut by cost; collective where costs are measured, or where the weights are not read yet.
+
+    Raises:
+        PlanError: No cut fits, or the model cannot run the batch that is measured.
+    """
+    schedule = ScheduleChoice(setup.config.pipeline, setup.config.pp_size)
+    costs = cut_costs(setup, stages, probes)
+    bounds = _bounds(stages, schedule, costs)
+    return Cut(stages, schedule, costs, bounds, _loss_kind(setup, probes.batch, stand_in))
+
+
+def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
+    """What each part of the model costs, the same on every rank; collective with `pipeline.costs: measured`.
+
+    Rank 0 measures while the others wait, so that all cut alike.
+
+    Raises:
+        PlanError: The model cannot run the batch that is measured.
+    """
+    model, config, watchdog = setup.model, setup.config, setup.watchdog
+    if config.pipeline.costs == "analytic":
+        recomputed = config.activation_checkpointing.every is not None
+        return block_costs(model, plan, recomputed=recomputed or getattr(model, "is_gradient_checkpointing", False))
+
+    def measure() -> StageCosts:
+        watchdog.runs("measures the blocks")
+        return measure_costs(model, plan, probes.typical)
+
+    def explain(what: str) -> PlanError:
+        return PlanError(
+            f"pipeline.costs=measured: {what}. It could not train a small batch on the whole {setup.name}: set "
+            "pipeline.costs to analytic."
+        )
+
+    return on_rank_zero(measure, "measures the blocks", waiting=watchdog.waiting, explain=explain)
+
+
+def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
+    """Where the stages begin and end.
+
+    Raises:
+        PlanError: A list of block counts does not fit, or names a cut that cannot be made.
+    """
+    bounds = partition(
+        *(plan.num_blocks, len(schedule.placement), schedule.settings.split, costs),
+        allowed=[b for b in plan.allowed_cuts() if b - 1 in plan.blocks],  # a stage must end with a block that runs
+        schedule=schedule.typical(),
+    )
+    for boundary in bounds[1:-1]:
+        plan.crossings(boundary)  # raises for a cut that cannot be addressed
+    return bounds
+
+
+def _loss_kind(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
+    """How the model's loss may be computed, reported where it needs whole batches."""
+    verdict = _verdict_on_loss(setup, sample, stand_in)
+    if verdict.kind == "whole" and setup.reports:
+        logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
+    return verdict.kind
+
+
+def whole_loss(model_name: str, why: str) -> str:
+    """What it costs that a loss cannot be put together from those of microbatches."""
+    return (
+        f"the loss of {model_name} is not known to add up over microbatches ({why}), so every batch runs as one "
+        "microbatch: right, but the stages wait for each other within a batch. To overlap them give smaller batches "
+        "and a larger gradient_accumulation_steps, or compute the loss in a compute_loss_func that divides by "
+        "num_items_in_batch."
+    )
+
+
+def _verdict_on_loss(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn | None) -> Verdict:
+    """With a stand-in collective: rank 0 finds it out."""
+    if stand_in is None:
+        return judge_loss(setup.model, sample)
+
+    def look() -> Verdict:
+        here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
+        return judge_loss(stand_in.model(), here)
+
+    def explain(what: str) -> PlanError:
+        return PlanError(f"the loss of {setup.name} cannot be looked at on a small model like it ({what}).")
+
+    return on_rank_zero(look, "looks at the loss", waiting=setup.watchdog.waiting, explain=explain)

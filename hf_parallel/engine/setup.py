@@ -1,0 +1,56 @@
+"""What every step of parallelizing a model is given: the model, the settings, and where this rank stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_parallel.mesh import Mesh
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
+from hf_parallel.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One model on one rank.
+
+    Args:
+        model: A causal language model, whole until it is cut.
+        config: The validated settings.
+        mesh: This rank's mesh.
+        device: Where the model is.
+        watchdog: For waits.
+    """
+
+    model: nn.Module
+    config: HFParallelConfig
+    mesh: Mesh
+    device: torch.device
+    watchdog: Watchdog
+
+    @property
+    def name(self) -> str:
+        """Class name of the model, for messages."""
+        return type(self.model).__name__
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.mesh.rank == 0
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Answers what takes values, for a model whose values are not read yet. Only rank 0 asks.
+
+    Args:
+        plan: As `plan_model`, from tp_size, sample and settings.
+        model: Makes a small model that computes its loss as the model does.
+    """
+
+    plan: Callable[..., TPPlan]
+    model: Callable[[], nn.Module]

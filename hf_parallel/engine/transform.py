@@ -1,0 +1,132 @@
+"""Changing a whole model into this rank's part of it, in place, one technique a function; each does nothing if not asked for.
+
+Parameter objects survive all of it but `shard_over_replicas`, so an optimizer that was made before stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_parallel.activation_checkpointing.host_copies import Follow
+from hf_parallel.activation_checkpointing.recompute import recompute_blocks
+from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.host import pins
+from hf_parallel.engine.plans import Plans
+from hf_parallel.engine.setup import Setup
+from hf_parallel.errors import PlanError
+from hf_parallel.model.stack import blocks_of
+from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.sequence import SequenceMode, install_blocks
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rank of a pipeline runs.
+
+    Args:
+        by_index: Stage index -> stage.
+        weights: What puts off weight gradients, for a schedule that splits backwards.
+    """
+
+    by_index: Mapping[int, Stage]
+    weights: WeightGradients | None
+
+
+def compile_blocks(setup: Setup, plans: Plans) -> None:
+    """Compile each block of this rank's stages by itself: a stage ends by an exception, which breaks a graph of the
+    whole stage.
+    """
+    backend = setup.config.pipeline.compile_blocks
+    if plans.cut is None or backend == "none":
+        return
+    spans = plans.cut.spans_of(setup.mesh.pp_rank)
+    for index, block in enumerate(blocks_of(setup.model, plans.cut.stages.stack)):
+        if any(span.lo <= index < span.hi for span in spans):
+            block.forward = torch.compile(block.forward, backend=backend)
+
+
+def shard_sequence(setup: Setup, plans: Plans) -> SequenceMode | None:
+    """Between the sharded layers each tensor-parallel rank keeps its part of the sequence.
+
+    Comes before stages and recomputation are put over the blocks: whole hidden states enter and leave each stage.
+
+    Raises:
+        PlanError: The pipeline cuts another stack than the one that is sharded.
+    """
+    mesh, cut = setup.mesh, plans.cut
+    sequence = plans.tensor_parallel.sequence if plans.tensor_parallel is not None else None
+    if sequence is None or mesh.tp_group is None:
+        return None
+    if cut is not None and cut.stages.stack != sequence.stack:
+        raise PlanError(
+            f"tensor_parallel.sequence_parallel: true: the sharded layers are in {sequence.stack}, the pipeline cuts "
+            f"{cut.stages.stack}. Set one of sequence_parallel: false and pp_size: 1."
+        )
+    sections = None if cut is None else [range(span.lo, span.hi) for span in cut.spans_of(mesh.pp_rank)]
+    return install_blocks(setup.model, sequence, mesh.tp_group, sections)
+
+
+def cut_into_stages(setup: Setup, plans: Plans) -> Stages | None:
+    """Keep the stages of this rank and take the rest out of the model; None with pp_size 1.
+
+    Comes before the layers are sharded: putting off weight gradients knows plain layers only, and a sharded layer takes
+    over what it finds.
+    """
+    cut = plans.cut
+    if cut is None:
+        return None
+    mine = cut.schedule.stages_of_ranks[setup.mesh.pp_rank]
+    stages = cut_stages(setup.model, cut.stages, cut.bounds, mine, plans.forward)
+    return Stages(stages, WeightGradients(setup.model) if cut.schedule.splits_backward else None)
+
+
+def checkpoint_activations(setup: Setup, plans: Plans, sequence: SequenceMode | None) -> None:
+    """Groups of blocks keep no activations and run again in the backward pass."""
+    stack, groups = plans.recomputed
+    if not groups:
+        return
+    spans = None if plans.cut is None else plans.cut.spans_of(setup.mesh.pp_rank)
+    held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
+    how = setup.config.activation_checkpointing
+    follow: Follow = sequence.follow if sequence is not None else lambda tensor: None
+    recompute_blocks(setup.model, stack, held, offload=how.offload, products=how.products, follow=follow)
+
+
+def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
+    """Each tensor-parallel rank keeps its shard of the layers that this rank holds."""
+    mesh = setup.mesh
+    if plans.tensor_parallel is None or mesh.tp_group is None:
+        return
+    apply_tensor_parallel(
+        setup.model,
+        plans.tensor_parallel,
+        mesh.tp_group,
+        mesh.tp_rank,
+        holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
+        deferral=None if stages is None else stages.weights,
+        reduces_in_fp32=plans.reduces_in_fp32,
+    )
+
+
+def shard_over_replicas(
+    setup: Setup, units: Sequence[Sequence[str]], compute_dtype: torch.dtype | None
+) -> ShardedModel | None:
+    """Share parameters out over the replicas (ZeRO 3 and fully sharded 2); the model gets new Parameter objects."""
+    zero, mesh = setup.config.zero, setup.mesh
+    if not zero.shards_parameters or mesh.dp_shard_group is None:
+        return None
+    return ShardedModel(
+        setup.model,
+        units,
+        mesh.dp_shard_group,
+        mesh.dp_replicate_group,
+        stage=zero.stage,
+        device=setup.device,
+        offload="none" if zero.offload_param == "none" else "pinned" if pins(zero, setup.device) else "pageable",
+        compute_dtype=compute_dtype,
+    )

@@ -1,0 +1,148 @@
+"""Where the weights of a model come from: all ranks begin with those of rank 0, or read them once the model is cut."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_parallel.checkpoints.weights.unread import Unread, unread_of
+from hf_parallel.engine.held import held_tensors, holding_of
+from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.errors import PlanError
+from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
+from hf_parallel.ledger import Ledger
+from hf_parallel.model.meta import off_meta
+from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, blueprint_of, plan_for, small_twin
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
+
+
+logger = logging.getLogger(__name__)
+
+WASTE_WORTH_A_WARNING = 2 * 10**9  # bytes
+
+
+@dataclass(frozen=True)
+class LateWeights:
+    """The weights of a model that are read after it is cut, if it has such.
+
+    Args:
+        setup: The model.
+        unread: Where they are; None for a model that has its values.
+        stand_in: Answers what takes values; None if the model has them by now.
+    """
+
+    setup: Setup
+    unread: Unread | None
+    stand_in: StandIn | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model came with its values."""
+        return self.unread is None
+
+    def computable(self) -> AbstractContextManager[None]:
+        """Inside, buffers and what is computed from them have values, whatever the parameters have."""
+        return nullcontext() if self.stand_in is None else off_meta(self.setup.model, self.setup.device)
+
+    def read(self, ledger: Ledger) -> None:
+        """Read what this rank holds; collective.
+
+        Raises:
+            RankMismatchError: The ranks read other values of what they share.
+        """
+        if self.unread is None or self.stand_in is None:
+            return
+        self.setup.watchdog.runs("reads its weights")
+        self.unread.fill(self.setup.model, ledger, self.setup.mesh, self.setup.device)
+        _refuse_unlike_files(self.setup, ledger)
+
+
+def prepare_late_weights(setup: Setup) -> LateWeights:
+    """Find out whether the weights can be read after the cut; where they cannot, they are read now."""
+    unread = unread_of(setup.model)
+    if unread is None:
+        return LateWeights(setup, None, None)
+    unread.check(setup.config)
+    unread.begin(setup.model)
+    blueprint = _blueprint(setup)
+    if blueprint is None:
+        unread.fill(setup.model, None, setup.mesh, setup.device)
+    return LateWeights(setup, unread, None if blueprint is None else _stand_in(blueprint))
+
+
+def begin_alike_on_all(setup: Setup) -> Start:
+    """Give every rank the weights of rank 0, before a part of them is made this rank's; collective."""
+    setup.watchdog.runs("compares its weights with those of rank 0")
+    with setup.watchdog.waiting("waits for the other ranks to compare the weights they begin with"):
+        start = begin_alike(setup.model)
+    setup.watchdog.runs("plans the stages and shards")
+    for line in start.describe() if setup.reports else ():
+        logger.warning("hf_parallel: %s", line)
+    return start
+
+
+def warn_of_waste(setup: Setup, ledger: Ledger) -> None:
+    """Say what this rank held of a model loaded whole."""
+    held = sum(p.nbytes for p in setup.model.parameters())
+    spare = held - holding_of(setup.model, ledger, setup.mesh.pp_rank, setup.mesh.shape.tp_size).weights
+    if setup.reports and spare > WASTE_WORTH_A_WARNING:
+        logger.warning(
+            "hf_parallel: each rank loaded the whole model (%.1f GB), this one %.1f GB for nothing. Load it with "
+            "hf_parallel.from_pretrained(...), or inside `with hf_parallel.sharded_loading():`.",
+            held / 1e9,
+            spare / 1e9,
+        )
+
+
+def _blueprint(setup: Setup) -> Blueprint | None:
+    """What stands for a model whose weights are read after the cut; None, with a warning, if they must be read before."""
+    config = setup.config
+    reason = None
+    if config.pp_size > 1 and config.pipeline.costs == "measured":
+        reason = "pipeline.costs is measured. Set it to analytic."
+    checks = [("pipeline", config.pp_size, config.pipeline.self_check)]
+    checks += [("tensor_parallel", config.tp_size, config.tensor_parallel.self_check)]
+    for name, size, self_check in checks:
+        if size > 1 and self_check == "on":
+            reason = f"{name}.self_check is on. Set it to auto or off."
+    blueprint = None
+    if reason is None:
+        try:
+            blueprint = blueprint_of(setup.model)
+        except PlanError as error:
+            reason = str(error)
+    if setup.reports and reason is not None:
+        logger.warning("hf_parallel: every rank reads the whole model before it is cut: %s", reason)
+    elif setup.reports and any(size > 1 and self_check == "auto" for _, size, self_check in checks):
+        logger.warning("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
+    return blueprint
+
+
+def _stand_in(blueprint: Blueprint) -> StandIn:
+    def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
+        here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
+        return plan_for(blueprint, tp_size, sample=here, **settings)
+
+    model: Callable[[], nn.Module] = partial(small_twin, blueprint)
+    return StandIn(plan, model)
+
+
+def _refuse_unlike_files(setup: Setup, ledger: Ledger) -> None:
+    """Refuse weights that ranks have read from files that differ; collective."""
+    mesh = setup.mesh
+    parameters, buffers = held_tensors(setup.model, ledger, mesh.pp_rank)
+    held: dict[str, torch.Tensor] = {**parameters, **buffers}
+    shared = {
+        "the replicas": (mesh.dp_group, list(held)),
+        "the tensor-parallel ranks": (mesh.tp_group, [name for name in held if ledger.entries[name].spec is None]),
+        "the stages that share it": (mesh.pp_group, [entry.name for entry in ledger if len(entry.holders) > 1]),
+    }
+    with setup.watchdog.waiting("waits for the other ranks to compare what they read"):
+        refuse_unlike_parts(held, shared, "the checkpoint that the weights were read from")
