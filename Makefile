@@ -25,8 +25,11 @@ demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/d
 	$(BIN)/python -m accelerate.commands.launch --config_file recipes/cpu_pp2.yaml \
 		examples/finetune_llama7b.py --demo --output_dir build/demo
 
-test: setup  ## the tests that need no GPU and no patience
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
+test: setup  ## the tests that need no GPU and no patience, in two processes
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long and not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
+
+test-long: setup  ## the matrices of layouts, schedules, recipes and user code, in two processes
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "long and not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
 
 test-all: setup  ## every test this machine can run
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

@@ -1,6 +1,6 @@
 """Run a test function on several gloo ranks, one process each.
 
-Ranks are forked from a fork server that imported torch and transformers once, so a launch costs tenths of a second
+Ranks are forked from a fork server that imported torch, transformers and hf_parallel once, so a launch costs tenths of a second
 where a fresh interpreter costs seconds. Ranks meet through a file store: no ports, no retries.
 """
 
@@ -28,6 +28,9 @@ PRELOAD = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3",
     "accelerate",
+    "pytest",
+    "hf_parallel.trainer.callback",
+    "hf_parallel.trainer.plugin",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
