@@ -281,13 +281,6 @@ def no_torch_function() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def plain_torch_function() -> Any:
-    """The `__torch_function__` of a tensor subclass that wants none (documented with `__torch_dispatch__`)."""
-    import torch
-
-    return torch._C._disabled_torch_function_impl
-
-
 def is_cross_entropy(function: Any) -> bool:
     """Whether `function` is `torch.nn.functional.cross_entropy` as torch ships it."""
     from torch.nn import functional

@@ -8,6 +8,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
 from hf_parallel.errors import UnsupportedError
 
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, Trainer
     from transformers.core_model_loading import WeightTransform
-from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
-
 
 IGNORED_LABEL = -100
 
@@ -83,37 +82,62 @@ def calling_trainer() -> Trainer | None:
     return None
 
 
-def trainer_internals(trainer: Trainer) -> None:
-    """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides.
+# Methods of the stock Trainer that a parallel one overrides, each with the names of its parameters. One that is renamed would
+# never be called, one with other parameters would be handed the wrong ones.
+OVERRIDDEN = {
+    "_clip_grad_norm": "model",
+    "_get_grad_norm": "model grad_norm",
+    "_get_num_items_in_batch": "batch_samples device",
+    "_get_output_dir": "trial",
+    "_load_best_model": "",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_rng_state": "checkpoint",
+    "_load_scaler": "checkpoint",
+    "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+    "_prepare_inputs": "inputs",
+    "_push_from_checkpoint": "checkpoint_folder",
+    "_save": "output_dir state_dict",
+    "_save_checkpoint": "model trial",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "compute_loss": "model inputs return_outputs num_items_in_batch",
+    "create_optimizer": "model",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+    "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
+    "get_batch_samples": "epoch_iterator num_batches device",
+    "get_total_train_batch_size": "args",
+    "log": "logs start_time",
+    "predict": "test_dataset ignore_keys metric_key_prefix",
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+    "save_model": "output_dir _internal_call",
+    "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "training_step": "model inputs num_items_in_batch",
+}
+
+
+def trainer_internals(stock: type[Trainer] | None = None) -> None:
+    """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides, or gives it other parameters.
+
+    Args:
+        stock: The stock class; None for transformers' own.
 
     Raises:
-        UnsupportedError: Names the missing methods and the version range that has them.
+        UnsupportedError: Names the methods and the version range that has them.
     """
-    needed = (
-        "_save_checkpoint",
-        "_get_output_dir",
-        "_push_from_checkpoint",
-        "_save_optimizer_and_scheduler",
-        "_load_optimizer_and_scheduler",
-        "_load_from_checkpoint",
-        "_load_best_model",
-        "_clip_grad_norm",
-        "_get_grad_norm",
-        "_get_num_items_in_batch",
-        "_prepare_inputs",
-        "_track_num_input_tokens",
-        "get_batch_samples",
-        "training_step",
-        "prediction_step",
-        "compute_loss",
-    )
-    missing = [name for name in needed if not callable(getattr(trainer, name, None))]
-    if missing:
-        import transformers
+    import transformers
 
+    stock = stock or transformers.Trainer
+    odd = []
+    for name, expected in OVERRIDDEN.items():
+        method = getattr(stock, name, None)
+        found = " ".join(list(inspect.signature(method).parameters)[1:]) if callable(method) else None
+        if found is None:
+            odd.append(f"no {name}")
+        elif found != expected:
+            odd.append(f"{name}({found.replace(' ', ', ')}) in place of {name}({expected.replace(' ', ', ')})")
+    if odd:
         raise UnsupportedError(
-            f"transformers {transformers.__version__}: Trainer has no {', '.join(missing)}. "
-            "Install transformers>=5.23,<5.24."
+            f"transformers {transformers.__version__}: Trainer has {'; '.join(odd)}. Install transformers>=5.23,<5.24."
         )
 
 

@@ -99,7 +99,7 @@ class HFParallelCallback(TrainerCallback):
             logger.warning("hf_parallel: %s", self.explanation)
             _save_for_any_layout(trainer, self.config)
             return
-        trainer_internals(trainer)
+        trainer_internals()
         refuse_arguments(trainer, self.config)
         if trainer.model is not None:
             shares = self.config.zero.shards_parameters

@@ -15,7 +15,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 FLOORS = [
     {"errors", "logs", "machine", "noticeboard"},
     {"compat", "mesh", "one_rank", "settings", "tensor_parallel"},
-    {"batches", "checkpoints", "data_parallel.compression", "deepspeed", "ledger", "pipeline_parallel.schedule", "watchdog"},
+    {
+        "batches",
+        "checkpoints",
+        "data_parallel.compression",
+        "deepspeed",
+        "ledger",
+        "pipeline_parallel.schedule",
+        "watchdog",
+    },
     {"data_parallel", "dry_run.memory", "model", "worker"},
     {"dry_run", "guards", "pipeline_parallel", "tensor_parallel.run"},
     {"pipeline_parallel.run", "tensor_parallel.plan"},

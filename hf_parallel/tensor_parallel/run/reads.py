@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, plain_torch_function
+from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, not_overridden
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over
@@ -284,7 +284,7 @@ def _wrapper(kind: Any, owned: Owned, part: Tensor) -> Any:
 class Whole(Tensor):
     """The whole of a sharded tensor, gathered when its values are first used."""
 
-    __torch_function__ = plain_torch_function()
+    __torch_function__ = not_overridden()
 
     @staticmethod
     def __new__(cls: type[Whole], owned: Owned, part: Tensor) -> Whole:
