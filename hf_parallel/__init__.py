@@ -10,6 +10,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+from hf_parallel.logs import show_start_up_lines
+
 
 if TYPE_CHECKING:
     from hf_parallel.checkpoints.weights.from_pretrained import from_pretrained, sharded_loading
@@ -95,6 +97,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+show_start_up_lines()
 if "LOCAL_RANK" in os.environ:
     from hf_parallel.worker import prepare_worker
 

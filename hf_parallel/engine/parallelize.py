@@ -92,7 +92,7 @@ def parallelize(
     watchdog.runs()
     if setup.reports:
         for line in [*summary(plans), *engine.gradients.replicas.describe()]:
-            logger.warning("hf_parallel: %s", line)
+            logger.info("hf_parallel: %s", line)
     return engine
 
 

@@ -99,7 +99,7 @@ class Session:
         watchdog = Watchdog(store, mesh.rank, names, limit)
         watchdog.start()
         if mesh.rank == 0:
-            logger.warning("hf_parallel: %s", explanation)
+            logger.info("hf_parallel: %s", explanation)
         session = cls(config, mesh, watchdog)
         weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
         return session

@@ -121,7 +121,7 @@ def _blueprint(setup: Setup) -> Blueprint | None:
     if setup.reports and reason is not None:
         logger.warning("hf_parallel: every rank reads the whole model before it is cut: %s", reason)
     elif setup.reports and any(size > 1 and self_check == "auto" for _, size, self_check in checks):
-        logger.warning("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
+        logger.info("hf_parallel: self_check=auto: skipped, the weights are read after the cut.")
     return blueprint
 
 

@@ -96,7 +96,7 @@ class HFParallelCallback(TrainerCallback):
             return
         set_accumulation(trainer, self.config)
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            logger.warning("hf_parallel: %s", self.explanation)
+            logger.info("hf_parallel: %s", self.explanation)
             _save_for_any_layout(trainer, self.config)
             return
         trainer_internals()
@@ -125,7 +125,7 @@ class HFParallelCallback(TrainerCallback):
             raise ConfigError("\n".join(short))
         self._driven = trainer
         if trainer.args.process_index == 0:
-            logger.warning("hf_parallel: %s", self.explanation)
+            logger.info("hf_parallel: %s", self.explanation)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -139,7 +139,7 @@ class HFParallelCallback(TrainerCallback):
         if self._driven is not None:
             line = check_engine(self._driven, self.config)
             if args.process_index == 0:
-                logger.warning("hf_parallel: %s", line)
+                logger.info("hf_parallel: %s", line)
         if self.session is not None and self.session.engine is not None:
             self.session.engine.gradients.replicas.plan_steps(state.max_steps, state.global_step)
 
@@ -195,7 +195,7 @@ def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
     steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
     if steps != args.gradient_accumulation_steps:
         args.gradient_accumulation_steps = steps
-        logger.warning("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
+        logger.info("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)
 
 
 def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
@@ -223,7 +223,7 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
             f"{', '.join(unread)} with distributed_type {name}, which drives "
             f"the run itself: it would have no effect. Set distributed_type: MULTI_GPU, or {instead}."
         )
-    logger.warning("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
+    logger.info("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
     return True
 
 

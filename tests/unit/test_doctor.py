@@ -16,8 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
+from hf_parallel.dry_run import doctor
 from hf_parallel.dry_run.doctor import Check
-from hf_parallel.machine import doctor, facts
+from hf_parallel.machine import facts
 from hf_parallel.machine.facts import Gpu
 
 

@@ -25,11 +25,11 @@ from hf_parallel import (
     HFParallelConfig,
     UnsupportedError,
     from_pretrained,
-    plugin,
     sharded_loading,
 )
 from hf_parallel.checkpoints.weights.unread import RECORD, wanted_of
 from hf_parallel.checkpoints.weights.writer import DTYPES, Reader, lay_out, read_header, write
+from hf_parallel.engine import weights
 from hf_parallel.ledger import build_ledger
 
 
@@ -210,11 +210,13 @@ def test_a_model_loaded_whole_says_what_it_held_for_nothing(
 ) -> None:
     model = tiny.llama()
     ledger = build_ledger(model, pp_size=2, holds=lambda rank, name: (rank == 0) == ("layers.0" in name), specs={})
-    mesh: Any = SimpleNamespace(pp_rank=0, rank=0, shape=SimpleNamespace(tp_size=1))
-    plugin._warn_of_waste(model, SimpleNamespace(ledger=ledger), mesh)
+    setup: Any = SimpleNamespace(
+        model=model, mesh=SimpleNamespace(pp_rank=0, shape=SimpleNamespace(tp_size=1)), reports=True
+    )
+    weights.warn_of_waste(setup, ledger)
     assert caplog.text == ""
-    monkeypatch.setattr(plugin, "WASTE_WORTH_A_WARNING", 1000)
-    plugin._warn_of_waste(model, SimpleNamespace(ledger=ledger), mesh)
+    monkeypatch.setattr(weights, "WASTE_WORTH_A_WARNING", 1000)
+    weights.warn_of_waste(setup, ledger)
     assert "for nothing. Load it with hf_parallel.from_pretrained(...)" in caplog.text
 
 

@@ -53,13 +53,14 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
 def test_the_guards_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from hf_parallel import preflight, twin
+    from hf_parallel.engine import self_check
     from hf_parallel.machine.facts import this_machine
+    from hf_parallel.tensor_parallel.plan import plan_for
 
     monkeypatch.setattr(ram, "limits", lambda: iter([(5000, 4000), (900, 200)]))
     assert ram.free_ram() == 700
-    assert preflight._free_bytes(torch.device("cpu")) == 700
-    assert twin._free_bytes() == 700
+    assert self_check._free_bytes(torch.device("cpu")) == 700
+    assert plan_for._free_bytes() == 700
     assert this_machine().ram_bytes == 900
     monkeypatch.setattr(ram, "limits", lambda: iter([(100, 200)]))
     assert ram.free_ram() == 0

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from zoo.models import quiet, tiny_config
 
 import hf_parallel
-from hf_parallel import PlanError, plan_for, twin
+from hf_parallel import PlanError, plan_for
+from hf_parallel.tensor_parallel.plan import plan_for as twin
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
