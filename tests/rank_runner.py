@@ -33,6 +33,8 @@ PRELOAD = [
     "hf_parallel.trainer.plugin",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+# Several tests at a time share the cores.
+PATIENCE = 3.0 if "PYTEST_XDIST_WORKER" in os.environ else 1.0
 
 
 class RankError(AssertionError):
@@ -57,6 +59,7 @@ def run_ranks(
     Raises:
         RankError: If a rank raises, exits early or is still running after ``timeout`` seconds.
     """
+    timeout *= PATIENCE
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context.set_forkserver_preload(PRELOAD)

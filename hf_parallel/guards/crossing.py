@@ -74,7 +74,7 @@ def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Paramete
         if is_hook_table(name):  # hooks mean the real one
             vars(stepper)[name] = type(value)()
         elif name == "state":
-            vars(stepper)[name] = type(value)(value.default_factory)  # type: ignore[attr-defined]
+            vars(stepper)[name] = type(value)(value.default_factory)
         else:
             vars(stepper)[name] = copy.deepcopy(value, memo)
     for group, members in zip(stepper.param_groups, groups, strict=True):

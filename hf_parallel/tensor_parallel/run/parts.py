@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class OnParts(TorchFunctionMode):
         parts: The parameters, and how they are sharded; at least one.
     """
 
-    def __init__(self, parts: list[tuple[Tensor, Owned]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Tensor, Owned]]) -> None:
         super().__init__()
         self._reads = parts[0][1].reads
         self._known = {id(tensor): (tensor, owned) for tensor, owned in parts}
