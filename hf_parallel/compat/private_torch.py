@@ -185,6 +185,29 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     return found if found is not None else {}
 
 
+def whole_numbers_of_parts() -> None:
+    """Let `float(p.grad.sum())` of a DTensor give the sum over all ranks: torch 2.13 gives that of this rank's part.
+
+    For all DTensors of this process: a number that was right stays what it was.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if not isinstance(handlers, dict):
+        raise UnsupportedError(
+            "numbers taken of partitioned tensors cannot be made whole: this torch keeps the functions of DTensor elsewhere. Use "
+            "zero.stage 1 or 2 of the native engine, or torch 2.13."
+        )
+
+    def item(func: Any, args: Any, kwargs: Any) -> Any:
+        value = args[0]
+        partial = any(placement.is_partial() for placement in value.placements)
+        return func(value.full_tensor() if partial else value.to_local())
+
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)
+
+
 def is_hook_table(name: str) -> bool:
     """Whether an attribute of an optimizer holds hooks."""
     return name.startswith("_optimizer_") and name.endswith("_hooks")

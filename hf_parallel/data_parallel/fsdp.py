@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import HookCarrier
+from hf_parallel.compat.private_torch import HookCarrier, whole_numbers_of_parts
 from hf_parallel.errors import UnsupportedError
 
 
@@ -83,6 +83,7 @@ class ShardedModel:
         offload: Literal["none", "pageable", "pinned"] = "none",
         compute_dtype: torch.dtype | None = None,
     ) -> None:
+        whole_numbers_of_parts()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)

@@ -23,7 +23,41 @@ from hf_parallel.mesh import Mesh
 Counted: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
 
 
-class _Local:
+class _Openable:
+    """A shard of a gradient, of which user code may have the whole: what it does to that counts."""
+
+    name: str
+    _owner: ShownGradients
+    opened: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self._owner.sharded_dim(self.name)
+
+    def whole(self, local: Tensor) -> Tensor:
+        return self._owner.assemble(self.name, local)
+
+    def open(self) -> Tensor:
+        """The whole, to be changed in place; collective over tp."""
+        if self.opened is None:
+            self.opened = self.whole(self.tensor()).clone()
+        return self.opened
+
+    def close(self) -> None:
+        """The shard is what counts from now on."""
+        self.opened = None
+
+    @torch.no_grad()
+    def _with_opened(self, local: Tensor) -> Tensor:
+        if self.opened is not None:
+            local.copy_(self._owner.cut(self.name, self.opened))
+        return local
+
+
+class _Local(_Openable):
     """A gradient that is here, perhaps as a shard."""
 
     def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: ShownGradients) -> None:
@@ -32,23 +66,21 @@ class _Local:
         self.arrived = False
 
     def tensor(self) -> Tensor:
-        return self.gradient
-
-    def whole(self, local: Tensor) -> Tensor:
-        return self._owner.assemble(self.name, local)
+        return self._with_opened(self.gradient)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        function(self.gradient, *args, **kwargs)
+        function(self.gradient if self.opened is None else self.opened, *args, **kwargs)
 
     def arrive(self, gradient: Tensor) -> None:
-        self.gradient.add_(gradient)
+        self.tensor().add_(gradient)
+        self.close()
         self.arrived = True
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        return self._owner.power(self.name, self.parameter, self.gradient if local is None else local, norm_type)
+        return self._owner.power(self.name, self.parameter, self.tensor() if local is None else local, norm_type)
 
 
-class _Flat:
+class _Flat(_Openable):
     """A gradient whose parts are with the optimizers of several ranks."""
 
     def __init__(
@@ -65,14 +97,11 @@ class _Flat:
             self._owner.gather(self.shard)
         if self.gathered is None:
             raise RuntimeError(f"the gradient of {self.name} was not gathered")
-        return self.gathered
-
-    def whole(self, local: Tensor) -> Tensor:
-        return self._owner.assemble(self.name, local)
+        return self._with_opened(self.gathered)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self.gathered is not None:
-            function(self.gathered, *args, **kwargs)
+            function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
             return
         piece, gradient = self.shard.inside(self.position), self.shard.master.grad
         if piece is not None and gradient is not None:
@@ -84,7 +113,7 @@ class _Flat:
         self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        source = self.gathered if local is None else local
+        source = local if local is not None else None if self.gathered is None else self.tensor()
         mine = self.shard.part_of(self.position, source) if source is not None else None
         piece, gradient = self.shard.inside(self.position), self.shard.master.grad
         values = mine[1] if mine is not None else None
@@ -154,6 +183,16 @@ class ShownGradients:
         first = self._zero is None or self._zero.shard_group.rank() == 0
         values = gradient * counted if isinstance(counted, Tensor) else gradient
         return power_sum([values] if first and counted is not False else [], norm_type, parameter.device)
+
+    def sharded_dim(self, name: str) -> int | None:
+        """Along which dimension tensor-parallel ranks hold parts of a parameter."""
+        spec = self._ledger.entries[name].spec
+        return spec.dim if spec is not None and self._mesh.tp_group is not None else None
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor that is sharded as the parameter is."""
+        spec = self._ledger.entries[name].spec
+        return whole if spec is None else spec.shard(whole, self._mesh.shape.tp_size, self._mesh.tp_rank)
 
     def assemble(self, name: str, local: Tensor) -> Tensor:
         """The whole of a tensor that is sharded as the parameter is; collective over tp."""
@@ -234,7 +273,7 @@ class ShownGradients:
         for name, parameter in self._parameters.items():
             flat = self._flat.get(name)
             if flat is not None:
-                flat.gathered = flat.pending = None
+                flat.gathered = flat.pending = flat.opened = None
                 if name not in absent:
                     parameter.grad = SharedGradient.of(parameter, flat, self)
             elif staged and parameter.grad is not None:
@@ -292,6 +331,7 @@ class ShownGradients:
                 self._return(flat, gradient, before_backward)
             elif type(gradient) is SharedGradient:
                 parameter.grad = gradient.plain()
+                gradient.part.close()
                 if not getattr(gradient.part, "arrived", False):
                     settled.append(parameter)
         return settled
@@ -317,6 +357,7 @@ class ShownGradients:
             flat.take(gradient)
         elif gradient.changed is not None or flat.gathered is not None:
             flat.take(gradient.plain())
+        flat.close()
         if flat.pending is not None and before_backward:
             flat.parameter.grad = flat.pending
         elif flat.pending is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hf_parallel.compat.private_torch import in_backward_pass, not_overridden, without_memory
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.errors import ParallelError, UnsupportedError
 
 
 aten = torch.ops.aten
@@ -53,6 +53,22 @@ WHOLE = {
     aten.prod.default,
     aten.count_nonzero.default,
 }
+VIEWS = {aten.view, aten.reshape, aten._unsafe_view}
+# Elements by their places in the whole tensor.
+BY_INDEX = {
+    *(
+        aten.index,
+        aten.index_put,
+        aten.index_put_,
+        aten.index_select,
+        aten.index_fill,
+        aten.index_fill_,
+        aten.index_copy_,
+    ),
+    *(aten.index_add_, aten.index_copy, aten.index_add, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add_),
+    *(aten.masked_select, aten.tril, aten.triu, aten.tril_, aten.triu_, aten.sort, aten.topk, aten.cumsum),
+    *(aten._softmax, aten._log_softmax, aten.flip, aten.roll),
+}
 
 
 class Part(Protocol):
@@ -67,6 +83,19 @@ class Part(Protocol):
     name: str
     owned: bool
     is_shard: bool
+
+    @property
+    def sharded_dim(self) -> int | None:
+        """Along which dimension it is a shard."""
+        ...
+
+    def open(self) -> Tensor:
+        """The whole of a shard, whose changes in place count; collective."""
+        ...
+
+    def close(self) -> None:
+        """The shard counts, and what was opened no more."""
+        ...
 
     def tensor(self) -> Tensor:
         """The gradient in the parameter's shape on this rank; may be collective."""
@@ -146,6 +175,19 @@ class SharedGradient(_Stand):
     def plain(self) -> Tensor:
         return self.part.tensor() if self.changed is None else self.changed
 
+    def __getitem__(self, key: Any) -> Any:
+        """Rows are those of the whole gradient: a rank has others, and fewer."""
+        return self._opened()[_whole(key)] if self.part.is_shard else super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.part.is_shard:
+            self._opened()[_whole(key)] = _whole(value)
+        else:
+            super().__setitem__(key, value)
+
+    def _opened(self) -> Tensor:
+        return self.part.open() if self.changed is None else self.part.whole(self.changed)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -163,6 +205,8 @@ class SharedGradient(_Stand):
                 return first
             if func in WHOLE and first.part.is_shard:
                 return func(first.part.whole(first.plain()), *args[1:], **kwargs)
+            if first.part.is_shard:
+                return _on_shard(func, args, kwargs, first)
         if func in (aten._foreach_norm.Scalar,) and all(isinstance(one, SharedGradient) for one in first):
             return [PartialNorm.of([one], _type_of(args)) for one in first]
         return _carry_out(func, args, kwargs)
@@ -242,6 +286,9 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     plain = {id(stand): stand.plain() for stand in stands}
     here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
     result = func(*here[0], **here[1])
+    for stand in stands if func._schema.is_mutable else ():
+        if isinstance(stand, SharedGradient) and stand.changed is None:
+            stand.part.close()  # what was opened is not what the shard is now
     back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
     source = next((stand for stand in stands if isinstance(stand, SharedGradient)), None)
 
@@ -254,6 +301,57 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
         return leaf
 
     return pytree.tree_map(wrapped, result)
+
+
+def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
+    """What treats each element by itself is right on a shard; rows, views and sums along the shard mean the whole."""
+    part, changes = first.part, func._schema.is_mutable
+    if func.overloadpacket not in BY_INDEX and not (func.is_view and not _keeps_rows(func, args, first)):
+        try:
+            out = _carry_out(func, args, kwargs)
+        except ParallelError:
+            raise
+        except (RuntimeError, IndexError):  # next to a mask, say, in the shape of the whole
+            out = None
+        if out is not None and changes:
+            return out
+        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        alike = all(isinstance(leaf, SharedGradient) for leaf in tensors)
+        if out is not None and (alike or func.is_view or _leaves_out(func, args, kwargs, first)):
+            return out
+    if func.overloadpacket in VIEWS and list(args[1]) == [first.numel()]:  # flatten() has counted the shard
+        args = (first, [-1], *args[2:])
+    if (changes or func.is_view) and first.changed is None:
+        out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
+        return first if changes else out
+    return func(*_whole(args), **_whole(kwargs))
+
+
+def _whole(tree: Any) -> Any:
+    def whole(leaf: Any) -> Any:
+        shard = isinstance(leaf, SharedGradient) and leaf.part.is_shard
+        return leaf.part.whole(leaf.plain()) if shard else _plain(leaf)
+
+    return pytree.tree_map(whole, tree)
+
+
+def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
+    """Whether a view is asked for in the shape of the shard (`g.view(len(g), -1)`): rows of the shard are rows."""
+    sizes = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    same = list(sizes) == list(first.shape)
+    rows = first.part.sharded_dim == 0 and len(sizes) > 1 and sizes[0] == first.shape[0]
+    return func.overloadpacket in VIEWS and (same or rows)
+
+
+def _leaves_out(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> bool:
+    """Whether a reduction is over other dimensions than that of the shard."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dim" not in names:
+        return False
+    at = names.index("dim")
+    dims = kwargs.get("dim", args[at] if len(args) > at else None)
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    return bool(dims) and first.part.sharded_dim not in {dim % first.ndim for dim in dims}
 
 
 def plain_of(tensor: Tensor) -> Tensor:

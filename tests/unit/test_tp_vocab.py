@@ -229,7 +229,9 @@ def test_a_head_wider_than_the_loss_gets_whole_logits() -> None:
     verify_model(model, plan, batch)
 
 
-@pytest.mark.parametrize("tail", [lambda x: x, lambda x: (x / 3).tanh() * 3, lambda x: x.float() * 0.1], ids=["itself", "tanh", "scaled"])
+@pytest.mark.parametrize(
+    "tail", [lambda x: x, lambda x: (x / 3).tanh() * 3, lambda x: x.float() * 0.1], ids=["itself", "tanh", "scaled"]
+)
 def test_an_elementwise_tail_is_sharded(tail: Any) -> None:
     model = with_tail(tail)
     plan = planned(model, wish=True)
