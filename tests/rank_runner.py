@@ -7,8 +7,11 @@ where a fresh interpreter costs seconds. Ranks meet through a file store: no por
 from __future__ import annotations
 
 import faulthandler
+import functools
+import gc
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -120,6 +123,34 @@ def _stacks(run_dir: Path, rank: int) -> str:
     return path.read_text() if path.exists() else "(no stacks)"
 
 
+def _close_groups_that_nobody_holds() -> None:
+    """Before a run makes its groups, close those of earlier runs of this process: each keeps three threads of gloo polling."""
+    import torch.distributed as dist
+
+    from hf_parallel.mesh import Mesh
+
+    gc.freeze()  # what was imported is not looked at again
+    maps = dist.distributed_c10d._world.pg_map
+    unused = dist.new_group()
+    unheld = sys.getrefcount(unused)
+    del unused
+    build = Mesh.build.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(build)
+    def build_alone(cls: type[Mesh], *args: Any, **kwargs: Any) -> Mesh:
+        gc.collect()
+        found = [group for group in maps if group is not dist.group.WORLD]
+        while found:
+            group = found.pop()
+            if sys.getrefcount(group) <= unheld:
+                dist.destroy_process_group(group)
+            del group
+        mesh: Mesh = build(cls, *args, **kwargs)
+        return mesh
+
+    Mesh.build = classmethod(build_alone)  # type: ignore[assignment, method-assign]
+
+
 def _rank_main(
     writer: Connection,
     fn: Callable[..., Any],
@@ -152,6 +183,7 @@ def _rank_main(
                     world_size=world_size,
                     timeout=COLLECTIVE_TIMEOUT,
                 )
+                _close_groups_that_nobody_holds()
             result = fn(rank, world_size, *args)
             if dist.is_initialized():
                 dist.barrier()
