@@ -117,10 +117,18 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is no stand-in: a wrapper's tensors are counted by themselves."""
+    try:
+        return not isinstance(tensor, DTensor) and tensor.untyped_storage().data_ptr() >= 0
+    except RuntimeError:
+        return False
+
+
 def live_bytes() -> int:
     gc.collect()
     with warnings.catch_warnings(action="ignore"):  # some objects of torch warn when they are looked at
-        live = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and not isinstance(item, DTensor)]
+        live = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and has_memory(item)]
     return sum(storages(live).values())
 
 

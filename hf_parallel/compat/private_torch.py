@@ -179,6 +179,10 @@ def gradient_hooks(parameter: Tensor) -> dict[int, Any]:
     return found if found is not None else {}
 
 
+class Onlooker:
+    """A hook on a parameter that wants nothing of the backward passes of a schedule; a layer may put its gradient off."""
+
+
 def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)

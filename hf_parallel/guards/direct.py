@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_parallel.pipeline_parallel.run.weight_gradients import Onlooker
+from hf_parallel.compat.private_torch import Onlooker
 
 
 class DirectGradients:

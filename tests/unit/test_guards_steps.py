@@ -101,7 +101,7 @@ def test_gradients_made_apart_take_their_factor_once() -> None:
     assert first.grad.tolist() == [11.5, 11.5]
     assert second.grad is not None
     assert second.grad.tolist() == [1.5, 1.5]
-    with pytest.raises(UnsupportedError, match=r"backpropagated twice.*Add the losses up before one backward"):
+    with pytest.raises(UnsupportedError, match=r"backpropagated twice.*add the losses up before one backward"):
         made.take()
 
 

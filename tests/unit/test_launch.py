@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_parallel import worker
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings import launch
 from hf_parallel.settings.config import HFParallelConfig
@@ -194,12 +195,12 @@ def test_a_bad_variable_is_named(launched: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_without_accelerator_is_told_to_use_the_cpu(launched: pytest.MonkeyPatch) -> None:
-    launched.setattr(launch, "_has_accelerator", lambda: False)
+    launched.setattr(worker, "_has_accelerator", lambda: False)
     launched.delenv("ACCELERATE_USE_CPU", raising=False)
-    launch.prepare_worker()
+    worker.prepare_worker()
     assert os.environ.pop("ACCELERATE_USE_CPU") == "true"
     launched.setenv("ACCELERATE_USE_CPU", "false")
-    launch.prepare_worker()
+    worker.prepare_worker()
     assert os.environ["ACCELERATE_USE_CPU"] == "false"
 
 
@@ -210,8 +211,8 @@ def test_use_cpu_of_the_file_reaches_a_worker_with_an_accelerator(
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE if use_cpu else RECIPE.replace("use_cpu: true", "use_cpu: false"))
     launched.setattr(launch, "_ask_parents", lambda: ("accelerate", path))
-    launched.setattr(launch, "_has_accelerator", lambda: True)
-    launch.prepare_worker()
+    launched.setattr(worker, "_has_accelerator", lambda: True)
+    worker.prepare_worker()
     assert os.environ.pop("ACCELERATE_USE_CPU", None) == ("true" if use_cpu else None)
 
 
@@ -220,12 +221,12 @@ def test_a_bad_file_ends_the_worker_at_import(launched: pytest.MonkeyPatch, tmp_
     path.write_text(RECIPE.replace("pp_size: 2", "pp_size: 3"))
     launched.setattr(launch, "_ask_parents", lambda: ("accelerate", path))
     with pytest.raises(ConfigError, match=r"(?s)mine\.yaml \(accelerate launch\):.*num_processes=2 is below"):
-        launch.prepare_worker()
+        worker.prepare_worker()
 
 
 def test_a_process_nobody_launched_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_launch", None)
-    launch.prepare_worker()
+    monkeypatch.setattr(worker, "find_launch", None)
+    worker.prepare_worker()
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.compat.private_torch import Onlooker
+
 
 Pending = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Weight p[out in] or p[in out], and the two factors f[rows a], f[rows b] of its gradient: left.T @ right."""
@@ -119,10 +121,6 @@ class _Product(torch.autograd.Function):
         else:
             to_weight = (left.t() @ right).to(weight.dtype)
         return to_input, to_weight, to_bias, None, None
-
-
-class Onlooker:
-    """A hook on a parameter that wants nothing of the backward passes of a schedule; a layer may put its gradient off."""
 
 
 def _is_plain(weight: Any) -> bool:
