@@ -137,7 +137,8 @@ def held(trainer: Trainer, offloads_all: bool) -> Bytes:
     replicas = trainer.accelerator.hf_parallel_engine.gradients.replicas
     shards = replicas.zero.shards if replicas.zero is not None else []
     parameters = [local_of(p) for p in trainer.model.parameters()]
-    gradients = [local_of(p.grad) for p in trainer.model.parameters() if p.grad is not None]
+    found_gradients = [local_of(p.grad) for p in trainer.model.parameters() if p.grad is not None]
+    gradients = [gradient for gradient in found_gradients if has_memory(gradient)]
     state = [
         local_of(v) for s in trainer.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim
     ]

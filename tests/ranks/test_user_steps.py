@@ -123,17 +123,18 @@ def loops_main(rank: int, world_size: int) -> dict[str, Any]:
     def refused(name: str, action: Any) -> None:
         try:
             found[name] = action()
-        except ParallelError as error:
+        except (ParallelError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
     optimizer.zero_grad()
     trained = model(**batches[0])
     refused("log_probs", lambda: trained.log_probs)
     refused("by key", lambda: trained["aux_loss"])
-    refused("by position", lambda: trained[1])
+    refused("by position", lambda: list(trained[1].shape))
     refused("get", lambda: trained.get("router_logits"))
     found["asked politely"] = [hasattr(trained, "log_probs"), "logits" in trained, trained.hidden_states]
     accelerator.backward(trained.loss, retain_graph=True)
+    accelerator.backward(trained.loss)
     refused("twice", lambda: accelerator.backward(trained.loss))
     model.eval()
     with torch.no_grad():
@@ -158,7 +159,7 @@ def test_a_loop_with_several_backwards_a_step(tmp_path: Path) -> None:
         assert "MissingOutput: outputs['log_probs'] of a training step with pp_size above 1" in found["log_probs"]
         assert "outputs['aux_loss'] of a training step" in found["by key"]
         assert "model is called without labels" in found["get"]
-        assert "model is called without labels (labels = inputs.pop('labels'))" in found["by position"]
+        assert len(found["by position"]) == 3
         assert found["asked politely"] == [False, False, None]
         assert "backpropagated twice with pp_size above 1" in found["twice"]
         assert "a pipeline returns loss and logits only" in found["evaluated"]
