@@ -14,6 +14,9 @@ from torch import nn
 from user_loops import STEPS, Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 user_loops.LAYOUTS["ddp"] = None
 user_loops.LAYOUTS["pp2_whole"] = {"pp_size": 2, "num_microbatches": 1}

@@ -14,6 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from user_loops import STEPS, Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

@@ -12,6 +12,9 @@ from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback
 
 
+pytestmark = pytest.mark.long
+
+
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 ZERO2 = {"zero": {"stage": 2}}
 TP2 = {"tp_size": 2}

@@ -13,6 +13,9 @@ from rank_runner import run_ranks
 from user_loops import STEPS, Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 user_loops.LAYOUTS["pp2_interleaved"] = {"pp_size": 2, "num_microbatches": 2, "schedule": "interleaved_1f1b"}
 LAYOUTS = ("pp2", "pp2_interleaved")

@@ -26,7 +26,7 @@ from hf_parallel.cli.main import app
 from hf_parallel.errors import CheckpointError
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 CHECKPOINT = f"checkpoint-{SAVED_AT}"
 

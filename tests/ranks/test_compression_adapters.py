@@ -19,6 +19,9 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
+pytestmark = pytest.mark.long
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 32))

@@ -19,7 +19,7 @@ from hf_parallel.checkpoints.state.training_state import read_description
 from hf_parallel.errors import CheckpointError
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 BASE = Case("base", model="llama_tied", steps=6, accumulation=2, variable_length=True, arguments=NO_NOISE)
 SMALL = {"bucket_cap_mb": 0.02}

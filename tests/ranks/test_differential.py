@@ -21,6 +21,9 @@ from differential import Runner  # noqa: E402
 from differential_cases import Setup, draw, script  # noqa: E402
 
 
+pytestmark = pytest.mark.long
+
+
 SEEDS = (27, 29, 31, 36, 57, 76, 99, 113)
 BUG = """
 

@@ -16,6 +16,9 @@ from differential import Runner  # noqa: E402
 from differential_cases import Setup  # noqa: E402
 
 
+pytestmark = pytest.mark.long
+
+
 PP2: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b"}
 TO_PP2 = {"tp_size": 1, "pp_size": 2, **PP2}
 TO_TP2, TO_DP2 = {"tp_size": 2, "pp_size": 1}, {"tp_size": 1, "pp_size": 1}

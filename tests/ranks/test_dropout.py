@@ -13,6 +13,9 @@ import pytest
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
+pytestmark = pytest.mark.long
+
+
 BASE = Case(
     "pp2",
     model="gpt2_dropout",

@@ -22,6 +22,9 @@ from rank_runner import RankError, run_ranks
 from trainer_cases import Case, make_trainer
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 4}
 TP2 = {"tp_size": 2}

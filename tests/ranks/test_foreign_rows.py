@@ -21,6 +21,9 @@ from rank_runner import run_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 LAYOUTS: dict[str, dict[str, Any] | None] = {
     "stock": None,

@@ -20,6 +20,9 @@ from transformers import TrainerCallback
 from hf_parallel.guards.freezing import Freezing
 
 
+pytestmark = pytest.mark.long
+
+
 class Freezes(TrainerCallback):
     """Freezes the head (of a tied pair by its own name), trains everything, freezes all of the first stage."""
 

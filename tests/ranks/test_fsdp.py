@@ -14,7 +14,7 @@ import pytest
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 PLAIN = Case("plain", model="llama_tied", steps=4, variable_length=True, arguments=NO_NOISE)
 ACCUMULATED = dataclasses.replace(PLAIN, name="accumulated", accumulation=3)

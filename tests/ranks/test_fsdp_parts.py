@@ -29,7 +29,7 @@ from hf_parallel.data_parallel.fsdp import self_contained
 from hf_parallel.errors import ParallelError
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from kill_cases import Kill, diary, lives_of, make_job
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS = 10
 KILLS = [Kill((0,), point="listed", save=2), Kill((1,), point="tensors", save=2), Kill((0, 1), after_s=0.1)]

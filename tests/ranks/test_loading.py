@@ -23,6 +23,9 @@ from hf_parallel.checkpoints.weights.write import plan_export, write_weights
 from hf_parallel.ledger import Ledger
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

@@ -19,7 +19,7 @@ from trainer_cases import ENV, NO_NOISE, Case, make_trainer, run_cases
 from hf_parallel.data_parallel.local_sgd import LocalSteps
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 BASE = Case("base", model="llama_tied", steps=6, variable_length=True, arguments=NO_NOISE)
 

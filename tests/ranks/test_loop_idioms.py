@@ -16,6 +16,9 @@ from rank_runner import run_ranks
 from torch.utils.data import DataLoader
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 LAYOUTS: dict[str, dict[str, Any] | None] = {

@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 TP2 = {"tp_size": 2}

@@ -20,7 +20,7 @@ from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SPECIAL = 7  # in some rows, not in the probes
 PP2 = {"pp_size": 2, "num_microbatches": 4}

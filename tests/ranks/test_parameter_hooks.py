@@ -14,6 +14,9 @@ from rank_runner import RankError, run_ranks
 from user_loops import STEPS, Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

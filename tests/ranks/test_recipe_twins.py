@@ -20,7 +20,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import KEY, SECTION, find_recipe, list_recipes, load_recipe, read_section
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 # What DeepSpeed drives needs its compiled ops: tests/ranks/test_deepspeed.py and tests/launch/test_deepspeed_launch.py.
 RECIPES = [name for name in list_recipes() if load_recipe(name).zero.engine != "deepspeed"]

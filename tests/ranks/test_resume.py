@@ -22,7 +22,7 @@ from hf_parallel.checkpoints.folders import MANIFEST, STAGING, complete_folders
 from hf_parallel.errors import CheckpointError
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 CELLS = [("tp2", "fsdp2"), ("zero1", "pp2"), ("pp2", "1"), ("pp2", "pp2")]
 CHECKPOINT = f"checkpoint-{SAVED_AT}"

@@ -19,7 +19,7 @@ from hf_parallel.settings.sections import STAGES_PER_RANK
 
 
 # All runs happen in the set-up of the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 # Tied embeddings; Conv1D layers; a router's auxiliary loss; shared key-value states and per-layer embeddings; a scan.

@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 TP2 = {"tp_size": 2}

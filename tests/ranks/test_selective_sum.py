@@ -8,12 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import Tensor, nn
 
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
+
+
+pytestmark = pytest.mark.long
 
 
 class Sum(torch.autograd.Function):

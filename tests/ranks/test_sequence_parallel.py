@@ -38,7 +38,7 @@ from hf_parallel.tensor_parallel.shard_plan import TPPlan
 MODELS = ["llama", "llama_tied", "llama_kv1", "llama_heads3", "llama_odd", "smollm2", "gpt2", "qwen3", "phi3"]
 NAMES = ("all_reduce", "all_gather", "all_to_all_single")  # the last is what a reduce-scatter is on gloo
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def sharded(case: str, rank: int, dtype: torch.dtype = torch.float32, **model: Any) -> tuple[nn.Module, TPPlan]:

@@ -13,7 +13,7 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
 # All runs happen in the set-up of the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 SP: dict[str, Any] = {"tp_size": 2, "sequence_parallel": True}
 SP_PP2 = {**SP, "pp_size": 2, "num_microbatches": 3}

@@ -29,7 +29,7 @@ from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 # Even heads; three heads and one key-value head on two ranks; dropout inside the MLP, pairs whose root is the block;
 # attention and MLP side by side.

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def token_loss(logits: Tensor, labels: Tensor, count: Any = None) -> Tensor:

@@ -18,6 +18,9 @@ from torch import Tensor
 from tp_models import spread
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 ATTENTIONS = {
     "uneven": ("eager", "sdpa"),

@@ -12,6 +12,9 @@ from rank_runner import run_ranks
 from transformers import Trainer, TrainingArguments
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

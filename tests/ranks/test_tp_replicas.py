@@ -19,7 +19,7 @@ from trainer_cases import ENV, Case, make_trainer
 from hf_parallel.errors import ConfigError, RankMismatchError
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 KINDS = ("uneven_dropout", "gpt2_dropout", "biogpt_dropout", "qwen3", "gpt_oss", "mixtral", "deepseek_v3", "mamba")
 

@@ -22,7 +22,7 @@ from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
 from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 MIXED_PLAN = {"model.layers.*.self_attn.*": "gather", "*.1.self_attn.*": "pair", "*.mlp.*": "replicate"}
 CASES = [

@@ -14,7 +14,7 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
 # All runs happen in the set-up of the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 # Tied; norms per head; Conv1D; fused projections; positions as biases; sinks and experts; a router's auxiliary loss;

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 
 # All runs happen in the set-up of the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}

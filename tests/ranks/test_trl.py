@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from trainer_cases import ENV
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one": (1, None),

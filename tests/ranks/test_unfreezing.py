@@ -19,6 +19,9 @@ from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, mak
 from transformers import TrainerCallback
 
 
+pytestmark = pytest.mark.long
+
+
 class Gradual(TrainerCallback):
     """Trains the head, then the last blocks, then all; freezes the first block again."""
 

@@ -14,6 +14,9 @@ from trainer_cases import Case
 from transformers import TrainerCallback
 
 
+pytestmark = pytest.mark.long
+
+
 class Clips(TrainerCallback):
     """Clips by itself, and logs the largest gradient on the first rank."""
 

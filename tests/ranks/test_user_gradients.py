@@ -15,6 +15,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from user_loops import STEPS, Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

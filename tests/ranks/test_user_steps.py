@@ -16,6 +16,9 @@ from rank_runner import run_ranks
 from user_steps import ENV, Drawing, launch, same
 
 
+pytestmark = pytest.mark.long
+
+
 PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 3}
 TP2: dict[str, Any] = {"tp_size": 2}
 LATE: dict[str, Any] = {"steps": 9}  # the first steps are checked more closely

@@ -15,6 +15,9 @@ from torch import nn
 from user_loops import Loop
 
 
+pytestmark = pytest.mark.long
+
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 
 

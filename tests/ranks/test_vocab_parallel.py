@@ -26,6 +26,9 @@ from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
+pytestmark = pytest.mark.long
+
+
 def plan_of(model: nn.Module) -> TPPlan:
     sample = vocab_batch(seed=11, length=5)
     return shard_vocabulary(model, plan_tensor_parallel(model, dist.get_world_size(), sample), sample, True)

@@ -18,6 +18,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # noqa: E402
 
 
+pytestmark = pytest.mark.long
+
+
 def run(script: str, output: Path, *arguments: str) -> Any:
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--output", str(output), *arguments]
     subprocess.run(
