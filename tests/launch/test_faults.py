@@ -17,7 +17,7 @@ import pytest
 from launch.test_launch_failures import Job
 
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.long, pytest.mark.launch]
 
 SCRIPT = """
 import os, signal, sys, time

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.long, pytest.mark.launch]
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """

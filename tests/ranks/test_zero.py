@@ -31,7 +31,7 @@ from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.settings.replica_sections import ZeroConfig
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 # A few gradient elements of this run are nearly zero; AdamW makes steps of their rounding, partitioned or not.
 PLAIN = Case("plain", model="llama_tied", steps=4, variable_length=True, arguments=NO_NOISE)
