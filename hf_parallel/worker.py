@@ -6,7 +6,7 @@ import os
 
 from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.launch import USE_CPU_VARIABLE, _has_accelerator, check_fit, find_launch
+from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator
 from hf_parallel.settings.recipes import load_file
 
 
@@ -28,7 +28,7 @@ def prepare_worker() -> None:
         use_cpu = accelerate.get("use_cpu") is True
         if config is not None:
             check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
-    if use_cpu or not _has_accelerator():
+    if use_cpu or not has_accelerator():
         os.environ.setdefault(USE_CPU_VARIABLE, "true")
     if config is not None:
         prepare_engine(config)
@@ -43,4 +43,4 @@ def prepare_engine(config: HFParallelConfig) -> None:
     if config.zero.engine != "deepspeed" or "LOCAL_RANK" not in os.environ:
         return
     told = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
-    prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not _has_accelerator())
+    prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not has_accelerator())

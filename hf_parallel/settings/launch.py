@@ -239,7 +239,7 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
     return f"{layout}, from {origin}"
 
 
-def _has_accelerator() -> bool:
+def has_accelerator() -> bool:
     """Whether ranks can have a device of their own with a communication backend (Apple's MPS has none)."""
     import torch
 

@@ -195,7 +195,7 @@ def test_a_bad_variable_is_named(launched: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_without_accelerator_is_told_to_use_the_cpu(launched: pytest.MonkeyPatch) -> None:
-    launched.setattr(worker, "_has_accelerator", lambda: False)
+    launched.setattr(worker, "has_accelerator", lambda: False)
     launched.delenv("ACCELERATE_USE_CPU", raising=False)
     worker.prepare_worker()
     assert os.environ.pop("ACCELERATE_USE_CPU") == "true"
@@ -211,7 +211,7 @@ def test_use_cpu_of_the_file_reaches_a_worker_with_an_accelerator(
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE if use_cpu else RECIPE.replace("use_cpu: true", "use_cpu: false"))
     launched.setattr(launch, "_ask_parents", lambda: ("accelerate", path))
-    launched.setattr(worker, "_has_accelerator", lambda: True)
+    launched.setattr(worker, "has_accelerator", lambda: True)
     worker.prepare_worker()
     assert os.environ.pop("ACCELERATE_USE_CPU", None) == ("true" if use_cpu else None)
 
