@@ -171,6 +171,7 @@ class Watchdog:
                 thread.watchdog.rest()
         self._stop.clear()
         self._board.write("who", json.dumps([*host_identity(), os.getpid(), birth_of(os.getpid())]))
+        self._publish(False, self._line[1], 0.0)  # a process that stops before its first tick is missed from here on
         self._thread = _WatchThread(self)
         self._thread.start()
         atexit.register(self.stop)
