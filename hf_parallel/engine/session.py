@@ -27,6 +27,7 @@ from hf_parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from hf_parallel.engine.direct import Engine
+    from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
     from hf_parallel.settings.config import HFParallelConfig
 
 
@@ -38,6 +39,8 @@ class Session:
 
     Args:
         config: Validated settings, equal on every rank.
+        schedule: The pipeline schedule that they ask for.
+        explanation: Where they came from and which layout follows, for the start-up line.
         mesh: This rank's mesh.
         watchdog: Started.
 
@@ -50,8 +53,12 @@ class Session:
         meeting: Notices calls that only some ranks make.
     """
 
-    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
+    def __init__(
+        self, config: HFParallelConfig, schedule: ScheduleChoice, explanation: str, mesh: Mesh, watchdog: Watchdog
+    ) -> None:
         self.config = config
+        self.schedule = schedule
+        self.explanation = explanation
         self.mesh = mesh
         self.watchdog = watchdog
         self.engine: Engine | None = None
@@ -66,12 +73,18 @@ class Session:
 
     @classmethod
     def start(
-        cls, config: HFParallelConfig, explanation: str, device: torch.device, num_processes: int | None = None
+        cls,
+        config: HFParallelConfig,
+        schedule: ScheduleChoice,
+        explanation: str,
+        device: torch.device,
+        num_processes: int | None = None,
     ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
 
         Args:
             config: Validated settings.
+            schedule: The pipeline schedule that they ask for.
             explanation: Where the settings came from and which layout follows, for the start-up line.
             device: Where this rank computes.
             num_processes: Processes that accelerate counts, to be compared with those that run.
@@ -101,7 +114,7 @@ class Session:
         watchdog.start()
         if mesh.rank == 0:
             logger.info("hf_parallel: %s", explanation)
-        session = cls(config, mesh, watchdog)
+        session = cls(config, schedule, explanation, mesh, watchdog)
         weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
         return session
 
@@ -119,6 +132,7 @@ class Session:
                 model,
                 self.config,
                 self.mesh,
+                schedule=self.schedule,
                 device=device,
                 watchdog=self.watchdog,
                 sample=self.sample,
