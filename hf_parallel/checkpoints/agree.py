@@ -70,16 +70,16 @@ def raise_anywhere(problem: str | Exception | None) -> None:
 
 def _first(text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """What the first rank says that has something to say."""
-    return next((said for said in everyone(text, group) if said is not None), None)
+    return next((each for each in everyone(text, group) if each is not None), None)
 
 
 def everyone(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank of the group says, in the order of ranks; collective, alone without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    return said
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:

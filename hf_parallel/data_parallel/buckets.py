@@ -28,7 +28,7 @@ class Bucket:
         numel: Elements of the buffer, gaps and padding included; those hold zeros.
         dtype: Of the buffer: fp32 for half-precision parameters, whose gradients are summed in fp32.
         device: Of the parameters.
-        kind: What `lay_out` was told to keep apart.
+        kind: Of its parameters; `lay_out` puts different kinds into different buckets.
     """
 
     names: tuple[str, ...]

@@ -94,8 +94,8 @@ class Replicas:
         self.zero: ZeroPartition | None = None
         self.local: LocalSteps | None = None
         self.sharded = settings.sharded
-        self._walks_alone = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
-        self.wire = self._make_wire(settings.local_sgd.compression if self._walks_alone else settings.compression)
+        self._steps_locally = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
+        self.wire = self._make_wire(settings.local_sgd.compression if self._steps_locally else settings.compression)
         self._warmup: int | None = None  # steps that are not compressed; None: not known yet
         self._steps = 0
         self._counted_by = False  # an optimizer: with several, the first one's steps are those of the run
@@ -120,7 +120,7 @@ class Replicas:
             self._reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
-        group = None if self._walks_alone else self._mesh.dp_group
+        group = None if self._steps_locally else self._mesh.dp_group
         self._reducer = GradientReducer(named, group, self._traffic())
 
     def relay(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
@@ -227,9 +227,9 @@ class Replicas:
         """Compress, or not yet, from the next bucket on.
 
         Raises:
-            UnsupportedError: The warm-up is a share of a number of steps that nobody said.
+            UnsupportedError: The warm-up is a share of a number of steps that is not known.
         """
-        if self.wire is None or self._walks_alone:
+        if self.wire is None or self._steps_locally:
             return
         if self._warmup is None and self._settings.compression.warmup > 0:
             raise UnsupportedError(
@@ -251,10 +251,10 @@ class Replicas:
                 ", updated in host memory" if self.sharded is None and settings.zero.offload_optimizer == "cpu" else ""
             )
             lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts{where}" + self._describe_sharded())
-        if self._walks_alone:
+        if self._steps_locally:
             lines.append(f"local steps: replicas meet every {settings.local_sgd.sync_every} optimizer steps")
         if self.wire is not None:
-            compression = settings.local_sgd.compression if self._walks_alone else settings.compression
+            compression = settings.local_sgd.compression if self._steps_locally else settings.compression
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             prediction = predict(self.wire, trained, next(iter(self._parameters.values())).device)
             link = compression.link_gbit_s
@@ -313,7 +313,7 @@ class Replicas:
             self._partition(optimizer)
             if self.zero is not None and model is not None and self._settings.zero.overlap_gather:
                 self.zero.arrive_late(model)
-        if self._walks_alone:
+        if self._steps_locally:
             self._part(optimizer)
 
     def _count_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -372,8 +372,8 @@ class Replicas:
 
     @property
     def _share(self) -> float:
-        """What a sum over the replicas is multiplied with; a replica that walks alone has its own gradient."""
-        return 1.0 if self._walks_alone else 1.0 / self._mesh.shape.dp_size
+        """What a sum over the replicas is multiplied with; with local steps a replica uses its own gradient."""
+        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.dp_size
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins: buckets may leave as they fill up.

@@ -99,9 +99,11 @@ class Unread:
         mine, theirs = (one.to_yaml_section() for one in (self.config, config))
         if mine != theirs:
             keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
-            said = "; ".join(f"{key}: {mine.get(key)!r} for loading, {theirs.get(key)!r} for training" for key in keys)
+            differences = "; ".join(
+                f"{key}: {mine.get(key)!r} for loading, {theirs.get(key)!r} for training" for key in keys
+            )
             raise ConfigError(
-                f"the model was loaded for other settings than it is trained with: {said}. Give both the same, or none: "
+                f"the model was loaded for other settings than it is trained with: {differences}. Give both the same, or none: "
                 "both then read the file given to `accelerate launch`."
             )
 

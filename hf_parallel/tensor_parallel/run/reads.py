@@ -73,7 +73,7 @@ class Reads:
     reports: bool = False
     inside: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, Tensor] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reads:
         """A copy of a model communicates over the same group, with a state of its own."""
@@ -249,9 +249,9 @@ def _part_of(tensor: Tensor) -> Tensor:
 
 def _tell(owned: Owned) -> None:
     """Say once who reads a sharded parameter: it costs an all-gather a forward."""
-    if not owned.reads.reports or owned.name in owned.reads.told:
+    if not owned.reads.reports or owned.name in owned.reads.reported:
         return
-    owned.reads.told.add(owned.name)
+    owned.reads.reported.add(owned.name)
     logger.warning(
         "hf_parallel: %s is sharded over tensor-parallel ranks and read by %s, outside of its module: it is gathered in "
         "each forward that does. Set tensor_parallel.plan: {%s: replicate} to keep it whole.",

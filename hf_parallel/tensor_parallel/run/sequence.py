@@ -68,10 +68,10 @@ class SequenceMode:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceMode:
         """A copy of a model communicates over the same group, with a state of its own."""
-        twin = SequenceMode(self.group, self.dim)
-        twin.widens = self.widens
-        twin.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
-        return twin
+        copied = SequenceMode(self.group, self.dim)
+        copied.widens = self.widens
+        copied.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
+        return copied
 
     def length_for(self, hidden: Tensor, *, is_first: bool) -> int:
         """The full length in a call of a block with `hidden`; 0 on the ordinary path.
