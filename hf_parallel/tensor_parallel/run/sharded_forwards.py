@@ -95,7 +95,7 @@ class InputState:
 def _summed_where_whole(
     tensor: Tensor, dim: int, lengths: Sequence[int], whole: Sequence[bool], shared: SharedCopy
 ) -> Tensor:
-    """Sum (f) the gradients of the sections every rank holds whole, which are partial."""
+    """Sum (f) the gradients of the sections that every rank holds: each rank has a partial gradient of them."""
     if not any(whole):
         return tensor
     if all(whole):
@@ -107,7 +107,7 @@ def _summed_where_whole(
 
 
 def _copied(x: Tensor, shared: SharedCopy) -> Tensor:
-    """F for a tensor that nobody else reads."""
+    """The function f for a tensor with only one reader."""
     return copy_to_tp(x, shared.group, widens=shared.widens)
 
 
@@ -118,7 +118,7 @@ def column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     bias = own(self, "bias")
     bias = None if bias is None else _used(state, bias, 0)
     product = column_product if state.entry else plain_product
-    return product(state.copy, x, weight, bias, state.transposed)
+    return product(state.copy, x, weight, bias, state.transposed)  # (..., in) -> (..., out / tp)
 
 
 def _used(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
@@ -137,9 +137,9 @@ def _taken(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
 def row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: LinearState = self.tp_linear
     x = only_tensor(args, named)
-    total = row_sum(state.copy, x, own(self, "weight"), state.transposed)
+    total = row_sum(state.copy, x, own(self, "weight"), state.transposed)  # (..., in / tp) -> (..., out)
     bias = own(self, "bias")
-    return total if bias is None else total + bias  # after the sum: the bias counts once
+    return total if bias is None else total + bias  # after the sum: otherwise each rank would add the bias
 
 
 def reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: LinearState = self.tp_linear
     x = only_tensor(args, named)
     local = column_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed)
-    return gather_from_tp(local, state.copy.group, state.gather_sizes)
+    return gather_from_tp(local, state.copy.group, state.gather_sizes)  # (..., out / tp) -> (..., out)
 
 
 def latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 
 
 def entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """F on every input that carries a gradient."""
+    """The module with the function f on every input that has a gradient."""
     state: EntryState = self.tp_entry
 
     def enter(_: tuple[str | int, ...], tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def sum_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module on the channels of all ranks, of which this rank keeps its own."""
+    """The module on the channels of all ranks, gathered; this rank keeps its own part of the result."""
     state: NormState = self.tp_norm
     group, widens = state.copy.group, state.copy.widens
     local = state.sizes[group.rank()]
@@ -192,7 +192,7 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return copy_to_tp(gather_from_tp(tensor, group, state.sizes), group, widens=widens)
 
     whole: Tensor = self.tp_norm_inner(*map_tensors(gather, args), **map_tensors(gather, kwargs))
-    return whole.narrow(-1, state.start, local)
+    return whole.narrow(-1, state.start, local)  # (..., channels) -> (..., channels / tp)
 
 
 def vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward with f(parameter) in the place of each partial parameter.
 
-    An instance attribute shadows the registered parameter. Unlike a gradient hook this is right under accumulation and
-    when something else (FSDP) replaces the parameter object.
+    An instance attribute shadows the registered parameter during the forward. A gradient hook would not do: it would sum gradients
+    again that were accumulated before, and be lost when FSDP replaces the parameter object.
     """
     state: PartialState = self.tp_partial
     shadowed: list[tuple[dict[str, Any], str]] = []
@@ -225,7 +225,7 @@ def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def take_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of a pair's root: f, then this rank's heads."""
+    """Forward pre-hook of a pair's root: the function f, then this rank's heads."""
     state: InputState = vars(module)["tp_inputs"]
     rules = {rule.path: rule for rule in state.rules}
     group = state.copy.group
