@@ -1,4 +1,4 @@
-"""One verdict for all ranks: what fails on one of them is the same error on every one, and nobody waits for ever."""
+"""One verdict for all ranks: what fails on one of them is the same error on every one, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
 
 
 def free_space(folder: Path) -> str:
-    """Bytes that can still be written to the file system of a folder, in words."""
+    """Free space of the file system of a folder, as text."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free

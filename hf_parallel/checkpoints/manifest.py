@@ -104,7 +104,7 @@ def is_regular(path: Path) -> bool:
 
 
 def record(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring files to disk, and say what they are."""
+    """Flush files to disk and describe them."""
     found = {}
     for name in names:
         path = folder / name

@@ -92,7 +92,7 @@ class Replicas:
         changed = [*unfrozen, *frozen]
         if self.sharded is not None and changed:
             raise UnsupportedError(
-                f"{changed[0]} ({len(changed)} parameters) was frozen or unfrozen after zero.stage={stage} had shared out the "
+                f"{changed[0]} ({len(changed)} parameters) was frozen or unfrozen after zero.stage={stage} had sharded the "
                 "parameters. Set requires_grad before training starts, or zero.stage to 0."
             )
         updated = {name for group in (self.zero.groups if self.zero is not None else ()) for name in group}
@@ -195,7 +195,7 @@ class Replicas:
         if self.partitions and self.sharded is None:
             self._partition(optimizer)
             if self.zero is not None and model is not None and self._settings.zero.overlap_gather:
-                self.zero.arrive_late(model)
+                self.zero.gather_late(model)
         if self._steps_locally:
             self._start_local_steps(optimizer)
 

@@ -13,10 +13,10 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
     Args:
         model: The whole model.
         mp_size: Ranks that hold one copy of it.
-        shares_parameters: Whether replicas share out its parameters (ZeRO 3).
+        shares_parameters: Whether replicas shard its parameters (ZeRO 3).
 
     Raises:
-        UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or shared out.
+        UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or sharded.
     """
     name = type(model).__name__
     device_map = getattr(model, "hf_device_map", None)

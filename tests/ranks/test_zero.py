@@ -193,7 +193,7 @@ def late_rank(rank: int, world_size: int) -> None:
         dist.group.WORLD,
         traffic=Traffic(1),
     )
-    part.arrive_late(model)
+    part.gather_late(model)
     assert part.late is not None
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for step in range(4):
@@ -281,7 +281,7 @@ def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> Non
     assert optimizers[0][0].param_groups[0]["fused"] is True
     assert optimizer.param_groups[0]["fused"] is True  # as saved by the other
     states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-    held = [t for shard in there.shards for t in (shard.master, shard.landing)] + states
+    held = [t for shard in there.shards for t in (shard.master, shard.host_gradient)] + states
     assert {t.device.type for t in held} == {"cpu"}
     addresses = {t.untyped_storage().data_ptr() for t in held}
     assert not addresses & {t.untyped_storage().data_ptr() for t in reference.parameters()}

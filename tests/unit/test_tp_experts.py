@@ -143,7 +143,7 @@ def test_fewer_experts_than_ranks_are_refused_with_numbers() -> None:
 )
 def test_models_without_such_experts_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(
-        PlanError, match=rf"no experts can be shared out whole: .*{reason}.*Set tensor_parallel\.experts"
+        PlanError, match=rf"no experts can be placed whole on ranks: .*{reason}.*Set tensor_parallel\.experts"
     ):
         made(name, implementation="") if name == "phi3" else made(name)
 

@@ -2,7 +2,7 @@
 
 An optimizer that was made of the whole model has the same groups everywhere, some of them without a parameter on this
 rank. One that user code made of what a stage holds (a group a parameter, rates by name) has groups of its own there: in
-another number, or in another order. A checkpoint has all of them, whoever resumes finds its own by their parameters.
+another number, or in another order. A checkpoint has all of them, and a rank that resumes finds its own by their parameters.
 """
 
 from __future__ import annotations

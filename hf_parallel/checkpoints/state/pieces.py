@@ -135,5 +135,5 @@ def _in_whole(
 
 
 def is_writer(label: str, copy: int, copies: int) -> bool:
-    """Whether one of several ranks with the same elements writes them; the labels are shared out over the copies."""
+    """Whether one of several ranks with the same elements writes them; the labels are distributed over the copies."""
     return zlib.crc32(label.encode()) % copies == copy

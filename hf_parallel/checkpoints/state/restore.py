@@ -79,7 +79,7 @@ class SavedState:
             if label not in self.index.tensors:
                 raise CheckpointError(
                     f"{self.index.folder}: {plain} of {name} is a statistic of another tensor-parallel shard ({key}). "
-                    "Resume with the tp_size it was saved with, or use an optimizer that treats every element by itself."
+                    "Resume with the tp_size it was saved with, or use an optimizer that updates every element independently."
                 )
             shape = self.index.tensors[label][0]
             found[plain] = torch.zeros(shape, dtype=dtype)

@@ -55,7 +55,7 @@ class Holdings:
         parameters: Ledger name -> this rank's parameter.
         buffers: Ledger name -> this rank's persistent buffer.
         replicas: What its replicas do with each other; None for a process that trains alone.
-        compression: How gradients, or pseudo-gradients, travel.
+        compression: How gradients, or pseudo-gradients, are sent.
     """
 
     ledger: Ledger

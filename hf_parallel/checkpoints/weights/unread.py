@@ -79,7 +79,7 @@ class Unread:
         self._hook: Any = None
 
     def settle(self, model: nn.Module) -> None:
-        """Make `model` a model that may be handed around: it moves and casts, and refuses to run."""
+        """Make `model` a model that may be passed to a Trainer: it can be moved and cast, and refuses to run."""
         vars(model)[RECORD] = self
         vars(model)["_apply"] = MethodType(_apply, model)
         self._hook = model.register_forward_pre_hook(_refuse_to_run)

@@ -221,7 +221,7 @@ def _share_out_experts(draft: Draft, sample: Mapping[str, Any]) -> None:
     _pair_up(draft, routed_candidates(draft, sample), sample)
     if not any(pair.routing is not None for pair in draft.pairs):
         raise PlanError(
-            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be shared out whole: "
+            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be placed whole on ranks: "
             f"{why_none(draft)}. Set tensor_parallel.experts to split."
         )
 

@@ -96,7 +96,7 @@ def shard_vocabulary(
         The plan; what stays gathered or replicated has the reason in `fallbacks`.
 
     Raises:
-        PlanError: `parallel_loss` is True and the loss does not verify, or an override insists on what does not.
+        PlanError: `parallel_loss` is True and the loss does not verify, or an override asks for what does not verify.
     """
     if plan.tp_size == 1:
         return plan
@@ -182,7 +182,7 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
-    """The weight can be cut by rows: nobody but the two ends reads it, and every rank gets some."""
+    """The weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
     module = model.get_submodule(name)
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
     allowed = {id(model.get_submodule(other)) for other in (ends.embedding, ends.head) if other}
@@ -244,7 +244,7 @@ def _check_head(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str,
 
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
-    """The tail of the model, run as every rank, gives the parts of what it gives as a whole."""
+    """The code after the head, run as every rank, gives the parts of the whole result."""
     if not callable(getattr(model, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
     _check_loss_function(model.loss_function)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def apply_tensor_parallel(
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
     Parameters keep their identity (`p.data` becomes the shard, an existing gradient is cut alike), so ties,
-    optimizers and tables by id stay right; optimizer state that already exists does not and must be built anew.
+    optimizers and tables by id stay right; optimizer state that already exists does not and must be made again.
     `out_features` and the like keep the full sizes. All ranks of `group` must then run the same batches in lockstep.
 
     Copies: `copy.deepcopy` of the result is a working model that communicates over the same group.

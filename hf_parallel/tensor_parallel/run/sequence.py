@@ -2,7 +2,7 @@
 
 The first block of the stack narrows the hidden states to this rank's positions, the last one gathers them, so nothing
 outside the stack changes. Inside a block everything runs on the part but the regions of the plan, which gather their
-input and reduce-scatter (or narrow) their output. Inside a region all is as it is without sequence parallelism.
+input and reduce-scatter (or narrow) their output. Inside a region nothing differs from a run without sequence parallelism.
 
 A sequence shorter than the number of ranks, and a call that asks for all hidden states, take the ordinary path.
 """
@@ -44,7 +44,7 @@ MOST_REMEMBERED = 65536  # inputs of blocks; more than a schedule keeps alive fo
 
 
 class SequenceMode:
-    """What the blocks of a stack have to know about the forward in progress; one a model, kept as `tp_sequence`.
+    """State of the forward in progress that the blocks of a stack share; one for each model, kept as `tp_sequence`.
 
     Args:
         group: The tensor-parallel group.
@@ -149,7 +149,7 @@ class _RowState:
 def install_blocks(
     model: nn.Module, plan: SequencePlan, group: TPGroup, sections: Sequence[range] | None = None
 ) -> SequenceMode:
-    """Let the blocks of each section hand on parts of the sequence; `install_regions` has to follow. In place.
+    """Let the blocks of each section pass parts of the sequence to each other; `install_regions` has to follow. In place.
 
     Call before anything else is put over the blocks' forwards (stages, recomputation), so that it stays outside.
 

@@ -274,7 +274,7 @@ def _refuse_part(model: nn.Module, names: frozenset[str], hides: bool, error: Ex
     """Say that the head is gathered for such calls; a stage of a pipeline cannot run again for it."""
     text = (
         f"with the arguments {', '.join(sorted(names))} the forward of {type(model).__name__} does more with the logits in "
-        "training than to hand them to model.loss_function once, so they cannot be parts of the vocabulary"
+        "training than to pass them to model.loss_function once, so they cannot be parts of the vocabulary"
     )
     if not hides:
         raise PlanError(f"{text}. Set tensor_parallel.vocab_parallel_loss: false.") from error

@@ -1,4 +1,4 @@
-"""Whether the local logits of a training forward go where they were planned to go: into the loss function alone.
+"""Checks that the loss function alone uses the local logits of a training forward, as planned.
 
 A plan is verified with the arguments of its sample. Code that training alone reaches (an argument of its own, a forward
 that somebody patched) may do other things to the head's output, which is a part of the vocabulary then. The first forward
