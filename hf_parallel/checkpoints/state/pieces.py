@@ -58,6 +58,9 @@ class Box:
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that elements [start, stop) of a contiguous tensor form, in their order.
 
+    At most three for a matrix: the end of a row, whole rows, the beginning of a row. Elements 2 to 10 of a 4 x 3 matrix are
+    [0, 2:3], [1:3, :] and [3, 0:1].
+
     Args:
         shape: Of the tensor.
         start: First element, in the order of storage.
