@@ -186,7 +186,7 @@ def _warn_of_later_steps(found: list[tuple[int, Path]], kept: Path) -> None:
     if later:
         logger.warning(
             "hf_parallel: %s is older than %s, which was just written, and has a higher step: "
-            "resume_from_checkpoint=True would take it up. If it is of another run, move it out of %s.",
+            "resume_from_checkpoint=True would choose it. If it is of another run, move it out of %s.",
             later[-1],
             kept.name,
             kept.parent,

@@ -142,8 +142,9 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:
             raise UnsupportedError(
-                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets a place of its own and "
-                "they would part. Tie them by assigning one Parameter to both modules, or set zero.stage to 0."
+                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets memory of its own "
+                "and they would no longer be equal. Tie them by assigning one Parameter to both modules, or set "
+                "zero.stage to 0."
             )
 
 

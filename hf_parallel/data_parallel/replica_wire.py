@@ -86,7 +86,7 @@ def make_replica_wire(
     if compression.topology == "hierarchical" and nodes is None:
         raise UnsupportedError(
             f"gradient_compression.topology=hierarchical with {settings.ranks_per_node} ranks on a node and "
-            f"{mesh.shape.dp_size} replicas: no node holds several replicas while others hold more. Set "
+            f"{mesh.shape.dp_size} replicas: it needs several nodes, each with two or more replicas. Set "
             "gradient_compression.topology to flat or auto."
         )
     device = next(iter(parameters.values())).device

@@ -99,8 +99,8 @@ class Replicas:
         late = [name for name in unfrozen if name in updated]
         if late:
             raise UnsupportedError(
-                f"{late[0]} ({len(late)} parameters) was unfrozen after zero.stage={stage} partitioned the optimizer, which "
-                "counts the steps of whole parts. Set requires_grad before training starts, or zero.stage to 0."
+                f"{late[0]} ({len(late)} parameters) was unfrozen after zero.stage={stage} partitioned the optimizer, "
+                "whose parts each have one step count. Set requires_grad before training starts, or zero.stage to 0."
             )
         unknown = [] if self.local is None else self.local.unknown(self._parameters)
         if unknown:
@@ -112,7 +112,7 @@ class Replicas:
         self.lay_out()
 
     def _traffic(self) -> Traffic:
-        """How gradients are sent. Parameters that several stages hold are summed over these stages first, so their buckets wait."""
+        """How gradients are sent. Tied parameters are summed over their stages first, so their buckets wait for that."""
         data_parallel, wire = self._settings.data_parallel, self.wire
 
         def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool]:
@@ -234,8 +234,8 @@ class Replicas:
         group, settings = self._mesh.dp_group, self._settings.local_sgd
         if self.local is not None:
             raise UnsupportedError(
-                f"local_sgd.sync_every={settings.sync_every} with a second optimizer: the steps that count are those of "
-                "the first. Put all parameters into the groups of one optimizer."
+                f"local_sgd.sync_every={settings.sync_every} with a second optimizer: only the steps of the first one "
+                "lead to a synchronisation. Put all parameters into the groups of one optimizer."
             )
         if group is not None:
             trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]

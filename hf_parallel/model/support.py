@@ -35,7 +35,7 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
         )
     if quantised and shares_parameters:
         raise UnsupportedError(
-            f"{name} has quantised weights ({named}) with zero.stage=3, which shares out parameters of one floating-point "
+            f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
     if mp_size > 1 and hasattr(model, "peft_config"):

@@ -202,6 +202,6 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
         if set(saved.others(name)[0]):
             raise CheckpointError(
                 f"{saved.index.folder}: the optimizer state of {name} is not one entry an element "
-                f"({', '.join(saved.others(name)[0])}): native ZeRO cannot take it up. Set zero.stage to 0."
+                f"({', '.join(saved.others(name)[0])}): native ZeRO cannot load it. Set zero.stage to 0."
             )
     return state, pieces

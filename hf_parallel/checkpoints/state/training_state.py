@@ -222,8 +222,8 @@ def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings:
         restore_wire(wire, index, description["wire"], holdings.compression, names, place)
     elif description["wire"] is not None and holdings.mesh.rank == 0:
         logger.warning(
-            "hf_parallel: %s holds residuals of gradient compression that this run has no use for: what was not sent yet is "
-            "lost.",
+            "hf_parallel: %s holds residuals of gradient compression that this run does not use: gradients that were "
+            "not sent yet are lost.",
             index.folder,
         )
     if replicas is not None and replicas.local is not None:

@@ -162,7 +162,7 @@ class Unread:
         if name is None:
             raise CheckpointError(
                 f"{one.names[0]} has no values and was not in the checkpoint: it was put into the model after "
-                "hf_parallel.sharded_loading. Load the model the plain way, or change it before it is saved."
+                "hf_parallel.sharded_loading. Load the model without sharded_loading, or change it before it is saved."
             )
         return name
 
@@ -238,7 +238,7 @@ def _layout(
             return spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank)
     raise CheckpointError(
         f"{one.names[0]} has shape {here} and was loaded with {whole}: the model was changed after "
-        "hf_parallel.sharded_loading (resize_token_embeddings does that). Load it the plain way."
+        "hf_parallel.sharded_loading (resize_token_embeddings does that). Load it without sharded_loading."
     )
 
 

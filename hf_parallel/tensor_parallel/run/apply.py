@@ -105,13 +105,13 @@ def apply_tensor_parallel(
             install_seeds(model, pair, seeds, row_is_linear=pair.row in held)
     if plan.sequence is not None:
         install_regions(model, plan.sequence, shared, holds, seeds)
-    _notice_reads(model, plan, shared, tp_rank, holds)
+    _detect_reads(model, plan, shared, tp_rank, holds)
 
 
-def _notice_reads(
+def _detect_reads(
     model: nn.Module, plan: TPPlan, shared: SharedCopy, tp_rank: int, holds: Callable[[str], bool]
 ) -> None:
-    """What a pair shares out is meant in parts in all of the pair's root, the table of an embedding in its forward."""
+    """Detect reads of sharded parameters outside of the modules that work on shards: roots of pairs, and embeddings."""
     scopes: dict[str, Scope] = {}
     for name, linear in plan.linears.items():
         if linear.role == "vocab_embedding" and holds(f"{name}.weight"):

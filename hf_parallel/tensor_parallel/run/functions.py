@@ -130,7 +130,7 @@ class Deferral(Protocol):
 
     @property
     def pending(self) -> list[tuple[nn.Parameter, Tensor, Tensor]] | None:
-        """List to which (weight, left, right) is appended, for a later `weight.grad += left.T @ right`; None: compute it at once."""
+        """List of (weight, left, right) for a later `weight.grad += left.T @ right`; None: compute it at once."""
 
 
 class Entered(Protocol):

@@ -86,8 +86,8 @@ class SequenceMode:
         if in_backward_pass():
             if hidden.data_ptr() not in self._remembered:
                 raise PlanError(
-                    "a block is run again in the backward pass with a copy of its input, which does not tell how long "
-                    "the sequence is. Set tensor_parallel.sequence_parallel: false, or keep activations where they are."
+                    "a block is run again in the backward pass with a copy of its input, whose full sequence length is "
+                    "not known. Set tensor_parallel.sequence_parallel: false, or do not offload activations."
                 )
             return self._remembered[hidden.data_ptr()]
         if is_first:
