@@ -29,7 +29,7 @@ from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_o
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
@@ -60,7 +60,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (DirectGradients, "stop", None),
     *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
     (HookGuard, "check", None),
-    (PipelineEngine, "_check_loss", None),
+    (MicrobatchLoss, "check", None),
     (ShownGradients, "show", None),
     (ShownGradients, "take_back", ()),
     (WeightGuard, "check", None),

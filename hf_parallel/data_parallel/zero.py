@@ -228,7 +228,7 @@ class ZeroPartition:
         if self.late is not None:
             self.late.wait_for_all()
         for shard in self.shards:
-            shard.restore_views()
+            shard.return_to_buffer()
         now, changed = self._fingerprints(), None
         if now is not None and self._prints is not None:
             changed = torch.empty(len(now), dtype=torch.bool, pin_memory=self.host is not None and self.host.pinned)
@@ -280,7 +280,7 @@ class ZeroPartition:
     def refresh(self) -> None:
         """Copy the model's parameters, which were loaded, into the fp32 copies."""
         for shard in self.shards:
-            shard.restore_views()
+            shard.return_to_buffer()
             if shard.is_copy:
                 shard.master.copy_(shard.shard)
         self._prints = self._fingerprints()
