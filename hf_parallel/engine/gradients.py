@@ -61,6 +61,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._in_window = False  # the last backward pass was not the last of its step
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
         self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -112,6 +113,7 @@ class GradientSync:
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step."""
+        self._in_window = True
         if self.replicas.reduces_every_backward:
             self._reduce_shared()
             self.replicas.accumulate(factor)
@@ -126,6 +128,7 @@ class GradientSync:
         Raises:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
+        self._in_window = False
         self.follow_freezing()
         self._reduce_shared()
         self.replicas.reduce(factor)
@@ -293,6 +296,10 @@ class GradientSync:
             self._guard_states(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self.replicas.sharded is not None:
+            left = (
+                self._in_window
+            )  # `fully_shard` has averaged them all the same: the step would be another one than asked for
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
