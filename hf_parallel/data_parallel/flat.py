@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,7 +163,9 @@ def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     """
     start = offset * flat.element_size()
     storage = flat.untyped_storage()[start : start + math.prod(shape) * flat.element_size()]
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, tuple(shape))
+    empty: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)  # the stubs of torch lack this form of set_
+    placed: Tensor = empty.set_(storage, 0, tuple(shape))
+    return placed
 
 
 @torch.no_grad()
