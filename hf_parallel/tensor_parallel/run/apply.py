@@ -13,7 +13,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.expert_routing import install_routing
 from hf_parallel.tensor_parallel.run.functions import Deferral, SharedCopy, TPGroup
-from hf_parallel.tensor_parallel.run.reads import Scope, install_reads, open_in
+from hf_parallel.tensor_parallel.run.reads import install_reads, open_in
 from hf_parallel.tensor_parallel.run.sequence import install_regions
 from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds, install_seeds
 from hf_parallel.tensor_parallel.run.sharded_forwards import (
@@ -37,6 +37,7 @@ from hf_parallel.tensor_parallel.run.sharded_forwards import (
     vocab_head_forward,
 )
 from hf_parallel.tensor_parallel.run.vocab import install_embedding, install_loss
+from hf_parallel.tensor_parallel.run.whole_tensors import Scope
 from hf_parallel.tensor_parallel.shard_plan import LinearPlan, PairPlan, TPPlan
 
 
