@@ -193,14 +193,14 @@ def loss_functions(model: Any) -> tuple[Any, ...]:
     return (*bound, loss_utils.fixed_cross_entropy, functional.cross_entropy)
 
 
-def copy_loss_function(model: Any, twin: Any) -> None:
+def copy_loss_function(model: Any, target: Any) -> None:
     """Give a model of the same class the loss that somebody chose for `model` after it was made."""
     own = vars(model).get("_loss_function")
     if own is not None:
         bound_to_model = isinstance(own, MethodType) and own.__self__ is model
-        twin.loss_function = MethodType(own.__func__, twin) if bound_to_model else own
+        target.loss_function = MethodType(own.__func__, target) if bound_to_model else own
     if "loss_type" in vars(model):
-        twin.loss_type = model.loss_type
+        target.loss_type = model.loss_type
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
-from hf_parallel.data_parallel.replicas import Replicas, ReplicaSettings
+from hf_parallel.data_parallel.replica_wire import ReplicaSettings
+from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import crosses_parameters

@@ -49,7 +49,8 @@ class NoDropout(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if func is functional.scaled_dot_product_attention:
             if len(args) > RATE:
-                return func(*args[:RATE], 0.0, *args[RATE + 1 :], **kwargs)
+                without_rate: Any = (*args[:RATE], 0.0, *args[RATE + 1 :])
+                return func(*without_rate, **kwargs)
             return func(*args, **kwargs | {"dropout_p": 0.0})
         if func is functional.multi_head_attention_forward:  # it calls the others where this mode is off
             given = inspect.signature(func).bind(*args, **kwargs)

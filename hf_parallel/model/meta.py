@@ -37,7 +37,7 @@ def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             # numpy takes zeroed pages from the system, which cost nothing until they are written to; torch writes zeros.
             return torch.from_numpy(np.zeros(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
-        # Products of experts insist on the strides of whole matrices.
+        # Grouped products of experts check strides, and refuse those of an expanded zero.
         stored = tensor.shape[-2:] if tensor.ndim > 2 else torch.Size()
         return torch.zeros(stored, dtype=tensor.dtype, device=device).expand(tensor.shape)
 

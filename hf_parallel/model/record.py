@@ -94,7 +94,7 @@ class _OpLog(TorchDispatchMode):
         try:
             storage = tensor.untyped_storage()
             address = storage._cdata  # data_ptr() would be 0 for every empty or meta tensor
-        except NotImplementedError:  # a wrapper subclass without storage: the object stands for itself
+        except NotImplementedError:  # a wrapper subclass without storage: identified by the object
             storage, address = tensor, id(tensor)  # type: ignore[assignment]
         if address not in self._numbers:
             self._numbers[address] = len(self._numbers)

@@ -1,7 +1,7 @@
 """A note to the stock Trainer in the state of a checkpoint that it cannot resume.
 
-A stock Trainer begins with an empty optimizer where it finds no `optimizer.pt`, without a word. What it does read is
-`trainer_state.json`, and it refuses a key that it does not know, with the key in its error: so the key says what to do.
+A stock Trainer silently starts with an empty optimizer if it finds no `optimizer.pt`. But it reads `trainer_state.json` and
+refuses a key that it does not know, with the key in its error. So the text of the key says what to do.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
         if weight.is_meta:
             raise PlanError(
                 f"parameter {name}.weight is on the meta device: a tensor-parallel plan is verified by numbers. "
-                "Plan on a model, or a smaller twin of it, with materialised weights."
+                "Give the model weights before it is planned, or plan it by its config: plan_for(model.config, tp_size)."
             )
         scalars = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and k != "training")
         patched = id(module) if "forward" in vars(module) else None
@@ -184,9 +184,9 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
     has_bias = module._parameters.get("bias") is not None
     if type(module) is nn.Linear and "forward" not in vars(module):
         return LinearInfo(False, weight.shape[0], weight.shape[1], has_bias)  # known; spares a copy of a large head
-    twin = widen(copy.deepcopy(module)).eval()
-    perturb(twin)
-    matrix, bias = twin._parameters["weight"], twin._parameters.get("bias")
+    probe = widen(copy.deepcopy(module)).eval()
+    perturb(probe)
+    matrix, bias = probe._parameters["weight"], probe._parameters.get("bias")
     if matrix is None:
         return None
     generator = torch.Generator().manual_seed(NOISE_SEED)
@@ -195,7 +195,7 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
         x = torch.randn(1, 3, full.shape[0], generator=generator).to(matrix.device, matrix.dtype)
         with torch.no_grad():
             try:
-                result = twin(x)
+                result = probe(x)
             except Exception:  # noqa: BLE001  a module of unknown class may refuse this input in any way: not a linear
                 continue
             expected = x @ full if bias is None else x @ full + bias

@@ -29,7 +29,7 @@ class _RoutedState:
 
 
 def install_routing(module: nn.Module, rule: Routing, tp_size: int, tp_rank: int) -> None:
-    """Make a module whose parameters are those of this rank's experts answer for these alone. In place.
+    """Let a module compute only the experts of this rank, whose parameters it holds. In place.
 
     Args:
         module: Takes hidden states, indices i[N K] and weights f[N K].
@@ -51,11 +51,12 @@ def _routed_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     rule = state.rule
     hidden, index, weights = given[rule.hidden], given[rule.index], given[rule.weights]
     held = index < state.stop if state.stop is not None else torch.ones_like(index, dtype=torch.bool)
-    token, choice = (held & (index >= state.start) if state.start else held).nonzero(as_tuple=True)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    given[rule.hidden] = rows = flat[token]
-    given[rule.index] = index[token, choice].unsqueeze(-1) - state.start
-    given[rule.weights] = chosen = weights[token, choice].unsqueeze(-1)
+    # index and weights are (tokens, top_k); n is the number of choices that are experts of this rank.
+    token, choice = (held & (index >= state.start) if state.start else held).nonzero(as_tuple=True)  # (n,) each
+    flat = hidden.reshape(-1, hidden.shape[-1])  # (tokens, hidden)
+    given[rule.hidden] = rows = flat[token]  # (n, hidden)
+    given[rule.index] = index[token, choice].unsqueeze(-1) - state.start  # (n, 1)
+    given[rule.weights] = chosen = weights[token, choice].unsqueeze(-1)  # (n, 1)
     if token.numel():
         rows = self.tp_routed_inner(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
     else:  # its gradients are zero, not absent: other ranks wait for those of the inputs

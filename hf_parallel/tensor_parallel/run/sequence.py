@@ -2,7 +2,7 @@
 
 The first block of the stack narrows the hidden states to this rank's positions, the last one gathers them, so nothing
 outside the stack changes. Inside a block everything runs on the part but the regions of the plan, which gather their
-input and reduce-scatter (or narrow) their output. Inside a region all is as it is without sequence parallelism.
+input and reduce-scatter (or narrow) their output. Inside a region nothing differs from a run without sequence parallelism.
 
 A sequence shorter than the number of ranks, and a call that asks for all hidden states, take the ordinary path.
 """
@@ -44,7 +44,7 @@ MOST_REMEMBERED = 65536  # inputs of blocks; more than a schedule keeps alive fo
 
 
 class SequenceMode:
-    """What the blocks of a stack have to know about the forward in progress; one a model, kept as `tp_sequence`.
+    """State of the forward in progress that the blocks of a stack share; one for each model, kept as `tp_sequence`.
 
     Args:
         group: The tensor-parallel group.
@@ -68,10 +68,10 @@ class SequenceMode:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceMode:
         """A copy of a model communicates over the same group, with a state of its own."""
-        twin = SequenceMode(self.group, self.dim)
-        twin.widens = self.widens
-        twin.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
-        return twin
+        copied = SequenceMode(self.group, self.dim)
+        copied.widens = self.widens
+        copied.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
+        return copied
 
     def length_for(self, hidden: Tensor, *, is_first: bool) -> int:
         """The full length in a call of a block with `hidden`; 0 on the ordinary path.
@@ -86,8 +86,8 @@ class SequenceMode:
         if in_backward_pass():
             if hidden.data_ptr() not in self._remembered:
                 raise PlanError(
-                    "a block is run again in the backward pass with a copy of its input, which does not tell how long "
-                    "the sequence is. Set tensor_parallel.sequence_parallel: false, or keep activations where they are."
+                    "a block is run again in the backward pass with a copy of its input, whose full sequence length is "
+                    "not known. Set tensor_parallel.sequence_parallel: false, or do not offload activations."
                 )
             return self._remembered[hidden.data_ptr()]
         if is_first:
@@ -149,7 +149,7 @@ class _RowState:
 def install_blocks(
     model: nn.Module, plan: SequencePlan, group: TPGroup, sections: Sequence[range] | None = None
 ) -> SequenceMode:
-    """Let the blocks of each section hand on parts of the sequence; `install_regions` has to follow. In place.
+    """Let the blocks of each section pass parts of the sequence to each other; `install_regions` has to follow. In place.
 
     Call before anything else is put over the blocks' forwards (stages, recomputation), so that it stays outside.
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class LabelledOutput(ModelOutput):
     """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only.
 
-    They are gathered for who asks for them, once an engine has said how.
+    An engine sets how they are gathered when user code reads them.
     """
 
     loss: Tensor | None = None
@@ -260,8 +260,8 @@ def _is_ours(model: nn.Module, mode: VocabMode) -> bool:
     loss = getattr(model, "loss_function", None)
     if isinstance(loss, VocabLoss) and loss.mode is mode and is_causal_loss(loss.whole):
         return True
-    if not mode.told:
-        mode.told = True
+    if not mode.warned:
+        mode.warned = True
         logger.warning(
             "hf_parallel: the loss function of %s was replaced after its head was sharded over the vocabulary, so the "
             "logits are gathered for it in every forward.",
@@ -274,7 +274,7 @@ def _refuse_part(model: nn.Module, names: frozenset[str], hides: bool, error: Ex
     """Say that the head is gathered for such calls; a stage of a pipeline cannot run again for it."""
     text = (
         f"with the arguments {', '.join(sorted(names))} the forward of {type(model).__name__} does more with the logits in "
-        "training than to hand them to model.loss_function once, so they cannot be parts of the vocabulary"
+        "training than to pass them to model.loss_function once, so they cannot be parts of the vocabulary"
     )
     if not hides:
         raise PlanError(f"{text}. Set tensor_parallel.vocab_parallel_loss: false.") from error
