@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_parallel.activation_checkpointing.host_copies import CopyStreams, HostCopy
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError
 from hf_parallel.model.structure import Path, children, get_at, make_sequence
 
@@ -46,7 +47,7 @@ class Kept:
         moves = tensor.requires_grad and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
         return Kept(
             here.requires_grad_(tensor.requires_grad),
-            tensor._version,
+            version_of(tensor),
             HostCopy(here, streams) if moves and streams is not None else None,
             tensor.requires_grad,
         )
@@ -54,7 +55,7 @@ class Kept:
     @property
     def is_changed(self) -> bool:
         """Whether somebody wrote to it since; what is in host memory cannot change."""
-        return self.here is not None and self.here._version != self.version
+        return self.here is not None and version_of(self.here) != self.version
 
     def settle(self) -> None:
         """The group was left: what has a copy in host memory is there only."""

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_parallel.activation_checkpointing.host_copies import CopyStreams, Follow
 from hf_parallel.activation_checkpointing.kept import Kept, Made, mapped, thaw
 from hf_parallel.activation_checkpointing.selective import KeptResults
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.stack import blocks_of
@@ -252,7 +253,7 @@ class _Frame:
             if id(value) in self.made:
                 return self.made[id(value)][1]
             known = self.outside.get(id(value))
-            if known is None or known[1].version != value._version:
+            if known is None or known[1].version != version_of(value):
                 known = self.outside[id(value)] = (value, Kept.of(value, self.group.done.streams))
                 self.kept.append(known[1])
             return known[1]

@@ -8,6 +8,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.compat.overridden import changed_methods
 from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
 from hf_parallel.errors import UnsupportedError
 
@@ -115,6 +116,17 @@ OVERRIDDEN = {
 }
 
 
+# What a batch passes on its way from `get_batch_samples` to the model, and its loss on the way to the gradients.
+AFTER_DATA = (
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_prepare_context_parallel_inputs",
+)
+
+
 def trainer_internals(stock: type[Trainer] | None = None) -> None:
     """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides, or gives it other parameters.
 
@@ -127,17 +139,10 @@ def trainer_internals(stock: type[Trainer] | None = None) -> None:
     import transformers
 
     stock = stock or transformers.Trainer
-    odd = []
-    for name, expected in OVERRIDDEN.items():
-        method = getattr(stock, name, None)
-        found = " ".join(list(inspect.signature(method).parameters)[1:]) if callable(method) else None
-        if found is None:
-            odd.append(f"no {name}")
-        elif found != expected:
-            odd.append(f"{name}({found.replace(' ', ', ')}) in place of {name}({expected.replace(' ', ', ')})")
-    if odd:
+    changed = changed_methods(stock, OVERRIDDEN)
+    if changed:
         raise UnsupportedError(
-            f"transformers {transformers.__version__}: Trainer has {'; '.join(odd)}. Install transformers>=5.23,<5.24."
+            f"transformers {transformers.__version__}: Trainer has {'; '.join(changed)}. Install transformers>=5.23,<5.24."
         )
 
 

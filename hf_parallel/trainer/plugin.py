@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 
 from hf_parallel.checkpoints.agree import together
+from hf_parallel.compat.private_accelerate import accelerator_internals
 from hf_parallel.compat.private_transformers import calling_trainer
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -50,6 +51,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         total_steps: int | None = None,
         **overrides: Any,
     ) -> None:
+        accelerator_internals()  # renamed, `_validate_accelerator` would never run, and with it nothing of ours
         self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
         check_schedule(self.config)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import forward_hooks
 from hf_parallel.errors import PlanError
 from hf_parallel.model.random_streams import Streams
 from hf_parallel.model.stack import blocks_of
@@ -66,7 +67,7 @@ class Calls:
     def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
         handle = block.register_forward_hook(hook, with_kwargs=True)
-        self._last.append((block._forward_hooks, handle.id))
+        self._last.append((forward_hooks(block), handle.id))
 
     def stay_last(self) -> None:
         """Hooks that users have registered since go before ours."""

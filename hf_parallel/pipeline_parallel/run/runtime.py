@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_parallel.errors import PlanError, ScheduleError
+from hf_parallel.model.tensors import tensors_in
 from hf_parallel.pipeline_parallel.run.links import Links, gradient_specs
 from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, signature_of
 from hf_parallel.pipeline_parallel.run.transport import TensorSpec, Transport
@@ -213,7 +214,7 @@ class PipelineRuntime:
         outputs: dict[int, tuple[Tensor, ...]] = {}
 
         def finish(output: Any, i: int) -> tuple[Tensor, ...]:
-            tensors = outputs_of(output, i) if outputs_of is not None else _tensors_of(output)
+            tensors = outputs_of(output, i) if outputs_of is not None else tuple(tensors_in(output))
             outputs[i] = tuple(tensor.detach() for tensor in tensors)
             return tensors
 
@@ -371,17 +372,6 @@ class PipelineRuntime:
             f"stage {stage} of {len(self.placement)} returned {type(output).__name__}: a stage before the last returns "
             "the tuple of tensors that cross to the next one. Return a tuple of tensors."
         )
-
-
-def _tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a model output, in order: a tensor, or tuples, lists and mappings of them."""
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, Mapping):
-        return _tensors_of(tuple(output.values()))
-    if isinstance(output, (tuple, list)):
-        return tuple(tensor for item in output for tensor in _tensors_of(item))
-    return ()
 
 
 def _autocast_mode() -> tuple[Hashable, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.compat.private_torch import Onlooker
+from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks
 
 
 Pending = list[tuple[nn.Parameter, Tensor, Tensor]]
@@ -128,6 +128,6 @@ def _is_plain(weight: Any) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
-        and all(isinstance(hook, Onlooker) for hook in (weight._backward_hooks or {}).values())
-        and not weight._post_accumulate_grad_hooks
+        and all(isinstance(hook, Onlooker) for hook in gradient_hooks(weight).values())
+        and not accumulation_hooks(weight)
     )
