@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
+from hf_parallel.model.tensors import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,7 @@ class _OpLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._silent:
             return out
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         mutated = _mutated(func, args, kwargs)
         reads = frozenset(map(self.number, inputs))
         writes = frozenset(map(self.number, outputs + mutated))
@@ -154,7 +153,7 @@ def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+            found += tensors_in(value)
     return found
 
 

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, not_overridden
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over
 
 
@@ -150,8 +151,7 @@ def _named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[st
 
 def open_in(module: nn.Module, scope: Scope) -> None:
     """Let `module`'s forward work on parts. In place."""
-    vars(module)["tp_scope_inner"], vars(module)["tp_scope"] = module.forward, scope
-    vars(module)["forward"] = MethodType(_scoped_forward, module)
+    put_over(module, "tp_scope", scope, _scoped_forward)
 
 
 def own(module: nn.Module, key: str) -> Any:
