@@ -17,7 +17,7 @@ from hf_parallel.model.structure import Path, children, get_at, make_sequence
 
 
 @dataclass(frozen=True)
-class Made:
+class BlockOutput:
     """A tensor that block `position` of the group made: at `path` of (returned value, (args, kwargs))."""
 
     position: int
@@ -77,14 +77,14 @@ class Kept:
         return self.copy.get().requires_grad_(self.learns)
 
 
-def thaw(results: Sequence[tuple[Any, Any]], value: Any) -> Any:
-    """What was frozen, with the tensors of the second run."""
+def restored(results: Sequence[tuple[Any, Any]], value: Any) -> Any:
+    """The arguments that were stored as `value`, with the tensors of the second run."""
     # Not a closure that calls itself: that would keep all tensors until the cycle collector runs.
-    if isinstance(value, Made):
+    if isinstance(value, BlockOutput):
         return get_at(results[value.position], value.path)
     if isinstance(value, Kept):
         return value.get()
-    return mapped(value, functools.partial(thaw, results))
+    return mapped(value, functools.partial(restored, results))
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:

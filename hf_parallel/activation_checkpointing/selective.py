@@ -1,4 +1,4 @@
-"""Selective recomputation: results that are dear to compute are kept, the rest is computed again.
+"""Selective recomputation: results that are expensive to compute are kept, the rest is computed again.
 
 Kept are the results of attention kernels and of one matrix product in so many. Torch's own selective checkpointing does
 the same but misses what a collective changes in place, which raises no version: the second run would sum a sum. Here a
@@ -66,7 +66,7 @@ class KeptResults:
         states = self._states() if product is None else None
         result = func(*args, **kwargs)
         drawn = None if states is None or _same(states, self._states()) else self._states()
-        self._results[number] = (name, _apart(result), drawn)
+        self._results[number] = (name, _detached(result), drawn)
         for tensor in tensors_in(result):
             if tensor.numel():
                 self._places[_storage(tensor)] = number
@@ -83,7 +83,7 @@ class KeptResults:
             )
         for generator, state in zip(self._generators, drawn or [], strict=False):
             generator.set_state(state)
-        return _apart(result)
+        return _detached(result)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -96,7 +96,7 @@ class KeptResults:
 
 
 class _Numbering(TorchDispatchMode):
-    """Numbers what is dear, attention and products in one row, products in another as well; -1 is everything else."""
+    """Numbers the expensive ops: attention and products together, products once more by themselves; -1 is any other op."""
 
     def __init__(self, handle: Callable[[int, int | None, Any, Any, Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -116,7 +116,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(result: Any) -> Any:
+def _detached(result: Any) -> Any:
     """The same memory in tensors of their own, which get no graph."""
     return map_tensors(lambda path, tensor: tensor.detach(), result)
 

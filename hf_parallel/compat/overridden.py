@@ -1,13 +1,15 @@
-"""Methods of another package's classes that ours override: are they there, with the parameters that ours have?"""
+"""Functions of other packages that ours take the place of."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 def changed_methods(kind: type, expected: Mapping[str, str]) -> list[str]:
@@ -26,3 +28,17 @@ def changed_methods(kind: type, expected: Mapping[str, str]) -> list[str]:
         elif found != parameters:
             changed.append(f"{name}({found.replace(' ', ', ')}) in place of {name}({parameters.replace(' ', ', ')})")
     return changed
+
+
+def in_this_thread(function: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `function` for the thread that runs now, and `stock` for all others.
+
+    For what can only be replaced for a whole process while it is wanted by one call.
+    """
+    owner = threading.get_ident()
+
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == owner else stock)(*args, **kwargs)
+
+    return call

@@ -8,7 +8,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.compat.overridden import changed_methods
+from hf_parallel.compat.overridden import changed_methods, in_this_thread
 from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
 from hf_parallel.errors import UnsupportedError
 
@@ -200,7 +200,7 @@ def copy_loss_function(model: Any, twin: Any) -> None:
 
 @contextlib.contextmanager
 def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
-    """Inside, transformers' `from_pretrained` finds the files of a checkpoint and loads them through these two.
+    """Inside, in this thread, `from_pretrained` finds the files of a checkpoint and loads them through these two.
 
     Args:
         load: Called with the stock function that fills a model, then with its arguments.
@@ -222,8 +222,10 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
             f"transformers {transformers.__version__} loads weights in a way that is not known. "
             "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
         )
-    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, stock_load.__func__)))  # noqa: B010
-    setattr(modeling_utils, "_get_resolved_checkpoint_files", partial(find, stock_find))  # noqa: B010
+    loads = in_this_thread(partial(load, stock_load.__func__), stock_load.__func__)
+    finds = in_this_thread(partial(find, stock_find), stock_find)
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(loads))  # noqa: B010
+    setattr(modeling_utils, "_get_resolved_checkpoint_files", finds)  # noqa: B010
     try:
         yield
     finally:

@@ -77,9 +77,11 @@ class ZeroOutput(Uncopyable):
     def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.running.require(f"{self.name}.weight")
         if self.kind == "rows":
-            return torch.zeros(*given.shape, self.shape[1], dtype=self.dtype, device=given.device)
+            return torch.zeros(
+                *given.shape, self.shape[1], dtype=self.dtype, device=given.device
+            )  # i[B S] -> f[B S H]
         width = self.shape[0] if given.shape[-1] == self.shape[1] else self.shape[1]
-        return given.new_zeros(*given.shape[:-1], width)
+        return given.new_zeros(*given.shape[:-1], width)  # f[B S in] -> f[B S out]
 
 
 class _Placeholder(Uncopyable, Tensor):
@@ -110,6 +112,7 @@ class _Placeholder(Uncopyable, Tensor):
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
     tensor = unregister(module, key)
+    # One element of memory, whatever the shape: stride 0 in every dim.
     placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
     placeholder._full_name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
