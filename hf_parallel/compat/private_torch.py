@@ -191,6 +191,42 @@ def name_of_op(op: Any) -> str:
     return str(op._schema.name)
 
 
+def packet_of_op(op: Any) -> Any:
+    """The op without its overload, as `flop_registry` has it; None for what is none."""
+    return getattr(op, "_overloadpacket", None)
+
+
+def arguments_written(op: Any) -> list[tuple[int, str]]:
+    """Position and name of each argument that an op changes in place, by its schema."""
+    schema = getattr(op, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def id_of_storage(storage: Any) -> int:
+    """A number of a storage while it is alive; `data_ptr()` is 0 for every empty or meta tensor."""
+    return int(storage._cdata)
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
+
+    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    kind, place = type(module), FSDPModule._orig_cls_mro_index
+    plain: Any = kind.__mro__[place]
+    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
+    renamed = type(plain.__name__, (kind,), body)
+    type.__setattr__(renamed, "forward", plain.forward)
+    module.__class__ = renamed
+
+
 def writes_arguments(op: Any) -> bool:
     """Whether an op changes one of its arguments in place."""
     return bool(op._schema.is_mutable)
