@@ -44,7 +44,7 @@ Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass
 class Attachment:
-    """Everything an engine works with; made by the plugin.
+    """Everything an engine works with; made by `attach`.
 
     Args:
         model: The model, already cut and sharded.
