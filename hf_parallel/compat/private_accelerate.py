@@ -10,9 +10,9 @@ from hf_parallel.errors import UnsupportedError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
 
 # Methods of stock classes that a parallel run overrides, each with the names of its parameters. One that is renamed would
 # never be called, one with other parameters would be handed the wrong ones.
@@ -62,6 +62,11 @@ def accelerator_internals(stock: type[Accelerator] | None = None) -> None:
             f"accelerate {accelerate.__version__}: Accelerator or ParallelismConfig has {'; '.join(changed)}. Install "
             "accelerate>=1.15,<2."
         )
+
+
+def set_axis_sizes(config: ParallelismConfig, sizes: Mapping[str, int]) -> None:
+    """Give a ParallelismConfig the sizes of its mesh axes, which its constructor derives from its fields."""
+    config._sizes = dict(sizes)
 
 
 PREPARED = "_is_accelerate_prepared"
