@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -62,7 +62,8 @@ class NoDropout(TorchFunctionMode):
             with self:
                 return torch.autograd.backward(args[0], gradient, **kwargs)
         elif func is torch.autograd.backward and kwargs.get("inputs") is None:
-            edges = [get_gradient_edge(tensor) for tensor in args[0]]  # a call without tensors asks no mode
+            # A call without tensors asks no mode.
+            edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in args[0]]
             with self:
                 return torch.autograd.backward(edges, **kwargs)
         return func(*args, **kwargs)
