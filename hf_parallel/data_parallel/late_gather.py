@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from hf_parallel.compat.private_torch import own_parameters
+
 
 class LateGather:
     """Running all-gathers of updated parameters, and the modules that wait for them.
@@ -44,7 +46,7 @@ class LateGather:
         self._watched = False
         self._shard_of = dict(shard_of)
         for module in model.modules():
-            own = [param for param in module._parameters.values() if param is not None and id(param) in shard_of]
+            own = [param for param in own_parameters(module).values() if param is not None and id(param) in shard_of]
             if own:
                 self._hook(module, [id(param) for param in own])
 

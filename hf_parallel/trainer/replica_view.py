@@ -115,12 +115,12 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         _refuse_part(tensor, "gather")
-        rows = tensor.clone()[None] if tensor.ndim == 0 else tensor
+        rows = tensor.clone()[None] if tensor.ndim == 0 else tensor  # [rows ...], a number is one row
         if self._mesh.dp_group is None:
             return rows
         parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.num_processes)]
         dist.all_gather(parts, rows.contiguous(), group=self._mesh.dp_group)
-        return torch.cat(parts)
+        return torch.cat(parts)  # [replicas * rows ...]
 
     def _gathered_objects(self, data: Any) -> list[Any]:
         if self._mesh.dp_group is None:

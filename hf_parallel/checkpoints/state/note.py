@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import TrainerState
 
+from hf_parallel.compat.overridden import in_this_thread
+
 
 NOTE = (
     "This checkpoint was written by hf_parallel: its optimizer state is in training_state, where the stock Trainer does not "
@@ -34,13 +36,13 @@ def without_note(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def overlooked() -> Iterator[None]:
-    """Inside, the Trainer's own code reads a state with the note as one without."""
+    """Inside, in this thread, the Trainer's own code reads a state with the note as one without."""
     stock = vars(TrainerState)["load_from_json"]
 
     def load(cls: type[TrainerState], json_path: str) -> TrainerState:
         return cls(**without_note(Path(json_path)))
 
-    setattr(TrainerState, "load_from_json", classmethod(load))  # noqa: B010
+    setattr(TrainerState, "load_from_json", classmethod(in_this_thread(load, stock.__func__)))  # noqa: B010
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.stack import kind_of
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.plan.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
@@ -232,15 +233,7 @@ def _is_sliced(draft: Draft, name: str) -> bool:
 
 def _kind(draft: Draft, candidate: Candidate) -> tuple[Any, ...]:
     """Blocks of one kind share a verdict: equal class, names, shapes and settings of their modules."""
-    root = draft.model.get_submodule(candidate.root)
-    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in root.named_parameters())
-    settings = tuple(
-        (path, name, value)
-        for path, module in root.named_modules()
-        for name, value in sorted(vars(module).items())
-        if type(value) in (int, bool, str) and not any(word in name for word in ("idx", "index", "layer_id"))
-    )
-    return type(root), replace(candidate, root=""), shapes, settings
+    return kind_of(draft.model.get_submodule(candidate.root)), replace(candidate, root="")
 
 
 def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:

@@ -23,6 +23,7 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.stack import kind_of
 from hf_parallel.model.support import refuse_model
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
@@ -265,20 +266,8 @@ def _kind_of_block(
     for stack in stacks:
         module = model.get_submodule(f"{stack}.{block}")
         treatments = tuple(override_for(overrides, f"{stack}.{block}.{name}") for name, _ in module.named_modules())
-        kinds += [_kind(module), treatments]
+        kinds += [kind_of(module), treatments]
     return tuple(kinds)
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in module.named_parameters())
-    settings = tuple(
-        (path, type(part), name, value)
-        for path, part in module.named_modules()
-        for name, value in sorted(vars(part).items())
-        if type(value) in (int, bool, str, type(None))
-        and not any(word in name for word in ("idx", "index", "layer_id"))
-    )
-    return type(module), shapes, settings
 
 
 def _outside(model: nn.Module, stacks: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:

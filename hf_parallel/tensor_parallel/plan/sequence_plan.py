@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.model.stack import kind_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan.sequence_trace import HiddenFlow, plan_of_block, refusal, trace_stack
@@ -92,15 +93,12 @@ def _long_enough(sample: Mapping[str, Any], tp_size: int) -> dict[str, Any]:
 
 def _kind(model: nn.Module, plan: TPPlan, flow: HiddenFlow, name: str) -> tuple[Any, ...]:
     """Blocks of one kind share a verdict: equal class, shapes, settings, and parts of the plan."""
-    block = model.get_submodule(name)
-    shapes = tuple((key, tuple(parameter.shape), parameter.dtype) for key, parameter in block.named_parameters())
-    settings = tuple(
-        (path, key, value)
-        for path, module in block.named_modules()
-        for key, value in sorted(vars(module).items())
-        if type(value) in (int, bool, str) and not any(word in key for word in ("idx", "index", "layer_id"))
+    return (
+        kind_of(model.get_submodule(name)),
+        repr(plan_of_block(plan, name)),
+        flow.blocks[name],
+        _read_in(flow, name),
     )
-    return type(block), shapes, settings, repr(plan_of_block(plan, name)), flow.blocks[name], _read_in(flow, name)
 
 
 def _judge(model: nn.Module, plan: TPPlan, flow: HiddenFlow, name: str, arguments: Arguments) -> BlockSequence:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 from torch import nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.expert_routing import install_routing
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import Deferral, SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.run.reads import install_reads, open_in
 from hf_parallel.tensor_parallel.run.sequence import install_regions
@@ -176,19 +176,19 @@ def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: i
     uses = _uses(model, pair, tp_size, tp_rank)
     if uses:
         if "tp_partial" not in vars(root):
-            _replace_forward(root, "tp_partial", PartialState(shared, {}), partial_forward)
+            put_over(root, "tp_partial", PartialState(shared, {}), partial_forward)
         prefix = f"{pair.root}." if pair.root else ""
         vars(root)["tp_partial"].uses.update({name.removeprefix(prefix): use for name, use in uses.items()})
     for name, spec in pair.norms.items():
         sizes = [spec.local_size(tp_size, rank) for rank in range(tp_size)]
         state = NormState(shared, sizes, sum(sizes[:tp_rank]))
-        _replace_forward(model.get_submodule(name), "tp_norm", state, norm_forward)
+        put_over(model.get_submodule(name), "tp_norm", state, norm_forward)
     if pair.routing is not None:
         install_routing(model.get_submodule(pair.row), pair.routing, tp_size, tp_rank)
     for name in pair.entries:
-        _replace_forward(model.get_submodule(name), "tp_entry", EntryState(shared), entry_forward)
+        put_over(model.get_submodule(name), "tp_entry", EntryState(shared), entry_forward)
     if not is_linear:
-        _replace_forward(model.get_submodule(pair.row), "tp_row", RowState(shared), sum_forward)
+        put_over(model.get_submodule(pair.row), "tp_row", RowState(shared), sum_forward)
     if pair.inputs:
         if "tp_inputs" not in vars(root):
             vars(root)["tp_inputs"] = InputState(shared, (), tp_rank)
@@ -226,10 +226,3 @@ def set_attribute(module: nn.Module, attribute: str, value: int | tuple[int, ...
     private = copy.copy(getattr(module, holder))
     private.__dict__[key] = value
     setattr(module, holder, private)
-
-
-def _replace_forward(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
-    """`forward` in place of the module's own, which it finds as `<key>_inner`; its settings as `<key>`."""
-    vars(module)[f"{key}_inner"] = module.forward
-    vars(module)[key] = state
-    vars(module)["forward"] = MethodType(forward, module)

@@ -9,13 +9,13 @@ product), so no marker for absent experts is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.tensor_parallel.layout import split_units
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.shard_plan import Routing
 
 
@@ -38,10 +38,8 @@ def install_routing(module: nn.Module, rule: Routing, tp_size: int, tp_rank: int
         tp_rank: This rank.
     """
     sizes = split_units(rule.experts, tp_size, 0)
-    vars(module)["tp_routed_inner"] = module.forward
     stop = None if tp_rank == tp_size - 1 else sum(sizes[: tp_rank + 1])
-    vars(module)["tp_routed"] = _RoutedState(rule, sum(sizes[:tp_rank]), stop)
-    vars(module)["forward"] = MethodType(_routed_forward, module)
+    put_over(module, "tp_routed", _RoutedState(rule, sum(sizes[:tp_rank]), stop), _routed_forward)
 
 
 def _routed_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, Reads, Scope, stand_in
 
@@ -80,8 +81,7 @@ def _named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[st
 
 def open_in(module: nn.Module, scope: Scope) -> None:
     """Let `module`'s forward work on parts. In place."""
-    vars(module)["tp_scope_inner"], vars(module)["tp_scope"] = module.forward, scope
-    vars(module)["forward"] = MethodType(_scoped_forward, module)
+    put_over(module, "tp_scope", scope, _scoped_forward)
 
 
 def own(module: nn.Module, key: str) -> Any:

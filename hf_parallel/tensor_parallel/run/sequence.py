@@ -14,7 +14,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.compat.private_transformers import run_inside_checkpoint
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import map_tensors
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.run.linear import rounded_to, row_product
 from hf_parallel.tensor_parallel.run.reads import own
@@ -170,7 +170,7 @@ def install_blocks(
         inside = [block for block, index in zip(plan.blocks, indices, strict=True) if index in section]
         for block in inside:
             state = _BlockState(mode, block, block is inside[0], block is inside[-1])
-            _put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
+            put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
     return mode
 
 
@@ -196,20 +196,14 @@ def install_regions(
         if not any(holds(prefix + name) for name, _ in root.named_parameters()):
             continue
         for region in block.regions:
-            _put_over(
+            put_over(
                 root.get_submodule(region.module), "tp_region", _RegionState(mode, shared, region), _region_forward
             )
             for row in region.rows:
                 module = root.get_submodule(row)
                 vars(module)["tp_scatter"] = _RowState(mode, region.exit == "row")
                 if "tp_linear" in vars(module):
-                    _put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
-
-
-def _put_over(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
-    vars(module)[f"{key}_inner"] = module.forward
-    vars(module)[key] = state
-    vars(module)["forward"] = MethodType(forward, module)
+                    put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
 
 
 def _see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.random_streams import generators_of
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.shard_plan import PairPlan
 
 
@@ -121,9 +121,7 @@ def _rates(module: nn.Module) -> Iterator[float]:
 def _leave_after(module: nn.Module, seeds: PairSeeds, row: str) -> None:
     """Leave the pair when `module` returns or raises. No hook: hooks do not run after every kind of exception."""
     if "tp_rows" not in vars(module):
-        vars(module)["tp_rows_inner"] = module.forward
-        vars(module)["tp_rows"] = {}
-        vars(module)["forward"] = MethodType(_leaving_forward, module)
+        put_over(module, "tp_rows", {}, _leaving_forward)
     vars(module)["tp_rows"][row] = seeds
 
 

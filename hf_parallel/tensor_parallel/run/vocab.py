@@ -22,6 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_from_tp, reduce_from_tp
 from hf_parallel.tensor_parallel.run.vocab_loss import vocab_parallel_loss
 from hf_parallel.tensor_parallel.run.vocab_watch import LogitsWatch, VocabMode, on_all
@@ -128,9 +129,7 @@ class VocabLoss:
 
 def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length: int) -> None:
     """Make an embedding whose weight is rows [start, start + length) look up any token. In place."""
-    vars(module)["tp_embedding"] = _EmbeddingState(shared, start, length)
-    vars(module)["tp_whole_forward"] = module.forward
-    vars(module)["forward"] = MethodType(_embedding_forward, module)
+    put_over(module, "tp_embedding", _EmbeddingState(shared, start, length), _embedding_forward)
 
 
 def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: int) -> None:
@@ -187,7 +186,7 @@ def rows_of(forward: Callable[[Tensor], Tensor], module: nn.Module, tokens: Tens
 def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _EmbeddingState = self.tp_embedding
     tokens = args[0] if args else next(iter(named.values()))
-    rows = rows_of(self.tp_whole_forward, self, tokens, state.start, state.length)
+    rows = rows_of(self.tp_embedding_inner, self, tokens, state.start, state.length)
     return reduce_from_tp(rows, state.copy.group)
 
 
