@@ -178,7 +178,7 @@ def test_an_override_decides_before_anything_is_derived() -> None:
     plan = planned("llama", overrides={"*.mlp.*": "gather", name: "replicate"})
     assert plan.linears["model.layers.1.mlp.down_proj"].role == "gather"
     assert name not in plan.linears
-    assert "the user" in plan.whole[name]
+    assert "tensor_parallel.plan says so" in plan.whole[name]
     assert kinds(plan, "model.layers.0.self_attn.") == dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column") | {
         "o_proj": "row"
     }
