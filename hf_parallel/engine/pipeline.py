@@ -119,7 +119,7 @@ class PipelineEngine(Engine):
         self._factors: list[float] = []
         self._passed: list[tuple[Made, torch.Tensor]] = []
         self._queued = False
-        self._ridden = RiddenDigests(self.mesh, self._common_weights(attachment))
+        self._ridden = RiddenDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
         self._anchor = torch.zeros((), requires_grad=True)
@@ -283,7 +283,7 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        with self._buffers.watching(len(microbatches) // len(batches)):
+        with self._buffers.watching(len(microbatches) // len(batches), batches):
             losses = self.runtime.run(
                 microbatches,
                 self._programs.training(len(microbatches)),
@@ -447,7 +447,7 @@ class PipelineEngine(Engine):
         self._direct.stop()
         self.gradients.begin_forward()
         program = self._programs.forwards(len(microbatches))
-        with self._buffers.watching(len(microbatches)) if self.trains else nullcontext():
+        with self._buffers.watching(len(microbatches), [batch]) if self.trains else nullcontext():
             state = self.runtime.forward_phase(microbatches, program, lambda output, index: (output["logits"],))
         logits = self._broadcast_logits([parts[0] for parts in state.outputs], batch)
         self._direct.watch()
