@@ -33,7 +33,7 @@ from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
@@ -74,7 +74,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (MovingBuffers, "end_step", None),
     (OwnHooks, "begin", None),
     (PartStates, "_check", None),
-    (PipelineEngine, "_check_loss", None),
+    (MicrobatchLoss, "check", None),
     (RandomCheck, "watching", contextlib.nullcontext()),
     *((ShownGradients, name, None) for name in ("show", "show_between", "take_between", "compare_factors")),
     (ShownGradients, "take_back", ()),

@@ -6,8 +6,7 @@ import os
 
 from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator
-from hf_parallel.settings.recipes import load_file
+from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator, settings_of
 
 
 def prepare_worker() -> None:
@@ -22,13 +21,10 @@ def prepare_worker() -> None:
     if "LOCAL_RANK" not in os.environ:
         return
     launch = find_launch()
-    use_cpu, config = False, None
-    if launch.path is not None:
-        config, accelerate = load_file(launch.path)
-        use_cpu = accelerate.get("use_cpu") is True
-        if config is not None:
-            check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
-    if use_cpu or not has_accelerator():
+    config, accelerate = settings_of(launch)
+    if config is not None:
+        check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
+    if accelerate.get("use_cpu") is True or not has_accelerator():
         os.environ.setdefault(USE_CPU_VARIABLE, "true")
     if config is not None:
         prepare_engine(config)

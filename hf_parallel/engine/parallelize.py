@@ -30,6 +30,7 @@ from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights,
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.support import refuse_model
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.watchdog import Watchdog
 
@@ -42,6 +43,7 @@ def parallelize(
     config: HFParallelConfig,
     mesh: Mesh,
     *,
+    schedule: ScheduleChoice,
     device: torch.device,
     watchdog: Watchdog,
     sample: Mapping[str, Any] | None = None,
@@ -53,6 +55,7 @@ def parallelize(
         model: A causal language model, whole, the same on every rank.
         config: The validated settings.
         mesh: This rank's mesh.
+        schedule: The pipeline schedule that the settings ask for.
         device: Where the model is.
         watchdog: For waits.
         sample: A small batch of the kind the model will be trained on; None for made-up text.
@@ -67,7 +70,7 @@ def parallelize(
     """
     refuse_model(model, mesh.shape.mp_size, shares_parameters=config.zero.shards_parameters)
     watchdog.runs("plans the stages and shards")
-    setup = Setup(model, config, mesh, device, watchdog)
+    setup = Setup(model, config, schedule, mesh, device, watchdog)
     probes = Probes(model, device, sample) if _needs_probes(config) else None
 
     late = prepare_late_weights(setup)

@@ -58,10 +58,9 @@ def plan_cut(setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: Stand
     Raises:
         PlanError: No cut fits, or the model cannot run the batch that is measured.
     """
-    schedule = ScheduleChoice(setup.config.pipeline, setup.config.pp_size)
     costs = cut_costs(setup, stages, probes)
-    bounds = _bounds(stages, schedule, costs)
-    return Cut(stages, schedule, costs, bounds, _loss_kind(setup, probes.batch, stand_in))
+    bounds = _bounds(stages, setup.schedule, costs)
+    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, probes.batch, stand_in))
 
 
 def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:

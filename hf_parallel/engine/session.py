@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,8 +17,9 @@ from torch import nn
 
 from hf_parallel.compat.private_torch import private_store
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.mesh import Mesh, MeshShape, compare_over_ranks
 from hf_parallel.settings.launch import check_world
 from hf_parallel.watchdog import Watchdog
@@ -25,6 +27,7 @@ from hf_parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from hf_parallel.engine.direct import Engine
+    from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
     from hf_parallel.settings.config import HFParallelConfig
 
 
@@ -36,6 +39,8 @@ class Session:
 
     Args:
         config: Validated settings, equal on every rank.
+        schedule: The pipeline schedule that they ask for.
+        explanation: Where they came from and which layout follows, for the start-up line.
         mesh: This rank's mesh.
         watchdog: Started.
 
@@ -48,8 +53,12 @@ class Session:
         meeting: Notices calls that only some ranks make.
     """
 
-    def __init__(self, config: HFParallelConfig, mesh: Mesh, watchdog: Watchdog) -> None:
+    def __init__(
+        self, config: HFParallelConfig, schedule: ScheduleChoice, explanation: str, mesh: Mesh, watchdog: Watchdog
+    ) -> None:
         self.config = config
+        self.schedule = schedule
+        self.explanation = explanation
         self.mesh = mesh
         self.watchdog = watchdog
         self.engine: Engine | None = None
@@ -64,21 +73,28 @@ class Session:
 
     @classmethod
     def start(
-        cls, config: HFParallelConfig, explanation: str, device: torch.device, num_processes: int | None = None
+        cls,
+        config: HFParallelConfig,
+        schedule: ScheduleChoice,
+        explanation: str,
+        device: torch.device,
+        num_processes: int | None = None,
     ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
 
         Args:
             config: Validated settings.
+            schedule: The pipeline schedule that they ask for.
             explanation: Where the settings came from and which layout follows, for the start-up line.
             device: Where this rank computes.
             num_processes: Processes that accelerate counts, to be compared with those that run.
 
         Raises:
-            ConfigError: The processes that run do not fit the settings.
+            ConfigError: The processes that run do not fit the settings, or stages could block each other.
             RankMismatchError: Ranks read different settings.
         """
         check_world(config, num_processes)
+        _refuse_one_queue(config, device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
@@ -86,12 +102,10 @@ class Session:
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
-        p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
         shard_size = config.zero.dp_shard_size
         mesh = Mesh.build(
             shape,
             timeout=timeout,
-            p2p_backend=p2p_backend,
             dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
         )
         store = private_store() if dist.is_initialized() else None
@@ -100,7 +114,7 @@ class Session:
         watchdog.start()
         if mesh.rank == 0:
             logger.info("hf_parallel: %s", explanation)
-        session = cls(config, mesh, watchdog)
+        session = cls(config, schedule, explanation, mesh, watchdog)
         weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
         return session
 
@@ -118,6 +132,7 @@ class Session:
                 model,
                 self.config,
                 self.mesh,
+                schedule=self.schedule,
                 device=device,
                 watchdog=self.watchdog,
                 sample=self.sample,
@@ -164,3 +179,8 @@ class Session:
         if self.engine is not None:
             self._released[id(self.engine.model)] = self.engine
         self.engine = None
+
+
+def _refuse_one_queue(config: HFParallelConfig, device: torch.device) -> None:
+    if config.pp_size > 1 and device.type == "cuda" and has_one_queue(os.environ):
+        raise ConfigError(f"pp_size={config.pp_size}: {ONE_QUEUE}. {ONE_QUEUE_FIX}")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_parallel.mesh import Mesh
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 from hf_parallel.watchdog import Watchdog
@@ -21,6 +22,7 @@ class Setup:
     Args:
         model: A causal language model, whole until it is cut.
         config: The validated settings.
+        schedule: The pipeline schedule that they ask for.
         mesh: This rank's mesh.
         device: Where the model is.
         watchdog: For waits.
@@ -28,6 +30,7 @@ class Setup:
 
     model: nn.Module
     config: HFParallelConfig
+    schedule: ScheduleChoice
     mesh: Mesh
     device: torch.device
     watchdog: Watchdog

@@ -7,6 +7,7 @@ latter every worker of a CPU launch trains alone, silently.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ def find_launch(argument: str | Path | None = None) -> Launch:
     Raises:
         ConfigError: If the argument or the environment variable names no file and no recipe.
     """
-    launched_by, launcher_path = _ask_parents()
+    launched_by, launcher_path = _launcher_of(os.getpid())
     path: Path | None
     source: Source
     if argument is not None:
@@ -102,7 +103,7 @@ def resolve_config(
         found = HFParallelConfig.from_mapping(HFParallelConfig.replaced(config, **overrides), source)
         origin = "the mapping given in code"
     elif launch.path is not None and (config is None or isinstance(config, str | Path)):
-        found, accelerate, origin = _of_file(launch.path, launch.source)
+        found, accelerate, origin = _of_file(launch, launch.path)
     elif config is not None and not isinstance(config, str | Path):
         raise ConfigError(
             f"config={spelled(config)}: expected a file, the name of a recipe, a mapping, an HFParallelConfig or None."
@@ -188,8 +189,31 @@ def _recipe_of_environment() -> Path:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
 
 
-def _of_file(path: Path, source: Source) -> tuple[HFParallelConfig, Mapping[str, Any], str]:
-    config, accelerate = load_file(path)
+def settings_of(launch: Launch) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
+    """Our settings in the file that applies (None if it has no section of ours), and its accelerate settings.
+
+    The import of hf_parallel, `from_pretrained` and the callback ask for the same file of a launch: it is read once.
+
+    Raises:
+        ConfigError: With the file name and every problem of our section.
+    """
+    if launch.path is None:
+        return None, {}
+    if launch.source == "argument" or not launch.path.is_file():  # what is no file is refused with the reason
+        return load_file(launch.path)
+    status = launch.path.stat()
+    return _file_of_launch(launch.path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _file_of_launch(path: Path, modified_ns: int, num_bytes: int) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
+    """Nothing can be handed from an import to the calls after it; in a notebook the file may change between two of them."""
+    return load_file(path)
+
+
+def _of_file(launch: Launch, path: Path) -> tuple[HFParallelConfig, Mapping[str, Any], str]:
+    config, accelerate = settings_of(launch)
+    source = launch.source
     if config is not None:
         return config, accelerate, f"{path} ({source})"
     if source != "accelerate launch":
@@ -247,12 +271,16 @@ def has_accelerator() -> bool:
     return device is not None and device.type != "mps"
 
 
-def _ask_parents() -> tuple[Launcher, Path | None]:
-    """Return the launcher among the parent processes, and the config file on its command line."""
+@functools.lru_cache(maxsize=1)
+def _launcher_of(process: int) -> tuple[Launcher, Path | None]:
+    """Return the launcher among the parents of this process, and the config file on its command line.
+
+    Nothing can change either while the process lives; one forked from it has another number.
+    """
     import psutil
 
     try:
-        for parent in psutil.Process().parents():
+        for parent in psutil.Process(process).parents():
             command = parent.cmdline()
             arguments = _accelerate_arguments(command)
             if arguments is not None:

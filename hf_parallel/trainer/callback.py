@@ -32,7 +32,7 @@ from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import compare_over_ranks, ranks_per_node
 from hf_parallel.model.support import refuse_model
-from hf_parallel.pipeline_parallel.schedule.programs import check_schedule
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.accumulation import agreed
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
@@ -71,7 +71,7 @@ class HFParallelCallback(TrainerCallback):
         **overrides: Any,
     ) -> None:
         self.config, self.explanation = resolve_config(config, **overrides)
-        check_schedule(self.config)
+        self._schedule = ScheduleChoice(self.config.pipeline, self.config.pp_size)
         prepare_engine(self.config)
         self.sample = sample
         self.session: Session | None = None
@@ -108,7 +108,7 @@ class HFParallelCallback(TrainerCallback):
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)
-        self.session = Session.start(self.config, self.explanation, args.device)
+        self.session = Session.start(self.config, self._schedule, self.explanation, args.device)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
 

@@ -16,7 +16,7 @@ from hf_parallel.compat.private_transformers import calling_trainer
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.stock_settings import refuse_settings
-from hf_parallel.pipeline_parallel.schedule.programs import check_schedule
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import resolve_config
 from hf_parallel.trainer.accelerator import HFParallelAccelerator, attach_accelerator
@@ -52,7 +52,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     ) -> None:
         self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
-        check_schedule(self.config)
+        self._schedule = ScheduleChoice(self.config.pipeline, self.config.pp_size)
         if self.config.zero.engine == "deepspeed":
             raise UnsupportedError(
                 "zero.engine=deepspeed in a loop of your own: DeepSpeed prepares model and optimizer itself. Use a Trainer, or "
@@ -67,7 +67,8 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
     @classmethod
     def of(cls, session: Session) -> HFParallelPlugin:
         """The plugin of a session that a Trainer has started."""
-        self = cls(session.config)
+        self = cls.__new__(cls)  # the callback has resolved the settings
+        self.config, self.explanation = session.config, session.explanation
         self._session, self._of_trainer = session, True
         self._present(session.mesh.shape.dp_size)
         return self
@@ -103,7 +104,9 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
             )
         if self._session is None:
             refuse_settings(accelerator)
-            self._session = Session.start(self.config, self.explanation, accelerator.device, accelerator.num_processes)
+            self._session = Session.start(
+                self.config, self._schedule, self.explanation, accelerator.device, accelerator.num_processes
+            )
             self._session.sample = self._sample
             self._session.total_steps = self._total_steps
             self._session.raw_loop = True

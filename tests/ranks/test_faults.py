@@ -303,10 +303,12 @@ def test_the_second_run_of_a_process_takes_over_from_the_first(tmp_path: Path) -
 def dropped_main(rank: int, world_size: int, folder: str) -> list[str]:
     import gc
 
-    from hf_parallel import HFParallelConfig
+    from hf_parallel import HFParallelConfig, PipelineConfig
     from hf_parallel.engine.session import Session
+    from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 
-    session = Session.start(HFParallelConfig(), "a test", torch.device("cpu"))
+    schedule = ScheduleChoice(PipelineConfig(), pp_size=1)
+    session = Session.start(HFParallelConfig(), schedule, "a test", torch.device("cpu"))
     del session
     gc.collect()
     return [t.name for t in threading.enumerate() if t.name.startswith("hf_parallel")]

@@ -61,11 +61,11 @@ def started_by(command: list[str], tmp_path: Path, **variables: str) -> list[obj
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Two processes; each test says which launcher it has by patching `_ask_parents`."""
+    """Two processes; each test says which launcher it has by patching `_launcher_of`."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(launch, "_ask_parents", lambda: ("none", None))
+    monkeypatch.setattr(launch, "_launcher_of", lambda process: ("none", None))
     return monkeypatch
 
 
@@ -89,7 +89,7 @@ def test_accelerates_default_file_is_found(tmp_path: Path) -> None:
 
 
 def test_the_variable_wins_over_the_launcher(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launched.setattr(launch, "_ask_parents", lambda: ("accelerate", tmp_path / "mine.yaml"))
+    launched.setattr(launch, "_launcher_of", lambda process: ("accelerate", tmp_path / "mine.yaml"))
     launched.setenv("HF_PARALLEL_CONFIG", "cpu_pp2_tp2")
     found = launch.find_launch()
     assert (found.path, found.source) == (find_recipe("cpu_pp2_tp2"), "env HF_PARALLEL_CONFIG")
@@ -142,7 +142,7 @@ def test_accelerate_without_our_section_is_data_parallel(launched: pytest.Monkey
     path = tmp_path / "plain.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     for found, reason in ((path, "has no parallelism_config.hf_parallel section"), (None, "no config file was given")):
-        launched.setattr(launch, "_ask_parents", lambda found=found: ("accelerate", found))
+        launched.setattr(launch, "_launcher_of", lambda process, found=found: ("accelerate", found))
         config, why = launch.resolve_config()
         assert config == HFParallelConfig()
         assert "pure data parallelism over 2 processes" in why
@@ -156,7 +156,7 @@ def test_one_process_without_settings_is_not_parallel() -> None:
 
 
 def test_torchrun_without_settings_names_the_three_ways_in(launched: pytest.MonkeyPatch) -> None:
-    launched.setattr(launch, "_ask_parents", lambda: ("torchrun", None))
+    launched.setattr(launch, "_launcher_of", lambda process: ("torchrun", None))
     with pytest.raises(ConfigError, match=r"accelerate launch --config_file.*HF_PARALLEL_CONFIG=.*HFParallelCallback"):
         launch.resolve_config()
     assert launch.resolve_config(pp_size=2)[0].pp_size == 2
@@ -210,7 +210,7 @@ def test_use_cpu_of_the_file_reaches_a_worker_with_an_accelerator(
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE if use_cpu else RECIPE.replace("use_cpu: true", "use_cpu: false"))
-    launched.setattr(launch, "_ask_parents", lambda: ("accelerate", path))
+    launched.setattr(launch, "_launcher_of", lambda process: ("accelerate", path))
     launched.setattr(worker, "has_accelerator", lambda: True)
     worker.prepare_worker()
     assert os.environ.pop("ACCELERATE_USE_CPU", None) == ("true" if use_cpu else None)
@@ -219,7 +219,7 @@ def test_use_cpu_of_the_file_reaches_a_worker_with_an_accelerator(
 def test_a_bad_file_ends_the_worker_at_import(launched: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE.replace("pp_size: 2", "pp_size: 3"))
-    launched.setattr(launch, "_ask_parents", lambda: ("accelerate", path))
+    launched.setattr(launch, "_launcher_of", lambda process: ("accelerate", path))
     with pytest.raises(ConfigError, match=r"(?s)mine\.yaml \(accelerate launch\):.*num_processes=2 is below"):
         worker.prepare_worker()
 

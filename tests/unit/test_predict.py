@@ -22,6 +22,7 @@ from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, describe, predict, saved_per_token
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held, peak_live
 from hf_parallel.pipeline_parallel.stage_plan import spans_of
@@ -138,7 +139,8 @@ def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPa
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(mp_size=2, pp_size=2, tp_size=1), rank=0)
     watchdog: Any = Silent()
     cpu = torch.device("cpu")
-    plans = make_plans(Setup(model, config, mesh, cpu, watchdog), Probes(model, cpu))
+    schedule = ScheduleChoice(config.pipeline, config.pp_size)
+    plans = make_plans(Setup(model, config, schedule, mesh, cpu, watchdog), Probes(model, cpu))
     assert plans.cut is not None
     assert plans.cut.bounds == [0, 5, 5]
     assert plans.prediction is not None
@@ -158,7 +160,8 @@ def test_a_batch_that_cannot_be_measured_is_a_plan_error(monkeypatch: pytest.Mon
     plan, watchdog = discover_stages(model, batch()), Silent()
     assert measure_costs is not fails
     cpu, config = torch.device("cpu"), HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
-    probes, setup = Probes(model, cpu), Setup(model, config, None, cpu, watchdog)  # type: ignore[arg-type]
+    schedule = ScheduleChoice(config.pipeline, config.pp_size)
+    probes, setup = Probes(model, cpu), Setup(model, config, schedule, None, cpu, watchdog)  # type: ignore[arg-type]
     with pytest.raises(
         PlanError,
         match=r"costs=measured: rank 0, .* OutOfMemoryError: out of memory\. .* set pipeline\.costs to analytic",

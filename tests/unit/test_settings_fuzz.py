@@ -456,9 +456,10 @@ def test_files_that_are_none_end_in_a_short_error_everywhere(tmp_path: Path, mon
 
 
 def _with_schedule(path: str) -> None:
-    from hf_parallel.pipeline_parallel.schedule.programs import check_schedule
+    from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 
-    check_schedule(HFParallelConfig(pp_size=2, pipeline={"schedule": "csv", "schedule_file": path}))
+    config = HFParallelConfig(pp_size=2, pipeline={"schedule": "csv", "schedule_file": path})
+    ScheduleChoice(config.pipeline, config.pp_size)
 
 
 def _from_environment(monkeypatch: pytest.MonkeyPatch, path: str) -> None:

@@ -13,7 +13,6 @@ from typing import Final
 
 from hf_parallel.dry_run.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
-from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 
@@ -228,9 +227,8 @@ def _schedule(layout: Layout, work: Work) -> tuple[int, Schedule]:
     """Rows of the largest microbatch, and the actions of an optimizer step."""
     if layout.pp_size == 1:
         return work.rows, build_schedule("gpipe", 1, 1)
-    choice = ScheduleChoice(layout.pipeline, layout.pp_size)
-    count = min(work.rows, choice.num_microbatches)
-    return math.ceil(work.rows / count), choice.training(count * work.accumulation)
+    count = min(work.rows, layout.schedule.num_microbatches)
+    return math.ceil(work.rows / count), layout.schedule.training(count * work.accumulation)
 
 
 def blocks_of_stages(layers: int, layout: Layout) -> list[int]:
@@ -240,7 +238,7 @@ def blocks_of_stages(layers: int, layout: Layout) -> list[int]:
     split = layout.pipeline.split
     if not isinstance(split, str):
         return list(split)
-    count = len(ScheduleChoice(layout.pipeline, layout.pp_size).placement)
+    count = len(layout.schedule.placement)
     return [layers // count + (index < layers % count) for index in range(count)]
 
 
@@ -248,7 +246,7 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
         return [shape.parameters / layout.tp_size]
-    placement = ScheduleChoice(layout.pipeline, layout.pp_size).placement
+    placement = layout.schedule.placement
     found = [0.0] * layout.pp_size
     for rank, count in zip(placement, blocks_of_stages(shape.layers, layout), strict=True):
         found[rank] += count * shape.block

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
 
@@ -141,6 +143,15 @@ class Layout:
     def num_shards(self) -> int:
         """Ranks that share one copy."""
         return self.shards or max(1, self.num_processes // (self.tp_size * self.pp_size))
+
+    @functools.cached_property
+    def schedule(self) -> ScheduleChoice:
+        """What the pipeline settings ask for.
+
+        Raises:
+            ScheduleError: The schedule does not fit the ranks.
+        """
+        return ScheduleChoice(self.pipeline, self.pp_size)
 
 
 @dataclass(frozen=True)

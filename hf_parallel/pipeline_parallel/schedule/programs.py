@@ -15,7 +15,6 @@ from hf_parallel.pipeline_parallel.schedule.schedules import (
     build_schedule,
     stages_of_ranks,
 )
-from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import PipelineConfig
 
 
@@ -173,13 +172,3 @@ def _read(file: str | None, pp_size: int) -> Schedule:
 def _stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     placement = placement_of(schedule)
     return tuple(tuple(s for s, rank in enumerate(placement) if rank == r) for r in range(len(schedule)))
-
-
-def check_schedule(config: HFParallelConfig) -> None:
-    """Read a schedule file, if there is one, and prove the schedule of the first steps.
-
-    Raises:
-        ScheduleError: It cannot be read, breaks a rule, or contradicts another setting; names the action.
-    """
-    if config.pp_size > 1:
-        ScheduleChoice(config.pipeline, config.pp_size)
