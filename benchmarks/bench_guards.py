@@ -7,7 +7,8 @@ Optimizer steps of 8 microbatches of the same Llama and layout, as they are and 
 runs in a step replaced by nothing, here only: there is no switch for users. Samples are taken in rotating order within one
 run and compared by the median of paired ratios (see timing.py for the guard against other load). Since half a percent is
 less than one sample scatters, the time inside of the guards is also measured by itself: `inside` is wall time, waiting for
-messages included, `CPU` what the guards compute.
+messages included, `CPU` what the guards compute. Guards without a moment of their own in a step are not listed: common weights
+(`guards.alike`) are looked at by the digests of batches, `crossing` once when an optimizer is prepared, `parts` in a state dict.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_o
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
+from hf_parallel.batches import BatchCheck, RandomCheck
+from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.states import PartStates
+from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
 
 
@@ -52,16 +59,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     *((Arrivals, name, None) for name in ("set_aside", "hide", "show", "put_back", "settle", "note", "note_all")),
     (Arrivals, "use", True),
-    *((Backwards, name, None) for name in ("scaled", "arrived", "agree")),
+    *((Backwards, name, None) for name in ("scaled", "lost", "arrived", "agree", "agree_later")),
+    (BatchCheck, "check", None),
     (batches, "_state", None),
     *((batches.RiddenDigests, name, None) for name in ("put", "arrived", "judge")),
     (batches.SharedBatch, "compare", None),
     (DirectGradients, "watch", None),
     (DirectGradients, "stop", None),
+    (Engine, "check_installed", None),
     *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
+    *((GradientSync, name, None) for name in ("_guard_states", "_refuse_changed_parts", "_remember_parts")),
     (HookGuard, "check", None),
+    (MovingBuffers, "watching", contextlib.nullcontext()),
+    (MovingBuffers, "end_step", None),
+    (OwnHooks, "begin", None),
+    (PartStates, "_check", None),
     (MicrobatchLoss, "check", None),
-    (ShownGradients, "show", None),
+    (RandomCheck, "watching", contextlib.nullcontext()),
+    *((ShownGradients, name, None) for name in ("show", "show_between", "take_between", "compare_factors")),
     (ShownGradients, "take_back", ()),
     (WeightGuard, "check", None),
 )

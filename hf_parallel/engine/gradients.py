@@ -89,6 +89,7 @@ class GradientSync:
 
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
+        self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)
         self.arrivals.set_aside()
@@ -119,6 +120,8 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
+        elif self._mesh.shape.pp_size > 1:
+            self.shown.show_between()
 
     def reduce(self, factor: float) -> None:
         """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
@@ -255,8 +258,10 @@ class GradientSync:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
         self._refuse_crossing_updates(optimizer)
-        if model is not None and self._weights is None and self.replicas.sharded is None:
-            self._weights = WeightGuard(model, self._parameters)
+        if model is not None and self._weights is None:
+            everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
+            replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
+            self._weights = WeightGuard(model, {} if replaced else self._parameters, everywhere)
         optimizer.register_step_pre_hook(self._before_step)
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
@@ -286,6 +291,7 @@ class GradientSync:
         """
         if self._weights is not None:
             self._weights.check()
+        self.shown.compare_factors()
         self.shown.take_back()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -85,7 +85,7 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        self._digests = RiddenDigests(self.mesh, self._common_weights(attachment))
+        self._digests = RiddenDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
             digests=self._digests,
@@ -213,7 +213,7 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        with self._buffers.watching(len(microbatches) // len(batches)):
+        with self._buffers.watching(len(microbatches) // len(batches), batches):
             losses = self.runtime.run(
                 microbatches,
                 self._programs.training(len(microbatches)),
@@ -295,7 +295,7 @@ class PipelineEngine(Engine):
         self.seeds.next_step()
         self._direct.stop()
         self.gradients.begin_forward()
-        with self._buffers.watching(len(microbatches)) if self.trains else nullcontext():
+        with self._buffers.watching(len(microbatches), [batch]) if self.trains else nullcontext():
             state = self._forward_phase(microbatches)
         logits = self._logits_of(state, batch)
         self._direct.watch()

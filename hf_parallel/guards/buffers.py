@@ -1,13 +1,15 @@
 """Buffers that training forward passes write to: running statistics, power iterations of a spectral norm.
 
 DDP sends those of rank 0 to all replicas before the first forward pass of each step; so do we, if there are any. A pipeline
-runs a batch as several forward passes, which is another sequence of writes: refused.
+runs a batch as several forward passes, which is another sequence of writes: refused, for plain numbers on modules too (a
+count of calls that a weight is annealed by).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +44,12 @@ class MovingBuffers:
         self._is_due = True
 
     @contextmanager
-    def watching(self, num_passes: int = 1) -> Iterator[None]:
+    def watching(self, num_passes: int = 1, batches: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Around a training forward pass; collective at the first ones, and where buffers move.
 
         Args:
             num_passes: Forward passes that one process would run as one.
+            batches: What it is for: a number that becomes the length of a row counts nothing.
 
         Raises:
             UnsupportedError: Buffers move and there are several; on every rank.
@@ -55,12 +58,26 @@ class MovingBuffers:
             self._send()
         self._is_due = False
         before = self._states() if self._looks else {}
+        numbers = self._numbers() if self._looks and num_passes > 1 else {}
         yield
         if self._looks:
             self._looks -= 1
-            self._agree(
-                [name for name, state in self._states().items() if _moved(before.get(name), state)], num_passes
-            )
+            moved = [name for name, state in self._states().items() if _moved(before.get(name), state)]
+            now = self._numbers() if numbers else {}
+            lengths = {
+                size for batch in batches for v in batch.values() if isinstance(v, Tensor) for size in v.shape[1:]
+            }
+            moved += [name for name in numbers if now.get(name) not in {numbers[name], *lengths}]
+            self._agree(moved, num_passes)
+
+    def _numbers(self) -> dict[str, float]:
+        """Plain numbers that modules have, by name."""
+        return {
+            f"{prefix}.{key}": value
+            for prefix, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if type(value) in (int, float) and value == value
+        }
 
     def _states(self) -> dict[str, tuple[Tensor, int, Tensor | None]]:
         return {
@@ -81,9 +98,9 @@ class MovingBuffers:
         if split:
             names = sorted({name for names in everyone for name in names})
             raise UnsupportedError(
-                f"the forward pass writes to {len(names)} buffers in training (first: {names[0]}) with "
+                f"the forward pass writes to {len(names)} buffers or numbers in training (first: {names[0]}) with "
                 f"pp_size={self._mesh.shape.pp_size}: a batch runs as {num_passes} microbatches, so they would be written to as "
-                "often (running statistics, power iterations). Set pipeline.num_microbatches to 1, or pp_size to 1."
+                "often (running statistics, power iterations, counts). Set pipeline.num_microbatches to 1, or pp_size to 1."
             )
         shape = self._mesh.shape
         mine = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +16,8 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.shown import SharedGradient, refuse_part, root
+from hf_parallel.guards.scaled import StageFactors
+from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
@@ -64,11 +66,14 @@ class _Local(_Openable):
         self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
         self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
         self.arrived = False
+        self.is_summand = False  # other stages have the rest of it
 
     def tensor(self) -> Tensor:
         return self._with_opened(self.gradient)
 
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self.is_summand and "clamp" in str(function):
+            refuse_summand(self.name)
         function(self.gradient if self.opened is None else self.opened, *args, **kwargs)
 
     def arrive(self, gradient: Tensor) -> None:
@@ -77,6 +82,8 @@ class _Local(_Openable):
         self.arrived = True
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        if self.is_summand:
+            refuse_summand(self.name)
         return self._owner.power(self.name, self.parameter, self.tensor() if local is None else local, norm_type)
 
 
@@ -162,10 +169,12 @@ class ShownGradients:
     ) -> None:
         self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
         self._waiting = waiting
+        self.factors = StageFactors(mesh)
         self._flat: dict[str, _Flat] = {}
         self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
         self._zero: ZeroPartition | None = None
         self._active = False
+        self._between = False
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -180,9 +189,31 @@ class ShownGradients:
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
         """What this rank counts of a gradient that is not partitioned."""
         counted = self.counted(name, parameter)
-        first = self._zero is None or self._zero.shard_group.rank() == 0
+        first = self._parts_of is None or self._parts_of.shard_group.rank() == 0
         values = gradient * counted if isinstance(counted, Tensor) else gradient
         return power_sum([values] if first and counted is not False else [], norm_type, parameter.device)
+
+    def taken(self, names: Sequence[str]) -> None:
+        """User code takes numbers of gradients, perhaps to add them up."""
+        for name in names:
+            if name in self._parameters and not self._between:
+                self.factors.take(name, functools.partial(self._power_now, name))
+
+    def _power_now(self, name: str) -> Tensor | None:
+        gradient, flat = self._parameters[name].grad, self._flat.get(name)
+        if gradient is None:
+            return None
+        part = gradient.part if isinstance(gradient, SharedGradient) else flat
+        values = gradient.changed if isinstance(gradient, SharedGradient) else gradient
+        if part is None:
+            return self.power(name, self._parameters[name], plain_of(gradient), 2.0)
+        return part.power(2.0, values)
+
+    def compare_factors(self) -> None:
+        """The optimizer steps next: see `StageFactors`."""
+        if self._active:
+            with self._waiting("waits for what the other stages multiplied their gradients with"):
+                self.factors.settle(self._power_now)
 
     def sharded_dim(self, name: str) -> int | None:
         """Along which dimension tensor-parallel ranks hold parts of a parameter."""
@@ -228,7 +259,7 @@ class ShownGradients:
     def own(self, powers: Tensor, norm_type: float) -> Tensor:
         """Norms of single gradients from what ranks count of them; collective."""
         powers = powers.clone()
-        groups = [self._zero.shard_group if self._zero is not None else None, self._mesh.tp_group]
+        groups = [self._parts_of.shard_group if self._parts_of is not None else None, self._mesh.tp_group]
         return root(self._summed(powers, groups, norm_type), norm_type)
 
     def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
@@ -242,7 +273,7 @@ class ShownGradients:
             powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
         together = powers.max() if math.isinf(norm_type) else powers.sum()
         groups = [
-            self._zero.shard_group if self._zero is not None else None,
+            self._parts_of.shard_group if self._parts_of is not None else None,
             self._mesh.tp_group if alone else self._mesh.mp_group,
         ]
         return root(self._summed(together, groups, norm_type), norm_type)
@@ -267,6 +298,7 @@ class ShownGradients:
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
         self._active = True
+        self.factors.begin()
         self.note_parts()
         staged = self._mesh.mp_group is not None
         absent = self._zero.absent_names if self._zero is not None else frozenset()
@@ -278,6 +310,31 @@ class ShownGradients:
                     parameter.grad = SharedGradient.of(parameter, flat, self)
             elif staged and parameter.grad is not None:
                 parameter.grad = SharedGradient.of(parameter, _Local(name, parameter, parameter.grad, self), self)
+
+    @property
+    def _parts_of(self) -> ZeroPartition | None:
+        """What has gradients in parts; between two batches every replica has its own."""
+        return None if self._between else self._zero
+
+    def show_between(self) -> None:
+        """User code stands between two batches of a step: norms it takes are those of all stages, of this replica."""
+        self._between = True
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                part = _Local(name, parameter, parameter.grad, self)
+                part.is_summand = len(self._ledger.entries[name].holders) > 1
+                parameter.grad = SharedGradient.of(parameter, part, self)
+
+    def take_between(self) -> None:
+        """What user code left there is what later batches add to."""
+        if not self._between:
+            return
+        self._between = False
+        for parameter in self._parameters.values():
+            gradient = parameter.grad
+            if type(gradient) is SharedGradient:
+                parameter.grad = gradient.plain()
+                gradient.part.close()
 
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
@@ -369,6 +426,8 @@ class ShownGradients:
     @contextmanager
     def withdrawn(self) -> Iterator[None]:
         """Inside, gradients are where the optimizer finds them; afterwards user code sees them again."""
+        between = self._between
+        self.take_between()
         was = self._active
         stands = {n: p.grad for n, p in self._parameters.items() if was and type(p.grad) is SharedGradient}
         self.take_back()
@@ -377,6 +436,8 @@ class ShownGradients:
         finally:
             if was:
                 self._show_again(stands)
+            if between:
+                self.show_between()
 
     def _show_again(self, stands: Mapping[str, Any]) -> None:
         self._active = True
@@ -393,3 +454,16 @@ class ShownGradients:
                 same = stand.changed is None and stand.part.tensor() is parameter.grad
                 part = _Local(name, parameter, parameter.grad, self)
                 parameter.grad = stand if same else SharedGradient.of(parameter, part, self)
+
+
+def refuse_summand(name: str) -> None:
+    """A gradient that several stages have summands of has no norm, and cannot be limited, before they are added up.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"the gradient of {name}, which several stages share, is read or limited between two batches of a step with pp_size above "
+        "1: its summands are added up after the last batch. Do it where accelerator.sync_gradients is true "
+        "(on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
+    )

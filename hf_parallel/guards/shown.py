@@ -129,6 +129,10 @@ class Sums(Protocol):
         """Norm over several gradients, 0-d f64, by name and whether this rank's stage counts them; collective."""
         ...
 
+    def taken(self, names: Sequence[str]) -> None:
+        """User code takes numbers of single gradients."""
+        ...
+
 
 class _Stand(torch.Tensor):
     """A tensor without memory whose functions are carried out elsewhere."""
@@ -185,6 +189,16 @@ class SharedGradient(_Stand):
         else:
             super().__setitem__(key, value)
 
+    @property
+    def data(self) -> Tensor:
+        """Another stand-in, as torch's is another tensor with the same memory; what is assigned is written there."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(values)
+
     def _opened(self) -> Tensor:
         return self.part.open() if self.changed is None else self.part.whole(self.changed)
 
@@ -236,6 +250,7 @@ class PartialNorm(_Stand):
         return made
 
     def plain(self) -> Tensor:
+        self.sums.taken(self.names)
         return self.sums.own(self.powers, self.norm_type).to(self.device, self.dtype).view(self.shape)
 
     @classmethod
@@ -285,6 +300,9 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
     plain = {id(stand): stand.plain() for stand in stands}
     here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
+    for stand in stands if not func._schema.is_mutable else ():
+        if isinstance(stand, SharedGradient):
+            stand.sums.taken([stand.part.name])
     result = func(*here[0], **here[1])
     for stand in stands if func._schema.is_mutable else ():
         if isinstance(stand, SharedGradient) and stand.changed is None:

@@ -1,11 +1,12 @@
 """Notices parameters that were exchanged after the model was prepared: optimizer and reduction would go on with the old.
 
-Values may be changed at any time (`p.data.clamp_()`, `load_state_dict`, `p.data = ...`); the object and its shape may not.
+Values may be changed at any time (`p.data.clamp_()`, `load_state_dict`, `p.data = ...`); the object and its shape may not,
+nor may the modules that have parameters somewhere in the model: a new head would run, and the old one would be trained and saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -18,9 +19,13 @@ class WeightGuard:
     Args:
         model: The model, cut and sharded.
         parameters: Name -> this rank's parameter.
+        everywhere: Names of all parameters of the whole model, wherever they are.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], everywhere: Iterable[str] = ()
+    ) -> None:
+        self._modules = _places_of_modules(model, everywhere)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._places = [
             (names[id(parameter)], module._parameters, key, parameter)
@@ -34,8 +39,15 @@ class WeightGuard:
         """Before an optimizer step.
 
         Raises:
-            UnsupportedError: Names a parameter that another has replaced, or that was given another shape.
+            UnsupportedError: Names a module or parameter that another has replaced, or that was given another shape.
         """
+        for name, modules, key, module in self._modules:
+            if modules.get(key) is not module:
+                raise UnsupportedError(
+                    f"module {name} was replaced or taken out after the model was prepared: optimizer, gradient reduction and "
+                    "checkpoints hold the parameters of the one before. Change the model before training, or change values in "
+                    "place (`with torch.no_grad(): parameter.copy_(new)`)."
+                )
         for name, table, key, parameter in self._places:
             if table.get(key) is not parameter:
                 raise UnsupportedError(
@@ -49,3 +61,19 @@ class WeightGuard:
                     f"parameter {name} was given data of shape {tuple(parameter.shape)} after the model was prepared: this rank "
                     f"holds {tuple(shape)} of it. Assign this rank's part, or change weights before training."
                 )
+
+
+def _places_of_modules(
+    model: nn.Module, names: Iterable[str]
+) -> list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]:
+    """Name, table, key and module of every module with parameters in it, also where a rank has none of them."""
+    prefixes: set[str] = set()
+    for name in names:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            prefixes.add(name)
+    modules, found = dict(model.named_modules(remove_duplicate=False)), []
+    for name in sorted(prefixes & modules.keys()):
+        parent, _, key = name.rpartition(".")
+        found.append((name, modules[parent]._modules, key, modules[name]))
+    return found

@@ -101,6 +101,7 @@ class HFParallelCallback(TrainerCallback):
             return
         trainer_internals()
         refuse_arguments(trainer, self.config)
+        warn_of_draws(args, self.config)
         if trainer.model is not None:
             shares = self.config.zero.shards_parameters
             refuse_model(trainer.model, self.config.model_parallel_size, shares_parameters=shares)
@@ -225,6 +226,17 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
         )
     logger.info("hf_parallel: %s drives this run; hf_parallel changes nothing.", name)
     return True
+
+
+def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
+    """Say that noise on embeddings, as dropout, is drawn anew for each microbatch."""
+    if args.neftune_noise_alpha is not None and config.pp_size > 1 and args.process_index == 0:
+        logger.warning(
+            "hf_parallel: neftune_noise_alpha=%s with pp_size=%d: the noise of each microbatch is drawn from a stream of its own, "
+            "like dropout. It has the size that it has in one process, from other random numbers, so that losses differ by it.",
+            args.neftune_noise_alpha,
+            config.pp_size,
+        )
 
 
 def _without_effect(args: TrainingArguments) -> list[str]:

@@ -1,0 +1,105 @@
+"""Whether all stages scaled their gradients by the same number.
+
+`sum(p.grad.norm() ** 2 for p in model.parameters())` is the sum of one stage: clipping by it scales each stage by another
+factor. Where user code took numbers of gradients one by one, the factor that it then scaled all of them with is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.mesh import Mesh
+
+
+TOLERANCE = 1e-4
+_STEPS, _RANGE = 1e6, 60.0  # a word counts millionths of the logarithm of a factor, from exp(-60) on
+
+
+class StageFactors:
+    """The factor of this stage between a reduction and the optimizer step, and those of the others.
+
+    Args:
+        mesh: This rank's mesh.
+
+    Attributes:
+        at_once: Whether factors are compared before each step; else they ride on a message of the next forward pass.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._taken: dict[str, Tensor] = {}
+        self._word: Tensor | None = None
+        self.at_once = False
+
+    def begin(self) -> None:
+        """New gradients."""
+        self._taken.clear()
+
+    def take(self, name: str, power: Callable[[], Tensor | None]) -> None:
+        """User code takes a number of a gradient, whose sum of squares is `power` (0-d) now."""
+        if self._mesh.shape.pp_size > 1 and name not in self._taken:
+            now = power()
+            if now is not None:
+                self._taken[name] = now
+
+    def settle(self, power: Callable[[str], Tensor | None]) -> None:
+        """The optimizer steps next.
+
+        Args:
+            power: Sum of squares of a gradient (0-d, f64) as it is now; None if it is gone.
+
+        Raises:
+            UnsupportedError: Stages scaled by different numbers and factors are compared at once; on every rank of the copy.
+        """
+        before, self._taken = self._taken, {}
+        now = {name: power(name) for name in before}
+        pairs = [(before[name], value) for name, value in now.items() if value is not None]
+        if len(pairs) == len(before) > 1:
+            self._word = _word(*(torch.stack(side) for side in zip(*pairs, strict=True)))
+        if self.at_once and self._mesh.pp_group is not None:
+            mine = self.word(next(iter(before.values())).device if before else torch.device("cpu"))
+            device = torch.device("cuda") if dist.get_backend(self._mesh.pp_group) == "nccl" else torch.device("cpu")
+            words = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self._mesh.shape.pp_size)]
+            dist.all_gather(words, mine.reshape(1).to(device), group=self._mesh.pp_group)
+            self.refuse_unlike([int(word) for word in torch.cat(words).tolist()])
+
+    def word(self, device: torch.device) -> Tensor:
+        """A number for the factor of the last step (0-d int64), once; 0 for none. Does not wait for the device."""
+        word, self._word = self._word, None
+        return torch.zeros((), dtype=torch.int64, device=device) if word is None else word.to(device)
+
+    def refuse_unlike(self, words: Sequence[int]) -> None:
+        """Compare factors.
+
+        Args:
+            words: Of ranks of this model copy.
+
+        Raises:
+            UnsupportedError: They differ.
+        """
+        found = [word for word in words if word]
+        if found and max(found) - min(found) > TOLERANCE * _STEPS:
+            factors = " and ".join(f"{math.exp((word - 1) / _STEPS - _RANGE):.4g}" for word in dict.fromkeys(found))
+            raise UnsupportedError(
+                f"all gradients of a stage were multiplied by one number, which is {factors} on different stages, after "
+                f"numbers were taken of single gradients: with pp_size={self._mesh.shape.pp_size} a rank has the gradients of its "
+                "stages only, so what is added up over model.parameters() is not that of the model. Use "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), limit), torch.nn.utils.get_total_norm or max_grad_norm, which "
+                "count all stages, or set pp_size to 1."
+            )
+
+
+def _word(before: Tensor, now: Tensor) -> Tensor:
+    """Of the sums of squares of gradients, f64[n]: 0 unless all were scaled alike, by a number other than zero."""
+    kept = (before > 0) & (now > 0)
+    logs = 0.5 * (torch.where(kept, now, 1.0).log() - torch.where(kept, before, 1.0).log())
+    least, most = torch.where(kept, logs, math.inf).min(), torch.where(kept, logs, -math.inf).max()
+    alike = (most - least <= TOLERANCE) & (kept.sum() > 1) & (now.bool() == before.bool()).all()
+    steps = ((0.5 * (least + most)).clamp(-_RANGE, _RANGE).nan_to_num() + _RANGE) * _STEPS
+    return torch.where(alike, 1 + steps.round().to(torch.int64), 0)

@@ -1,0 +1,203 @@
+"""What users do to a model in the middle of training, and with numbers that only one stage has: right, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_steps
+from rank_runner import run_ranks
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+
+pytestmark = pytest.mark.long
+
+
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+TP2 = {"tp_size": 2}
+
+
+class AfterTwo(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.change(model)
+
+    def change(self, model: Any) -> None:
+        raise NotImplementedError
+
+
+class NewHead(AfterTwo):
+    def change(self, model: Any) -> None:
+        model.lm_head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+
+
+class SwapsBlocks(AfterTwo):
+    def change(self, model: Any) -> None:
+        model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
+
+
+class DropsBlock(AfterTwo):
+    def change(self, model: Any) -> None:
+        model.model.layers = model.model.layers[:3]
+
+
+class NewActivation(AfterTwo):
+    """A module without parameters may be another."""
+
+    def change(self, model: Any) -> None:
+        for block in model.model.layers:
+            block.mlp.act_fn = nn.Tanh()
+
+
+class ClipsByHand(TrainerCallback):
+    """As scripts did before `clip_grad_norm_`."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        total = sum(float(gradient.norm()) ** 2 for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 0.05 / (total + 1e-6)))
+
+
+class ClipsBySquares(TrainerCallback):
+    """The same without a norm, and with new gradients."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        total = torch.stack([parameter.grad.pow(2).sum() for parameter in parameters]).sum().sqrt()
+        for parameter in parameters:
+            parameter.grad = parameter.grad * (0.05 / (total + 1e-6))
+
+
+class ReadsAndHalves(TrainerCallback):
+    """Numbers of gradients for a log, and one factor for all of them."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen = [float(parameter.grad.abs().max()) for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class ScalesEach(TrainerCallback):
+    """Another factor for each gradient, by its own norm."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.1 / (1.0 + float(parameter.grad.norm())))
+
+
+class Smooths(TrainerCallback):
+    """Gradients of earlier steps are added, through `.data`."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.means: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            before = self.means.get(name, torch.zeros_like(parameter.grad))
+            self.means[name] = before * 0.9 + parameter.grad.data.detach() * 0.1
+            parameter.grad.data = parameter.grad.data + self.means[name] * 2
+
+
+def counting(model: Any) -> None:
+    """A block that grows with every call."""
+    mlp = model.model.layers[1].mlp
+    mlp.calls = 0
+
+    def grow(module: Any, inputs: Any, output: Any) -> Any:
+        module.calls += module.training
+        return output * (1 + 0.1 * module.calls)
+
+    mlp.register_forward_hook(grow)
+
+
+class ClipsEachBatch(Trainer):
+    """The sum so far is clipped after every batch of a step."""
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, *args, **kwargs)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+
+def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
+    return {"change": lambda trainer: trainer.add_callback(kind())}
+
+
+KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    kind.__name__: (Trainer, adding(kind))
+    for kind in (
+        *(NewHead, SwapsBlocks, DropsBlock, NewActivation),
+        *(ClipsByHand, ClipsBySquares, ReadsAndHalves, ScalesEach, Smooths),
+    )
+}
+KINDS["clips_each"] = (ClipsEachBatch, {})
+KINDS["counting"] = (Trainer, {"prepare": counting})
+user_steps.KINDS |= KINDS
+
+REPLACED, SCALED = "was replaced or taken out after the model was prepared", "is not that of the model"
+# Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
+TIED = {"model": "llama_tied"}
+MORE: dict[str, dict[str, Any]] = {  # other than two batches of the untied model a step
+    "clips_each_tied_pp2": TIED,
+}
+JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "clips_each_pp2": ("clips_each", PP2, "", 0),
+    "clips_each_tied_pp2": ("clips_each", PP2, "which several stages share, is read or limited between", 0),
+    "new_head_pp2": ("NewHead", PP2, REPLACED, 2),
+    "new_head_tp2": ("NewHead", TP2, REPLACED, 2),
+    "new_head_dp2": ("NewHead", {}, REPLACED, 2),
+    "new_head_zero3": ("NewHead", {"zero": {"stage": 3}}, REPLACED, 2),
+    "swapped_pp2": ("SwapsBlocks", PP2, REPLACED, 2),
+    "dropped_pp2": ("DropsBlock", PP2, REPLACED, 2),
+    "activation_pp2": ("NewActivation", PP2, "", 0),
+    "activation_tp2": ("NewActivation", TP2, "", 0),
+    "counting_pp2": ("counting", PP2, "the forward pass writes to", 0),
+    "counting_alone_pp2": ("counting", {"pp_size": 2, "num_microbatches": 1}, "", 0),
+    "by_hand_pp2": ("ClipsByHand", PP2, SCALED, 0),
+    "by_hand_tp2": ("ClipsByHand", TP2, "", 0),
+    "by_hand_zero1": ("ClipsByHand", {"zero": {"stage": 1}}, "", 0),
+    "squares_pp2": ("ClipsBySquares", PP2, SCALED, 0),
+    "halved_pp2": ("ReadsAndHalves", PP2, "", 0),
+    "each_pp2": ("ScalesEach", PP2, "", 0),
+    "smooths_pp2": ("Smooths", PP2, "", 0),
+    "smooths_tp2": ("Smooths", TP2, "", 0),
+    "smooths_zero1": ("Smooths", {"zero": {"stage": 1}}, "", 0),
+}
+
+
+def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
+    return user_steps.many(rank, world_size, jobs, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    references = {name: (name, None, {"rows": 8}) for name, _, error, _ in JOBS.values() if not error}
+    jobs = {}
+    for job, (name, parallel, _, _) in JOBS.items():
+        replicas = 1 if "pp_size" in parallel or "tp_size" in parallel else 2
+        jobs[job] = (name, parallel, {"rows": 8 // replicas, **MORE.get(job, {})})
+    found = []
+    for world_size, chosen in ((1, references), (2, jobs)):
+        place = folder / str(world_size)
+        place.mkdir()
+        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
+        ranks = run_ranks(many, world_size, list(chosen.values()), str(place), tmp_path=Path(folder), **options)
+        found.append(dict(zip(chosen, zip(*ranks, strict=True), strict=True)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_right_or_refused(job: str, runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    ones, twos = runs
+    name, _, error, steps = JOBS[job]
+    if not error:
+        user_steps.same(twos[job][0], ones[name][0])
+        return
+    for rank in twos[job]:
+        assert error in str(rank["error"])
+        assert rank["steps"] == steps
