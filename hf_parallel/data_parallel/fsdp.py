@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hf_parallel.compat.private_torch import HookCarrier, whole_numbers_of_parts
+from hf_parallel.compat.torch_tools import keep_class_name
 from hf_parallel.errors import UnsupportedError
 
 
@@ -103,9 +104,9 @@ class ShardedModel:
                 offload_policy=policy,
             )[:1]
             for module in modules:
-                _keep_name(module)
+                keep_class_name(module)
         for name, module in model.named_modules():
-            if any(parameter is not None for parameter in module._parameters.values()):
+            if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(partial(_refuse_parts, name))
         model.register_forward_hook(
             self._after_forward
@@ -167,7 +168,7 @@ def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
     Raises:
         UnsupportedError: They are in parts, so that this is a call from outside of the model's forward.
     """
-    for key, parameter in module._parameters.items():
+    for key, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
                 f"zero.stage=3 (or 2 with zero.engine=fsdp2): module {name} was called outside of the model's forward, where "
@@ -315,16 +316,3 @@ def _prepare(module: nn.Module) -> None:
         if not isinstance(parameter, DTensor):
             full = parameter.data.float() if parameter.dtype in HALF else parameter.data
             parameter.data = full.contiguous()
-
-
-def _keep_name(module: nn.Module) -> None:
-    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
-
-    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
-    """
-    kind, place = type(module), FSDPModule._orig_cls_mro_index
-    plain: Any = kind.__mro__[place]
-    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
-    renamed = type(plain.__name__, (kind,), body)
-    type.__setattr__(renamed, "forward", plain.forward)
-    module.__class__ = renamed

@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from hf_parallel.compat.torch_tools import pytree
 
 
 class LateGather:
@@ -44,7 +45,7 @@ class LateGather:
         self._watched = False
         self._shard_of = dict(shard_of)
         for module in model.modules():
-            own = [param for param in module._parameters.values() if param is not None and id(param) in shard_of]
+            own = [param for param in module.parameters(recurse=False) if id(param) in shard_of]
             if own:
                 self._hook(module, [id(param) for param in own])
 

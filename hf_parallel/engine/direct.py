@@ -19,11 +19,11 @@ import torch
 from accelerate.state import GradientState
 from accelerate.utils import convert_to_fp32
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree, storage_id
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 
@@ -92,8 +91,7 @@ class _OpLog(TorchDispatchMode):
     def number(self, tensor: Tensor) -> int:
         """A small integer for the tensor's memory; views of one memory share it."""
         try:
-            storage = tensor.untyped_storage()
-            address = storage._cdata  # data_ptr() would be 0 for every empty or meta tensor
+            storage, address = tensor.untyped_storage(), storage_id(tensor)
         except NotImplementedError:  # a wrapper subclass without storage: the object stands for itself
             storage, address = tensor, id(tensor)  # type: ignore[assignment]
         if address not in self._numbers:

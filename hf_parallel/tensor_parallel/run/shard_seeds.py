@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from hf_parallel.compat.torch_tools import DropoutModule
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.shard_plan import PairPlan
 
@@ -49,7 +49,7 @@ class PairSeeds:
             raise UnsupportedError(
                 f"{row} and {self._row} are rows of two pairs that run at the same time, and there is dropout inside "
                 "them: masks could not be told apart. Set the dropout to 0, or gather one of the two with "
-                "tensor_parallel.overrides."
+                "tensor_parallel.plan: {NAME: gather}."
             )
         # As many draws as ranks, of which this one uses its own: the generator moves on by the same amount everywhere.
         seeds = torch.randint(2**63 - 1, (self._tp_size,), generator=torch.default_generator, device="cpu")
@@ -101,7 +101,7 @@ def install_seeds(model: nn.Module, pair: PairPlan, seeds: PairSeeds, *, row_is_
 def draws(root: nn.Module) -> bool:
     """Whether a module may draw random numbers in training: dropout modules, attributes and settings above zero."""
     return any(
-        (isinstance(module, _DropoutNd) and module.p > 0) or any(rate > 0 for rate in _rates(module))
+        (isinstance(module, DropoutModule) and module.p > 0) or any(rate > 0 for rate in _rates(module))
         for module in root.modules()
     )
 
