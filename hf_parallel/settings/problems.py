@@ -73,7 +73,7 @@ def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mappi
     section, _, leaf = path.rpartition(".")
     if detail["type"] == "together":
         return detail["msg"]
-    if detail["type"] == "told":
+    if detail["type"] == "problem":
         return f"{path}{detail['msg']}"
     if detail["type"] == "extra_forbidden":
         return _unknown_key(root, leaf, section)
