@@ -43,7 +43,6 @@ class Launch:
         source: Who named that file.
         launched_by: What started the process.
         rank: Global rank, from 0.
-        local_rank: Rank on this machine, from 0.
         world_size: Processes of the run, 1 or more.
     """
 
@@ -51,7 +50,6 @@ class Launch:
     source: Source
     launched_by: Launcher
     rank: int
-    local_rank: int
     world_size: int
 
 
@@ -75,7 +73,7 @@ def find_launch(argument: str | Path | None = None) -> Launch:
         path, source = launcher_path, "accelerate launch"
     else:
         path, source = None, "none"
-    return Launch(path, source, launched_by, _int("RANK", 0), _int("LOCAL_RANK", 0), _int("WORLD_SIZE", 1))
+    return Launch(path, source, launched_by, _int("RANK", 0), _int("WORLD_SIZE", 1))
 
 
 def resolve_config(

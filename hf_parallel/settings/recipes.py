@@ -14,6 +14,7 @@ from typing import Any
 from hf_parallel.errors import MAX_LINES, ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
+from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
 
 
@@ -199,12 +200,11 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
         for key, value in section.items()
         if key not in LAUNCHER_ONLY
     ]
-    if str(accelerate.get("mixed_precision")).lower() == "fp16" and accelerate.get("use_cpu") is True:
-        problems.append(
-            "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true: DeepSpeed has no fp16 on CPUs. Set "
-            "mixed_precision to bf16 or 'no'."
-        )
-    return problems
+    asked = "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true"
+    return [
+        *problems,
+        *fp16_on_cpu(accelerate.get("mixed_precision"), on_cpu=accelerate.get("use_cpu") is True, asked=asked),
+    ]
 
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
