@@ -39,7 +39,7 @@ from timing import (
 from transformers import LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
@@ -70,7 +70,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (DirectGradients, "stop", None),
     *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
     (HookGuard, "check", None),
-    (PipelineEngine, "_check_loss", None),
+    (MicrobatchLoss, "check", None),
     (ShownGradients, "show", None),
     (ShownGradients, "take_back", ()),
     (WeightGuard, "check", None),

@@ -118,8 +118,8 @@ class Bench:
         self.parameters = sum(p.numel() for p in model.parameters())
         self.stages = nn.ModuleList([FirstStage(model, settings.cut), LastStage(model, settings.cut)])
         self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
-        down, up = (make_transport("auto", CPU, dist.new_group([0, 1])) for _ in range(2))
-        self.runtime = PipelineRuntime({rank: self._stage}, (0, 1), rank, (down, up))
+        transports = {pair: make_transport("auto", CPU, dist.new_group([0, 1])) for pair in ((0, 1), (1, 0))}
+        self.runtime = PipelineRuntime({rank: self._stage}, (0, 1), rank, transports)
         self.runtime.probe.trace = self.clock.trace
         self.programs = Programs(ScheduleChoice(PipelineConfig(schedule="1f1b"), 2), rank)
         self.schedules: dict[int, Schedule1F1B] = {}

@@ -101,8 +101,8 @@ class Variant:
         clock: Clock,
         weights: WeightGradients | None = None,
     ) -> None:
-        down, up = (make_transport("auto", CPU, dist.new_group([0, 1])) for _ in range(2))
-        self.runtime = PipelineRuntime(stages, choice.placement, rank, (down, up), weights=weights)
+        transports = {pair: make_transport("auto", CPU, dist.new_group([0, 1])) for pair in ((0, 1), (1, 0))}
+        self.runtime = PipelineRuntime(stages, choice.placement, rank, transports, weights=weights)
         self.runtime.probe.trace = clock.trace
         self.programs = Programs(choice, rank)
 

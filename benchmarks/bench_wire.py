@@ -428,9 +428,10 @@ def table_of(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 def section(tables: Mapping[str, Sequence[Mapping[str, Any]]], asked: Sequence[tuple[str, bool, bool]]) -> str:
     """The section of the page: a title and a table for each layout, and what was asked."""
     text = (
-        "Real links between network namespaces, shaped by the kernel; bytes are those that the cards counted, per step. `diff` "
-        "is to the formula of the collectives, `no headers` the same without the headers of frames. `limit` is bytes over "
-        "the rate of the link, `/ bound` the step over limit + step without exchange + CPU time in codecs."
+        "The ranks run in network namespaces whose links the kernel slows down. `MB/NIC` is what a network card counted in a "
+        "step. `diff` is its relative difference to the formula of the collective, `no headers` the same without the headers "
+        "of frames. `limit` is the time of these bytes at the rate of the link. `/ bound` is the time of a step divided by the "
+        "sum of `limit`, a step without exchange and the CPU time of the codecs."
     )
     parts = [f"{title}:\n\n{markdown_table(HEAD, [cells(row) for row in rows])}" for title, rows in tables.items()]
     verdict = [

@@ -359,10 +359,9 @@ def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict
         errors = [one for one in expected if "error" in one]
         return Verdict("no reference", f"{errors[0].get('type')}: {errors[0]['message'][:300]}")
     right = int(job.setup.callback in CHANGES)
-    steps = [
-        entry for entry in expected[0]["history"] if "loss" in entry
-    ]  # whose NaN a Trainer logs as the loss before
-    unlabelled = [index for index, entry in enumerate(steps) if any(map(math.isnan, entry.values()))]
+    steps = [entry for entry in expected[0]["history"] if "loss" in entry]
+    # A Trainer that filters NaN logs the mean of the losses since the last log in its place: 0 if it is the only one.
+    unlabelled = [i for i, entry in enumerate(steps) if entry["loss"] == 0 or any(map(math.isnan, entry.values()))]
     right = max([right, *unlabelled[:1]])  # a step without a label is refused when it comes
     ended = broken(facts, note.read_text() if note.exists() else "", right)
     if ended is not None:

@@ -80,17 +80,14 @@ class MeshShape:
 class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
-    `pp_down_group` carries messages to higher ranks of the pipeline and `pp_up_group` to lower ones: NCCL serialises all
-    traffic of a pair of ranks in a group, and one group for both directions could deadlock 1F1B. The replicas of
-    `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same part of it.
+    The replicas of `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same
+    part of it.
     """
 
     shape: MeshShape
     rank: int
     tp_group: dist.ProcessGroup | None
     pp_group: dist.ProcessGroup | None
-    pp_down_group: dist.ProcessGroup | None
-    pp_up_group: dist.ProcessGroup | None
     dp_group: dist.ProcessGroup | None
     dp_shard_group: dist.ProcessGroup | None
     dp_replicate_group: dist.ProcessGroup | None
@@ -103,7 +100,6 @@ class Mesh:
         shape: MeshShape,
         *,
         timeout: timedelta,
-        p2p_backend: str | None = None,
         dp_shard_size: int | None = None,
     ) -> Mesh:
         """Create this rank's groups; collective over the default group.
@@ -111,8 +107,6 @@ class Mesh:
         Args:
             shape: Must cover exactly the default group's world size.
             timeout: Longest wait of a collective before it raises.
-            p2p_backend: Backend of the two stage-to-stage groups; None for the default group's. `"gloo"` lets CUDA
-                tensors travel through host memory.
             dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
 
         Raises:
@@ -125,8 +119,8 @@ class Mesh:
                 f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
             )
 
-        def group(lists: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-            return new_group_of(lists, timeout=timeout, backend=backend)
+        def group(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+            return new_group_of(lists, timeout=timeout)
 
         shard_size = shape.dp_size if dp_shard_size is None else dp_shard_size
         if shape.dp_size % shard_size:
@@ -134,16 +128,13 @@ class Mesh:
                 f"zero.dp_shard_size={shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
                 f"{shape.dp_size}, or to 'auto'."
             )
-        pipelines = shape.groups(lambda d, p, t: (d, t))
         dp_group = group(shape.groups(lambda d, p, t: (p, t)))
         whole = shard_size == shape.dp_size
         return cls(
             shape=shape,
             rank=rank,
             tp_group=group(shape.groups(lambda d, p, t: (d, p))),
-            pp_group=group(pipelines),
-            pp_down_group=group(pipelines, p2p_backend),
-            pp_up_group=group(pipelines, p2p_backend),
+            pp_group=group(shape.groups(lambda d, p, t: (d, t))),
             dp_group=dp_group,
             dp_shard_group=dp_group if whole else group(shape.groups(lambda d, p, t: (d // shard_size, p, t))),
             dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t: (d % shard_size, p, t))),
@@ -165,6 +156,29 @@ class Mesh:
     def tp_rank(self) -> int:
         """Index of this rank's shard inside its stage."""
         return self.shape.coordinates(self.rank)[2]
+
+    def channel_groups(
+        self, pairs: Sequence[tuple[int, int]], backend: str | None = None
+    ) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """A group of two ranks for each direction between pipeline neighbours, of those that this rank is in.
+
+        NCCL runs the operations of a communicator one after another. With a communicator for each direction of each pair,
+        only messages of one sender to one receiver follow each other, and those have the schedule's order on both sides.
+
+        Collective: every rank must call it with the same `pairs`.
+
+        Args:
+            pairs: (source, target) ranks of the pipeline, in ascending order.
+            backend: None for the default group's; `"gloo"` lets CUDA tensors travel through host memory.
+        """
+        shape, found = self.shape, {}
+        for pair in pairs:
+            ends = set(pair)
+            lists = shape.groups(lambda d, p, t, ends=ends: (d, t) if p in ends else (-1, d, p, t))  # type: ignore[misc]
+            group = new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout, backend=backend)
+            if group is not None:
+                found[pair] = group
+        return found
 
     def holders_group(self, pp_ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Group of the pipeline ranks `pp_ranks` at this rank's (dp, tp); None on other ranks.

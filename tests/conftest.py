@@ -17,6 +17,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 LAUNCHER_PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "HF_PARALLEL_", "TORCHELASTIC_")
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+# Files whose tests take minutes: with two processes, one that begins last would run alone at the end.
+LONGEST = (
+    "test_benchmarks.py",
+    "test_schedule_parity.py",
+    "test_trainer_features.py",
+    "test_trainer_parity.py",
+    "test_tp_trainer_parity.py",
+    "test_fsdp.py",
+    "test_own_losses.py",
+    "test_compression_trainer.py",
+    "test_recipe_twins.py",
+    "test_launch_failures.py",
+    "test_settings_fuzz.py",
+    "test_resume.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -162,6 +162,16 @@ def loss_shifts_labels(model: Any) -> bool:
     return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), ForCausalLMLoss) is ForCausalLMLoss
 
 
+def other_task(model: Any) -> str | None:
+    """The task that the class of a model is named for, if it is no language model: "SequenceClassification"."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
+
+    language = (ForCausalLMLoss, ForMaskedLMLoss)
+    tasks = [task for task, loss in LOSS_MAPPING.items() if task.startswith("For") and loss not in language]
+    names = (cls.__name__ for cls in type(model).__mro__)
+    return next((task.removeprefix("For") for name in names for task in tasks if name.endswith(task)), None)
+
+
 def is_causal_loss(function: Any) -> bool:
     """Whether `function` is transformers' loss of causal language models, it and what it calls as they are shipped."""
     from torch import nn

@@ -27,6 +27,7 @@ from hf_parallel.machine.facts import (
     peer_access,
     stale_locks,
 )
+from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.machine.ram import free_ram, ram_limit
 
 
@@ -80,6 +81,7 @@ def examine() -> list[Check]:
         *memory_checks(total, min(free_ram(), total), shutil.disk_usage(shared).total if shared.exists() else None),
         *disk_checks({name: (path, _free(path)) for name, path in folders.items()}),
         *network_checks(networks(), host_address(), os.environ),
+        *queue_checks(os.environ),
         *backend_checks(backends, len(found)),
         *compiler_checks(tools, has_gpu=bool(found)),
         *lock_checks({lock: time.time() - lock.stat().st_mtime for lock in stale_locks(extensions_folder())}),
@@ -241,6 +243,12 @@ def _interface_checks(variable: str, value: str, known: Sequence[str]) -> Iterat
         if not any(other == name if exact else other.startswith(name) for other in known):
             text = f"{variable}={value}: no interface {name} is up"
             yield Check("network", "error", text, f"export {variable}={known[0]}")
+
+
+def queue_checks(environment: Mapping[str, str]) -> Iterator[Check]:
+    """Whether one stream of a GPU can block another."""
+    if has_one_queue(environment):
+        yield Check("hardware queues", "error", ONE_QUEUE, ONE_QUEUE_FIX)
 
 
 def backend_checks(backends: Mapping[str, bool], num_gpus: int) -> Iterator[Check]:

@@ -14,6 +14,7 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import Stages
 from hf_parallel.mesh import ranks_per_node
+from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.messages import Probe
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.transport import make_transport
@@ -69,13 +70,14 @@ def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: b
 
 def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> PipelineEngine:
     mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
-    groups = [group for group in (mesh.pp_down_group, mesh.pp_up_group) if group is not None]
-    down, up = (make_transport(schedule.settings.transport, attachment.device, group) for group in groups)
+    kind, device = schedule.settings.transport, attachment.device
+    backend = "gloo" if kind == "host" and device.type != "cpu" else None
+    groups = mesh.channel_groups(neighbour_pairs(schedule.placement), backend)
     runtime = PipelineRuntime(
         stages.by_index,
         schedule.placement,
         mesh.pp_rank,
-        (down, up),
+        {pair: make_transport(kind, device, group) for pair, group in groups.items()},
         probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
         weights=stages.weights,
     )

@@ -1,7 +1,7 @@
 """What `model.forward` becomes while a model is parallelized.
 
 `DirectEngine` (one stage: data and tensor parallelism) runs the model's own forward with real autograd and reduces the
-gradients when a backward pass ends. `PipelineEngine` (several stages, in pipeline_engine.py) runs a schedule. Both own
+gradients when a backward pass ends. `PipelineEngine` (several stages, in `pipeline.py`) runs a schedule. Both own
 the instance's `forward` from `install` on and notice when somebody replaces it.
 """
 
@@ -87,6 +87,7 @@ class Engine:
         self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
+        self._queued = False
         self.gathers = meeting_of_copy(self.mesh)
         self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
 
@@ -98,6 +99,39 @@ class Engine:
     def ends_step(self) -> bool:
         """Whether a backward pass now is the last of its optimizer step."""
         return bool(GradientState().sync_gradients) and not self._holds_back
+
+    def end_pass_later(self) -> None:
+        """A backward pass of the caller's runs: `end_pass` follows it, since gradients may arrive until it is over."""
+        if not self._queued:
+            self._queued = True
+            self.gradients.begin_backward()
+            queue_after_backward(self._end_queued_pass)
+
+    def _end_queued_pass(self) -> None:
+        self._queued = False
+        self.before_end()
+        self.end_pass(1.0, self.compare_step)
+
+    def end_pass(self, factor: float, compare: Callable[[], None]) -> None:
+        """A backward pass is over. The last one of an optimizer step ends the step: compare, then reduce.
+
+        Args:
+            factor: What the gradients are multiplied with.
+            compare: Refuses what the ranks must not do differently in a step. Comes first: the reduction changes gradients.
+        """
+        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other ranks"):
+            if self.ends_step:
+                self._buffers.end_step()
+                compare()
+                self.gradients.reduce(factor)
+            else:
+                self.gradients.accumulate(factor)
+
+    def before_end(self) -> None:
+        """Bring this pass's gradients to the parameters, if they are not there yet."""
+
+    def compare_step(self) -> None:
+        """Refuse losses or batches that differ over the ranks of a model copy."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,7 +234,6 @@ class DirectEngine(Engine):
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        self._queued = False
         self._backwards = Backwards(attachment.mesh, attachment.device)
         common, random = self._common_weights(attachment), attachment.random_check
         self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random)
@@ -255,21 +288,12 @@ class DirectEngine(Engine):
     def _during_backward(self, gradient: torch.Tensor) -> None:
         if self.mesh.tp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
-        if not self._queued:
-            self._queued = True
-            self.gradients.begin_backward()
-            queue_after_backward(self._after_backward)
+        self.end_pass_later()
 
-    def _after_backward(self) -> None:
-        self._queued = False
-        with self.attachment.watchdog.waiting("waits for the gradient reduction of the other replicas"):
-            if self.ends_step:
-                if self.mesh.tp_group is not None:
-                    self._backwards.agree_later()
-                self._buffers.end_step()
-                self.gradients.reduce(1.0)
-            else:
-                self.gradients.accumulate(1.0)
+    def compare_step(self) -> None:
+        """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
+        if self.mesh.tp_group is not None:
+            self._backwards.agree_later()
 
 
 def _zero_grad(own: Callable[..., None], replicas: Replicas, set_to_none: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,8 +17,9 @@ from torch import nn
 
 from hf_parallel.compat.private_torch import private_store
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
+from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.mesh import Mesh, MeshShape, compare_over_ranks
 from hf_parallel.settings.launch import check_world
 from hf_parallel.watchdog import Watchdog
@@ -88,10 +90,11 @@ class Session:
             num_processes: Processes that accelerate counts, to be compared with those that run.
 
         Raises:
-            ConfigError: The processes that run do not fit the settings.
+            ConfigError: The processes that run do not fit the settings, or stages could block each other.
             RankMismatchError: Ranks read different settings.
         """
         check_world(config, num_processes)
+        _refuse_one_queue(config, device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
@@ -99,12 +102,10 @@ class Session:
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
-        p2p_backend = "gloo" if config.pipeline.transport == "host" and device.type != "cpu" else None
         shard_size = config.zero.dp_shard_size
         mesh = Mesh.build(
             shape,
             timeout=timeout,
-            p2p_backend=p2p_backend,
             dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
         )
         store = private_store() if dist.is_initialized() else None
@@ -178,3 +179,8 @@ class Session:
         if self.engine is not None:
             self._released[id(self.engine.model)] = self.engine
         self.engine = None
+
+
+def _refuse_one_queue(config: HFParallelConfig, device: torch.device) -> None:
+    if config.pp_size > 1 and device.type == "cuda" and has_one_queue(os.environ):
+        raise ConfigError(f"pp_size={config.pp_size}: {ONE_QUEUE}. {ONE_QUEUE_FIX}")

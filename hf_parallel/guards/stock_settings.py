@@ -18,7 +18,7 @@ WITHOUT_EFFECT = {
     "bucket_cap_mb": "set data_parallel.bucket_cap_mb of the hf_parallel settings",
     "comm_hook": "set gradient_compression.method (fp16, bf16, powersgd, ...) of the hf_parallel settings",
     "comm_wrapper": "set gradient_compression.method of the hf_parallel settings",
-    "comm_state_option": "set gradient_compression.matrix_approximation_rank and warmup_ratio of the hf_parallel settings",
+    "comm_state_option": "set gradient_compression.matrix_approximation_rank and its neighbours of the hf_parallel settings",
     "dim": "leave it 0: batches are split over the replicas by rows",
 }
 DRIVERS = {

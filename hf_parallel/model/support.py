@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import UnsupportedError
 
 
@@ -24,6 +25,13 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
         raise UnsupportedError(
             f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
             "spread it over devices. Load it without device_map; hf_parallel places the stages."
+        )
+    task = other_task(model) if mp_size > 1 else None
+    if task is not None:
+        raise UnsupportedError(
+            f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size): pipeline stages and shards are "
+            "planned for causal language models only. Set pp_size and tp_size to 1 (replicas, ZeRO), or load it with "
+            "AutoModelForCausalLM."
         )
     method = getattr(model, "quantization_method", None)
     quantised = method is not None or bool(getattr(model, "is_quantized", False))

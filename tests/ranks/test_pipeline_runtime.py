@@ -7,7 +7,9 @@ gradients are compared bit for bit.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rank_runner import run_ranks
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
+from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.transport import DirectTransport, HostTransport, connect, make_transport
@@ -105,11 +108,17 @@ def runtime_for(
     **options: Any,
 ) -> PipelineRuntime:
     """A runtime of several stages, or of one stage a rank."""
-    group = dist.group.WORLD
-    down, up = (make_transport("host" if host else "auto", CPU, group) for _ in "du")
-    assert all(isinstance(t, HostTransport if host else DirectTransport) for t in (down, up))
+    placement = range(world_size) if placement is None else placement
+    groups = channel_groups(tuple(neighbour_pairs(placement)), world_size)
+    transports = {pair: make_transport("host" if host else "auto", CPU, group) for pair, group in groups.items()}
+    assert all(isinstance(t, HostTransport if host else DirectTransport) for t in transports.values())
     mine = stages if isinstance(stages, Mapping) else {rank: stages}
-    return PipelineRuntime(mine, range(world_size) if placement is None else placement, rank, (down, up), **options)
+    return PipelineRuntime(mine, placement, rank, transports, **options)
+
+
+@functools.cache
+def channel_groups(pairs: tuple[tuple[int, int], ...], pp_size: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    return Mesh.build(MeshShape(1, pp_size, 1), timeout=timedelta(seconds=30)).channel_groups(pairs)
 
 
 def programs(rank: int, world_size: int, schedule: str = "1f1b", **settings: Any) -> Programs:
@@ -336,9 +345,8 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     timed: list[str] = []
     runtime.probe.waits = runtime.probe.runs = said.append
     runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
-    transport = make_transport("auto", CPU, dist.group.WORLD)
-    for source, target in neighbour_pairs(range(world_size)):
-        connect(transport, source, target, rank)
+    for (source, _), group in channel_groups(tuple(neighbour_pairs(range(world_size))), world_size).items():
+        connect(make_transport("auto", CPU, group), sends=source == rank)
     runtime.run(batch([2, 2]), programs(rank, world_size).training(2), backward=True, loss_of=loss_of)
     return said, timed
 
@@ -357,15 +365,11 @@ def actions(*wanted: Action) -> Program:
 
 
 def misuse_rank(rank: int, world_size: int) -> None:
-    with pytest.raises(UnsupportedError, match="has no transport"):
+    with pytest.raises(UnsupportedError, match="has no transport from rank 0 to rank 1"):
         PipelineRuntime({rank: lambda payload: payload}, range(2), rank)
     with pytest.raises(UnsupportedError, match="'direct' cannot carry cuda tensors"):
         make_transport("direct", torch.device("cuda", 0), dist.new_group([0, 1], backend="cpu:gloo"))
     assert isinstance(make_transport("auto", torch.device("cuda", 0), dist.group.WORLD), HostTransport)
-    serial = make_transport("auto", CPU, dist.group.WORLD)
-    serial.serial = True
-    with pytest.raises(UnsupportedError, match="share one NCCL group"):
-        PipelineRuntime({rank: lambda payload: payload}, range(2), rank, (serial, serial))
     runtime = runtime_for(lambda payload, **inputs: 5, rank, 2)
     with pytest.raises(ScheduleError, match="cannot run here"):
         runtime.run([{}], actions(Action(1 - rank, "F", 0)), backward=False)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
@@ -20,8 +21,11 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 from hf_parallel.dry_run import doctor
 from hf_parallel.dry_run.doctor import Check
+from hf_parallel.engine.session import _refuse_one_queue
+from hf_parallel.errors import ConfigError
 from hf_parallel.machine import facts
 from hf_parallel.machine.facts import Gpu
+from hf_parallel.settings.config import HFParallelConfig
 
 
 H100 = Gpu("H100", 85 * 10**9, (9, 0))
@@ -134,6 +138,18 @@ def test_networks() -> None:
     )
     wrong = doctor.network_checks(up, "10.0.0.2", {"GLOO_SOCKET_IFNAME": "eth"})
     assert_one(wrong, "network", "error", r"GLOO_SOCKET_IFNAME=eth: no interface")
+
+
+def test_one_hardware_queue_is_an_error_for_doctor_and_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bad(doctor.queue_checks({})) == []
+    assert bad(doctor.queue_checks({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})) == []
+    wrong = doctor.queue_checks({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert_one(wrong, "hardware queues", "error", r"one hardware queue.*CUDA_DEVICE_MAX_CONNECTIONS=32")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _refuse_one_queue(HFParallelConfig(pp_size=2), torch.device("cpu"))
+    _refuse_one_queue(HFParallelConfig(tp_size=2), torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"pp_size=2: CUDA_DEVICE_MAX_CONNECTIONS=1 .* Unset"):
+        _refuse_one_queue(HFParallelConfig(pp_size=2), torch.device("cuda", 0))
 
 
 def test_backends_and_compilers() -> None:

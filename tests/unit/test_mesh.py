@@ -53,6 +53,6 @@ def test_a_shape_that_does_not_cover_the_world_is_refused() -> None:
 
 def test_one_process_has_no_groups() -> None:
     mesh = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
-    assert {mesh.tp_group, mesh.pp_group, mesh.pp_down_group, mesh.pp_up_group, mesh.dp_group, mesh.mp_group} == {None}
+    assert {mesh.tp_group, mesh.pp_group, mesh.dp_group, mesh.mp_group} == {None}
     assert mesh.pp_rank == 0
     assert mesh.describe() == "rank 0"

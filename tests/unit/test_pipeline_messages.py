@@ -44,11 +44,11 @@ class LoopTransport:
         self.log: list[str] = []
         self.taken = 0
 
-    def isend(self, tensors: Sequence[Tensor], peer: int) -> LoopMessage:
+    def isend(self, tensors: Sequence[Tensor]) -> LoopMessage:
         self.wire.append(tuple(tensors))
         return LoopMessage(tensors, self.log, f"send {len(self.wire) - 1}")
 
-    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> LoopMessage:
+    def irecv(self, specs: Sequence[TensorSpec]) -> LoopMessage:
         tensors = self.wire[self.taken]
         assert [(spec.shape, spec.dtype) for spec in specs] == [(tuple(t.shape), t.dtype) for t in tensors]
         self.taken += 1
@@ -56,7 +56,7 @@ class LoopTransport:
 
 
 def sender(transport: LoopTransport, window: int = 2) -> Sender:
-    return Sender(transport, 1, Probe(), Counters(), window)
+    return Sender(transport, Probe(), Counters(), window)
 
 
 def forward(microbatch: int) -> Action:
@@ -93,7 +93,7 @@ def test_receives_are_posted_ahead_only_once_their_shapes_are_known() -> None:
     source = sender(transport, window=9)
     for i, signature in enumerate("aaab"):
         source.send([torch.full((2,), float(i))], forward(i), signature)
-    target = Receiver(transport, 0, Probe(), Counters(), ahead=2)
+    target = Receiver(transport, Probe(), Counters(), ahead=2)
     target.expect([forward(i) for i in range(4)], "aaab")
     target.post_ahead()
     assert transport.taken == 0

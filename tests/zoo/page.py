@@ -11,20 +11,20 @@ from zoo.sweep import Row
 HEADER = "| type | class | 2 stages | 4 stages | 2 ranks | crossing tensors | in the stack | on both | note |"
 INTRO = """# Coverage
 
-A tiny random model of every type of `AutoModelForCausalLM`, cut into pipeline stages and compared with the unsplit
-model. Written by `make zoo-pp`; do not edit.
+For every type of `AutoModelForCausalLM` a tiny model with random weights is cut into pipeline stages and compared with the
+uncut model. `make zoo-pp` writes this part of the page; do not edit it.
 
-* Models: `tests/zoo`, made from the configuration class alone; 5 blocks or more, vocabulary 101, fp32, eager attention,
-  training mode, no dropout, auxiliary router losses on with a weight of 0.5.
-* Batches: 2 x 8 padded right and 3 x 11 padded left, with -100 labels; text only unless a type insists on more.
-* *exact*: loss and every gradient to 1e-5 relative on both batches (a gradient against its own largest element), and
-  the product's own check accepts the split; also run at 3 stages. A difference in evaluation mode is a note.
+* Models: `tests/zoo` makes them from the configuration class alone. They have 5 blocks or more, a vocabulary of 101, fp32 weights,
+  eager attention and no dropout, and are in training mode. Auxiliary router losses are on with a weight of 0.5.
+* Batches: 2 x 8 padded right and 3 x 11 padded left, with -100 labels; text only unless a type needs more.
+* *exact*: loss and every gradient agree to 1e-5 relative on both batches (a gradient relative to its largest element), and
+  hf_parallel's self-check accepts the cut; 3 stages are tested too. A difference in evaluation mode is a note.
 * *2 ranks*: two optimizer steps of an accelerate loop on 2 gloo processes; loss, gradient norm and the gathered weights
-  to 1e-5 relative.
-* *crossing tensors*: most at any cut, by where they are found: `r` in a block's return value, `a` stored in an argument,
-  `h` output of a hooked sub-module.
-* *in the stack*: share of the parameters inside the blocks; tiny models, so indicative only. *on both*: parameters that
-  both of two stages hold; their gradients are summed.
+  agree to 1e-5 relative.
+* *crossing tensors*: the largest number at any cut, by where they are found: `r` in a block's return value, `a` stored in an
+  argument, `h` output of a sub-module with a hook.
+* *in the stack*: share of the parameters inside the blocks; in real models it is larger. *on both*: number of parameters that both
+  of two stages hold; their gradients are summed.
 """
 
 

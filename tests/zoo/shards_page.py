@@ -10,18 +10,18 @@ from zoo.shards import ShardRow
 MARK = "# Tensor parallelism"
 INTRO = f"""{MARK}
 
-The same models and batches as all ranks of a tensor-parallel group, threads of one process that run the code of real
-ranks, compared with the plain model. Written by `make zoo-tp`; do not edit.
+The same models and batches run as all ranks of a tensor-parallel group and are compared with the plain model. The ranks are threads
+of one process and run the same code as processes. `make zoo-tp` writes this part of the page; do not edit it.
 
-* *exact*: loss and every gradient on every rank (whole, or its very shard), in training mode: to 1e-5 relative in fp32,
-  or, where the model itself is worse conditioned than that, to 1e-9 in fp64 (its own casts to fp32 lifted).
-* *paired / gathered / replicated*: shares of the parameters without embedding and head; *paired* needs no more than two
-  all-reduces a pair, *gathered* is a column with an all-gather. Tiny models: latents, norms and position tables weigh
-  more than in real ones. *work*: share of the weight products that the ranks split.
-* *vocabulary*: head and loss are sharded over the vocabulary, in fp32 exact like that; the others keep whole logits.
-* *full*: in the numbered layers that the batch reaches nothing is gathered, no experts are whole, and no linear is whole
-  because other code reads its weight; routers, latent projections and layers without a gradient are replicated by
-  choice. Encoders, image and sound towers that a text batch does not reach are not judged.
+* *exact*: in training mode the loss and every gradient (whole, or the rank's shard) agree on every rank, to 1e-5 relative in fp32.
+  Where the model itself is too badly conditioned for that, they agree to 1e-9 in fp64 (without the model's own casts to fp32).
+* *paired / gathered / replicated*: shares of the parameters without embedding and head. *paired* needs no more than two
+  all-reduces per pair, *gathered* is a column layer with an all-gather. In these tiny models latent projections, norms and
+  position tables are a larger share than in real ones. *work*: share of the matrix products with weights that the ranks split.
+* *vocabulary*: head and loss are sharded over the vocabulary, and exact in fp32; the others keep whole logits.
+* *full*: in the numbered blocks that the batch reaches no layer is gathered, no experts are whole, and no linear layer is whole
+  because other code reads its weight. Routers, latent projections and layers without a gradient are replicated on purpose and
+  do not count. Encoders for images and sound, which a text batch does not reach, do not count either.
 """
 HEADER = "| type | ranks | verdict | paired | gathered | replicated | work | full | vocabulary | not in a pair |"
 

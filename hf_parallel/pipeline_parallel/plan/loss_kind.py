@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from hf_parallel.compat.private_torch import is_cross_entropy
 from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.record import unchanged
-from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of, no_dropout
+from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
 
 LossKind: TypeAlias = Literal["sum_over_items", "sum_and_extra", "mean", "whole"]
@@ -269,7 +270,7 @@ def _watched(
         given["num_items_in_batch"] = count
     expected = _targets(model, given)
     watch = _Watch(labels, count)
-    with unchanged(model), no_dropout(), torch.no_grad(), _training(model, trains):
+    with unchanged(model), NoDropout(), torch.no_grad(), _training(model, trains):
         torch.manual_seed(0)
         with watch:
             output = run(**given)

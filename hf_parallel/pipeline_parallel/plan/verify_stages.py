@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.record import unchanged
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -31,35 +30,6 @@ Gradients = dict[str, Tensor | None]
 # (norms, the loss) in float32.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 FLOOR = 1e-3  # gradients smaller than this share of the largest one are compared at that scale
-
-
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-
-
-@contextmanager
-def no_dropout() -> Iterator[None]:
-    """Switch dropout off without leaving training mode, so that both runs take the paths of training.
-
-    The functions themselves are replaced: a torch function mode would be off where a checkpointed block is recomputed.
-    """
-    genuine = {name: getattr(functional, name) for name in (*DROPOUTS, "scaled_dot_product_attention")}
-
-    def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return input
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **how: Any
-    ) -> Any:
-        return genuine["scaled_dot_product_attention"](query, key, value, attn_mask, 0.0, **how)
-
-    try:
-        for name in DROPOUTS:
-            setattr(functional, name, keep)
-        setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 (its type is narrower)
-        yield
-    finally:
-        for name, function in genuine.items():
-            setattr(functional, name, function)
 
 
 def loss_of(output: Any) -> Tensor:
@@ -127,7 +97,7 @@ def check_split(
     Raises:
         PlanError: A loss or a gradient differs; names how many and the first parameters.
     """
-    with unchanged(model), no_dropout(), torch.enable_grad():
+    with unchanged(model), NoDropout(), torch.enable_grad():
         reference = _pristine(model)
         expected = [_unsplit(reference, forward_of(reference), sample) for sample in samples]
         del reference

@@ -1,14 +1,12 @@
 """How payloads and gradients get from stage to stage: over a channel to another rank, or by hand on the same one.
 
 The runtime asks for what a stage needs and gives away what it made; where the neighbour stage lives is known here only.
-Messages towards higher ranks use the `down` transport and messages towards lower ranks the `up` transport, so that on
-NCCL, which runs the operations of a pair in order, each pair of a group carries one direction.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,20 +24,20 @@ class Links:
     Args:
         placement: Rank of each stage.
         rank: This rank.
-        transports: What carries messages to higher ranks, and what carries those to lower ranks; None if there is one
-            rank.
+        transports: (source rank, target rank) -> what carries messages from one to the other, for the pairs of
+            `neighbour_pairs` that this rank is in.
         probe: Observers of waits.
         counters: Where messages are counted.
 
     Raises:
-        UnsupportedError: No transport, or both run their operations one after another on one group.
+        UnsupportedError: A pair has no transport.
     """
 
     def __init__(
         self,
         placement: Sequence[int],
         rank: int,
-        transports: tuple[Transport, Transport] | None,
+        transports: Mapping[tuple[int, int], Transport],
         probe: Probe,
         counters: Counters,
     ) -> None:
@@ -48,22 +46,21 @@ class Links:
         self.receivers: dict[int, Receiver] = {}
         self._handed: dict[Action, tuple[Tensor, ...]] = {}
         self._signatures: Sequence[Hashable] = ()
-        pairs = neighbour_pairs(self.placement)
-        if not pairs:
-            return
-        if transports is None:
+        mine = [pair for pair in neighbour_pairs(self.placement) if rank in pair]
+        missing = [pair for pair in mine if pair not in transports]
+        if missing:
             raise UnsupportedError(
-                f"pipeline of {len(self.placement)} stages on {max(placement) + 1} ranks has no transport: pass both."
+                f"pipeline of {len(self.placement)} stages on {max(placement) + 1} ranks has no transport from rank "
+                f"{missing[0][0]} to rank {missing[0][1]}: pass one for each direction of each pair of neighbours."
             )
-        down, up = transports
-        _refuse_one_serial_group(down, up)
-        _connect_all(pairs, rank, down, up)
-        for source, target in pairs:
-            transport = down if target > source else up
+        for source, target in mine:  # sorted, so connections are opened in one order on all ranks
+            transport = transports[source, target]
+            if transport.opens_late:
+                connect(transport, sends=source == rank)
             if source == rank:
-                self.senders[target] = Sender(transport, target, probe, counters)
-            if target == rank:
-                self.receivers[source] = Receiver(transport, source, probe, counters, transport.receive_ahead)
+                self.senders[target] = Sender(transport, probe, counters)
+            else:
+                self.receivers[source] = Receiver(transport, probe, counters, transport.receive_ahead)
 
     def begin(self, program: Program, signatures: Sequence[Hashable]) -> None:
         """Expect the messages of a program; a payload's shapes follow from its microbatch's signature."""
@@ -155,19 +152,3 @@ def neighbour_pairs(placement: Sequence[int]) -> list[tuple[int, int]]:
 def gradient_specs(payload: Iterable[Tensor]) -> tuple[TensorSpec, ...]:
     """What comes back for a payload: one gradient for each tensor that requires one."""
     return tuple(TensorSpec.of(tensor) for tensor in payload if tensor.requires_grad)
-
-
-def _refuse_one_serial_group(down: Transport, up: Transport) -> None:
-    if down.serial and up.serial and down.group is up.group:
-        raise UnsupportedError(
-            "pipeline transports for activations and gradients share one NCCL group: its operations run one after "
-            "another, so a send in one direction blocks the other for ever. Create a second group for gradients."
-        )
-
-
-def _connect_all(pairs: Sequence[tuple[int, int]], rank: int, down: Transport, up: Transport) -> None:
-    """Open the connection of every pair, in one order on all ranks; gloo needs none."""
-    for source, target in pairs:
-        transport = down if target > source else up
-        if transport.serial and rank in (source, target):
-            connect(transport, source, target, rank)

@@ -148,7 +148,6 @@ class Sender:
     """
 
     transport: Transport
-    peer: int
     probe: Probe
     counters: Counters
     window: int = 2
@@ -171,7 +170,7 @@ class Sender:
         self.counters.messages_sent += 1
         self.counters.bytes_sent += sum(tensor.nbytes for tensor in payload)
         # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
-        parts = (*header, self.transport.isend(payload, self.peer))
+        parts = (*header, self.transport.isend(payload))
         target = message.stage + (1 if message.kind == "F" else -1)
         status = f"waits at stage {message.stage} for stage {target} to receive {message_name(message)}"
         self.queue.append((parts, status))
@@ -203,7 +202,7 @@ class Sender:
         header = (torch.tensor([len(body)], device=device), torch.tensor(body, device=device))
         self.counters.headers_sent += 1
         self.specs[signature] = specs
-        return tuple(self.transport.isend([part], self.peer) for part in header)
+        return tuple(self.transport.isend([part]) for part in header)
 
 
 @dataclass(slots=True)
@@ -214,7 +213,6 @@ class Receiver:
     """
 
     transport: Transport
-    peer: int
     probe: Probe
     counters: Counters
     ahead: int
@@ -249,7 +247,7 @@ class Receiver:
         return self.arrived.pop(wanted)
 
     def _post(self, message: Action, key: Hashable) -> None:
-        self.posted.append((message, self.transport.irecv(self.specs[key], self.peer)))
+        self.posted.append((message, self.transport.irecv(self.specs[key])))
         if key == message:  # a gradient: its shapes were noted for this one message
             del self.specs[key]
 
@@ -259,7 +257,7 @@ class Receiver:
         values: list[int] = []
         for _ in ("length", "body"):
             spec = TensorSpec((length,), torch.int64, requires_grad=False)
-            (tensor,) = self._wait(self.transport.irecv([spec], self.peer), message, name)
+            (tensor,) = self._wait(self.transport.irecv([spec]), message, name)
             values = [int(value) for value in tensor.tolist()]
             length = values[0]
         return decode_header(values)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -98,8 +99,8 @@ class PipelineRuntime:
         stages: Stage index -> ``stage(payload, **inputs)``, an `nn.Module` or any callable; the stages of this rank.
         placement: Rank in the pipeline group of every stage.
         rank: This rank in the pipeline group.
-        transports: What carries messages to higher ranks, and what carries those to lower ranks. May be the same object on
-            gloo, not on NCCL. None if there is one rank.
+        transports: (source rank, target rank) -> what carries messages between two neighbours, over a group of its own;
+            empty if there is one rank.
         cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
             for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
@@ -113,7 +114,7 @@ class PipelineRuntime:
         counters: Messages, headers and bytes since the runtime was built.
 
     Raises:
-        UnsupportedError: If both transports run their operations one after another on one group.
+        UnsupportedError: If a pair of neighbours has no transport.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class PipelineRuntime:
         stages: Mapping[int, Callable[..., Any]],
         placement: Sequence[int],
         rank: int = 0,
-        transports: tuple[Transport, Transport] | None = None,
+        transports: Mapping[tuple[int, int], Transport] = MappingProxyType({}),
         *,
         cache_headers: bool = True,
         probe: Probe | None = None,

@@ -1,4 +1,9 @@
-"""Point-to-point messages between neighbouring stages: one small interface, two ways to carry the tensors.
+"""Messages from one rank of a pipeline to a neighbour: one small interface, two ways to carry the tensors.
+
+A transport carries one direction between two ranks, over a process group of its own. NCCL runs the operations of a
+communicator one after another, and an operation ends only once its other end runs. Where a group has one communicator for
+all of its ranks (eager initialisation), messages of one pair would wait for those of another, and schedules that both
+ranks follow could still deadlock.
 
 `DirectTransport` hands the tensors to the process group (NCCL on CUDA, gloo on CPU). `HostTransport` stages them through
 host memory over a gloo group, because gloo's send and receive cannot take CUDA tensors; it lets several ranks share
@@ -44,27 +49,24 @@ class Message(Protocol):
 
 
 class Transport(Protocol):
-    """Carries tensors to and from the other ranks of one process group.
+    """Carries tensors between the two ranks of a process group, in one direction.
 
     Attributes:
-        group: The process group whose ranks are the stages, in order.
         device: Where received tensors are placed.
-        receive_ahead: Receives that may safely be posted before their message is needed, at least 0.
-        serial: Whether operations on the group run one after another, so that activations and gradients need a group
-            each.
+        receive_ahead: Receives that may be posted before their message is needed, at least 0.
+        opens_late: Whether the first message opens the connection, and blocks both ranks meanwhile.
     """
 
-    group: dist.ProcessGroup
     device: torch.device
     receive_ahead: int
-    serial: bool
+    opens_late: bool
 
-    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
-        """Start sending contiguous, detached tensors to the group's rank ``peer``; returns at once."""
+    def isend(self, tensors: Sequence[Tensor]) -> Message:
+        """Start sending contiguous, detached tensors; returns at once."""
         ...
 
-    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
-        """Start receiving tensors of these shapes and dtypes from the group's rank ``peer``; returns at once."""
+    def irecv(self, specs: Sequence[TensorSpec]) -> Message:
+        """Start receiving tensors of these shapes and dtypes; returns at once."""
         ...
 
 
@@ -93,13 +95,15 @@ class _HostReceive:
         return tuple(t.to(self.device, non_blocking=True, copy=True) for t in self.staging)
 
 
-def _start_sends(tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
+def _start_sends(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
     """Start one send a non-empty tensor; both ends know an empty one from its shape."""
+    peer = 1 - dist.get_rank(group)
     works = (dist.isend(tensor, group=group, group_dst=peer) for tensor in tensors if tensor.numel())
     return [work for work in works if work is not None]
 
 
-def _start_receives(tensors: Sequence[Tensor], peer: int, group: dist.ProcessGroup) -> list[dist.Work]:
+def _start_receives(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    peer = 1 - dist.get_rank(group)
     works = (dist.irecv(tensor, group=group, group_src=peer) for tensor in tensors if tensor.numel())
     return [work for work in works if work is not None]
 
@@ -108,26 +112,23 @@ class DirectTransport:
     """The process group takes the tensors as they are: NCCL for CUDA tensors, gloo for CPU tensors.
 
     gloo's sends are rendezvous: a send may finish only once its receive is posted, so callers post receives ahead and
-    never wait for a send just issued. NCCL runs the operations of one communicator in order; with lazy initialisation
-    each pair of ranks has its own, with eager initialisation the whole group shares one. Posting ahead is therefore
-    limited to one receive with lazy and none with eager initialisation.
+    never wait for a send just issued. NCCL runs the operations of a communicator in order on a stream of its own; each
+    receive that is posted ahead occupies some of the GPU until its message comes, so there is one.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.serial = _backend_for(group, device.type) == "nccl"
-        self.receive_ahead = 2
-        if self.serial:
-            self.receive_ahead = 0 if group.bound_device_id is not None else 1
+        self._group, self.device = group, device
+        self.opens_late = _backend_for(group, device.type) == "nccl"
+        self.receive_ahead = 1 if self.opens_late else 2
 
-    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
+    def isend(self, tensors: Sequence[Tensor]) -> Message:
         """See `Transport.isend`."""
-        return _DirectMessage(_start_sends(tensors, peer, self.group), tuple(tensors))
+        return _DirectMessage(_start_sends(tensors, self._group), tuple(tensors))
 
-    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
+    def irecv(self, specs: Sequence[TensorSpec]) -> Message:
         """See `Transport.irecv`."""
         buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs)
-        return _DirectMessage(_start_receives(buffers, peer, self.group), buffers)
+        return _DirectMessage(_start_receives(buffers, self._group), buffers)
 
 
 class HostTransport:
@@ -139,22 +140,22 @@ class HostTransport:
                 f"pipeline transport 'host' sends host memory and needs a gloo group, but this group has "
                 f"{dist.get_backend_config(group)}. Create the pipeline group with backend gloo or cpu:gloo,cuda:nccl."
             )
-        self.group, self.device = group, device
+        self._group, self.device = group, device
         self.receive_ahead = 2
-        self.serial = False
+        self.opens_late = False
 
-    def isend(self, tensors: Sequence[Tensor], peer: int) -> Message:
+    def isend(self, tensors: Sequence[Tensor]) -> Message:
         """See `Transport.isend`."""
         staging = tuple(self._buffer(tuple(t.shape), t.dtype).copy_(t, non_blocking=True) for t in tensors)
         if self.device.type == "cuda":
             # gloo reads the staging memory from the CPU: wait for the copies alone, not for the whole device.
             torch.cuda.current_stream(self.device).record_event().synchronize()
-        return _DirectMessage(_start_sends(staging, peer, self.group), staging)
+        return _DirectMessage(_start_sends(staging, self._group), staging)
 
-    def irecv(self, specs: Sequence[TensorSpec], peer: int) -> Message:
+    def irecv(self, specs: Sequence[TensorSpec]) -> Message:
         """See `Transport.irecv`."""
         staging = tuple(self._buffer(spec.shape, spec.dtype) for spec in specs)
-        return _HostReceive(_start_receives(staging, peer, self.group), staging, self.device)
+        return _HostReceive(_start_receives(staging, self._group), staging, self.device)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -166,7 +167,7 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
     Args:
         kind: "direct", "host", or "auto": direct where the group's backend takes tensors of the device, else host.
         device: Where the stages' tensors live.
-        group: The pipeline group; its ranks are the stages, in order.
+        group: Of the two ranks, for this direction alone.
 
     Raises:
         UnsupportedError: If the group's backend cannot carry the tensors that way.
@@ -182,23 +183,21 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
     return HostTransport(group, device)
 
 
-def connect(transport: Transport, source: int, target: int, rank: int) -> None:
-    """Send one element from the group's rank ``source`` to ``target``, so that the pair has its connection.
+def connect(transport: Transport, *, sends: bool) -> None:
+    """Send one element, so that the two ranks have their connection; both call this.
 
-    NCCL opens a pair's communicator at its first message and blocks until both ends arrive; a receive posted ahead
-    would then wait for a peer that waits for us. Both ranks call this; several pairs in one order on all ranks.
+    NCCL opens a communicator at its first message and blocks until both ends arrive; a receive posted ahead would then
+    wait for a peer that waits for us. Several connections are opened in one order on all ranks.
 
     Args:
         transport: The transport to connect.
-        source: The sending rank.
-        target: The receiving rank.
-        rank: This rank, one of the two.
+        sends: Whether this rank is the sending one.
     """
     spec = TensorSpec((1,), torch.int64, False)
-    if rank == target:
-        transport.irecv([spec], source).wait()
+    if sends:
+        transport.isend([torch.zeros(1, dtype=spec.dtype, device=transport.device)]).wait()
     else:
-        transport.isend([torch.zeros(1, dtype=spec.dtype, device=transport.device)], target).wait()
+        transport.irecv([spec]).wait()
 
 
 def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:

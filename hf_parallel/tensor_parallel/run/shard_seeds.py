@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import DropoutModule
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.model.random_streams import generators_of
 from hf_parallel.tensor_parallel.shard_plan import PairPlan
 
 
@@ -48,13 +49,13 @@ class PairSeeds:
         if self._row:
             raise UnsupportedError(
                 f"{row} and {self._row} are rows of two pairs that run at the same time, and there is dropout inside "
-                "them: masks could not be told apart. Set the dropout to 0, or gather one of the two with "
-                "tensor_parallel.plan: {NAME: gather}."
+                "them: one random state is kept for one pair. Set the dropout to 0, or gather one of the two layers: "
+                f'tensor_parallel.plan: {{"{row}": gather}}.'
             )
         # As many draws as ranks, of which this one uses its own: the generator moves on by the same amount everywhere.
         seeds = torch.randint(2**63 - 1, (self._tp_size,), generator=torch.default_generator, device="cpu")
         self._row = row
-        self._kept = [(generator, generator.get_state()) for generator in _generators(module)]
+        self._kept = [(generator, generator.get_state()) for generator in generators_of(module)]
         for generator, _ in self._kept:
             generator.manual_seed(int(seeds[self._tp_rank]))
 
@@ -113,15 +114,6 @@ def _rates(module: nn.Module) -> Iterator[float]:
         named = "drop" in key and not key.startswith(("summary_", "classifier_"))
         if named and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield value
-
-
-def _generators(module: nn.Module) -> list[torch.Generator]:
-    """The default generators of the CPU and, for a module on a CUDA device, of that device."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def _leave_after(module: nn.Module, seeds: PairSeeds, row: str) -> None:

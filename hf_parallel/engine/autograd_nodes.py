@@ -1,0 +1,67 @@
+"""Autograd nodes of what a schedule returns: their backward calls the engine with the gradient that upstream code gave.
+
+Extents: B rows, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+OnBackward: TypeAlias = Callable[[Tensor], None]
+
+
+def loss_node(anchor: Tensor, loss: Tensor, on_backward: OnBackward, *, keeps_graph: bool) -> Tensor:
+    """A loss (0-d) whose backward has already run inside the schedule.
+
+    Args:
+        anchor: A leaf (0-d) that requires a gradient, so that there is a graph; it gets zero.
+        loss: The values.
+        on_backward: Called with what upstream code multiplied the loss with (0-d).
+        keeps_graph: Whether the node saves a tensor, by which it can be noticed that the graph was let go.
+    """
+    found: Tensor = _Loss.apply(anchor, loss, on_backward, keeps_graph)  # type: ignore[no-untyped-call]
+    return found
+
+
+def logits_node(anchor: Tensor, logits: Tensor, on_backward: OnBackward) -> Tensor:
+    """Logits f[B S V] whose backward runs back through the pipeline.
+
+    Args:
+        anchor: As of `loss_node`.
+        logits: The values.
+        on_backward: Called with their gradient f[B S V], with autograd switched on.
+    """
+    found: Tensor = _Logits.apply(anchor, logits, on_backward)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, on_backward: OnBackward, keeps_graph: bool) -> Tensor:
+        ctx.on_backward = on_backward
+        if keeps_graph:
+            ctx.save_for_backward(anchor)  # kept as long as the graph is
+        return loss.clone()  # callers scale it in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.on_backward(gradients[0])
+        return torch.zeros_like(gradients[0]), None, None, None
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, logits: Tensor, on_backward: OnBackward) -> Tensor:
+        ctx.on_backward = on_backward
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():  # off in a backward pass, and stages run theirs inside
+            ctx.on_backward(gradients[0])
+        return torch.zeros((), device=gradients[0].device), None, None

@@ -1,0 +1,101 @@
+"""What the last stage of a pipeline computes, made known to all ranks of the model copy: losses and logits.
+
+The messages also carry a digest of the batch that each rank has read, and whether it has frozen a parameter, so that these
+comparisons cost no message of their own.
+
+Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.engine.microbatch_loss import Share
+from hf_parallel.guards.batches import RiddenDigests
+from hf_parallel.guards.freezing import Freezing
+from hf_parallel.mesh import Mesh
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.watchdog import Watchdog
+
+
+class LastStage:
+    """Sends the results of the last stage to the other ranks.
+
+    Args:
+        mesh: This rank's mesh.
+        runtime: Executor of this rank's stages.
+        device: Where the model computes.
+        watchdog: Hang reports.
+        digests: What the ranks compare of their batches and common weights.
+        freezing: What the ranks tell each other about frozen parameters.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        runtime: PipelineRuntime,
+        device: torch.device,
+        watchdog: Watchdog,
+        *,
+        digests: RiddenDigests,
+        freezing: Freezing,
+    ) -> None:
+        self._mesh, self._device, self._watchdog = mesh, device, watchdog
+        self._is_here = runtime.has_last_stage
+        # World rank of the last stage of this rank's pipeline.
+        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank)
+        self._digests, self._freezing = digests, freezing
+
+    def share_losses(
+        self, losses: Sequence[Any], shares: Sequence[Share], batches: Sequence[dict[str, Any]]
+    ) -> list[torch.Tensor]:
+        """The loss (0-d) of each batch on every rank; collective over the model copy.
+
+        Args:
+            losses: Of each microbatch; empty where the last stage is not.
+            shares: Of each microbatch.
+            batches: What this rank has read.
+        """
+        count = len(batches)
+        # f[batches + digests + 1], summed over the ranks: each writes its own slots and leaves zeros in the others.
+        message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self._device)
+        if self._mesh.tp_rank == 0:
+            for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
+                message[share.batch] += loss.double()
+        self._digests.put(message[count:-1], batches)
+        self._freezing.put(message[-1:])
+        with self._watchdog.waiting("waits for the loss of the last stage"):
+            dist.all_reduce(message, group=self._mesh.mp_group)
+        self._freezing.arrived(message[-1])
+        self._digests.arrived(message[count:-1])
+        return list(message[:count].float().unbind())
+
+    def broadcast_logits(self, parts: Sequence[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
+        """Logits f[B S V] of the last stage on every rank; collective over the model copy.
+
+        Args:
+            parts: f[B/m S V] of each microbatch; empty where the last stage is not.
+            batch: What this rank has read.
+        """
+        with self._watchdog.waiting("waits for the logits of the last stage"):
+            # i[is float64, B, S, V, digests, frozen]; half precision is sent as float32.
+            header = torch.zeros(5 + self._digests.width, dtype=torch.int64, device=self._device)
+            if self._is_here:
+                logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
+                if self._mesh.tp_rank == 0:
+                    double = int(logits.dtype is torch.float64)
+                    header[:4] = torch.tensor([double, *logits.shape], device=header.device)
+            self._digests.put(header[4:-1], [batch])
+            self._freezing.put(header[-1:])
+            dist.all_reduce(header, group=self._mesh.mp_group)
+            if not self._is_here:
+                double, *shape = header[:4].tolist()
+                logits = torch.empty(shape, dtype=torch.float64 if double else torch.float32, device=self._device)
+            self._freezing.arrived(header[-1])
+            self._digests.arrived(header[4:-1])
+            dist.broadcast(logits, src=self._source, group=self._mesh.pp_group)
+        return logits

@@ -1,0 +1,138 @@
+"""Cutting a batch into microbatches whose losses add up to the loss of the batch.
+
+A model divides its loss by the label tokens it sees. A microbatch must be divided by those of the whole batch instead, and
+each kind of loss (`plan/loss_kind.py`) is told so in its own way: by an argument, by a factor afterwards, or not at all, in
+which case the batch stays whole.
+
+Extents: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from hf_parallel.batches import count_targets, num_rows, split_rows
+from hf_parallel.compat.private_transformers import loss_functions
+from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
+
+
+logger = logging.getLogger(__name__)
+
+LossFunction: TypeAlias = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one microbatch contributes to the loss of its batch.
+
+    Args:
+        batch: Index of the batch.
+        labels: The labels, for a loss function that is called beside the model.
+        num_items: Normaliser of a sum over label positions.
+        weight: Factor of the microbatch's loss.
+    """
+
+    batch: int
+    labels: torch.Tensor | None
+    num_items: Any
+    weight: float
+
+
+class MicrobatchLoss:
+    """The loss of one model, computed by microbatches.
+
+    Args:
+        model: The model.
+        kind: How its own loss may be computed (see `loss_kind.judge_loss`).
+        num_microbatches: Parts a batch is cut into, at most its rows.
+        shifted: Whether the first label of a row is no target of the model's own loss.
+    """
+
+    def __init__(self, model: nn.Module, kind: LossKind, num_microbatches: int, *, shifted: bool) -> None:
+        self._model, self._kind = model, kind
+        self._num_microbatches, self._shifted = num_microbatches, shifted
+        self._judged = loss_functions(model)
+        self._function: LossFunction | None = None
+        self._function_shifts = True
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether each batch runs as one microbatch."""
+        return self._function is None and self._kind == "whole"
+
+    @contextmanager
+    def replaced_by(self, function: LossFunction, *, shifted: bool) -> Iterator[None]:
+        """Inside, `function(outputs, labels, num_items_in_batch=n)` computes the loss from the model's outputs."""
+        self._function, self._function_shifts = function, shifted
+        try:
+            yield
+        finally:
+            self._function = None
+
+    def check(self) -> None:
+        """A loss function that was replaced since it was judged gets whole batches, which is always right."""
+        now = loss_functions(self._model)
+        if self._kind != "whole" and any(a is not b for a, b in zip(now, self._judged, strict=True)):
+            self._kind = "whole"
+            logger.warning(
+                "hf_parallel: the loss function of %s was replaced after the model was parallelized, so every batch runs "
+                "as one microbatch. Replace it before trainer.train(), so that its kind can be found out.",
+                type(self._model).__name__,
+            )
+
+    def split(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """Microbatches of a batch without labels."""
+        return split_rows(batch, self._num_microbatches)
+
+    def cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Share]]:
+        """Microbatches of a batch with labels, each with its part in the loss.
+
+        Args:
+            index: Of the batch.
+            batch: The model's inputs by name.
+        """
+        if self.takes_whole_batches:
+            yield dict(batch), Share(index, batch["labels"], batch.get("num_items_in_batch"), 1.0)
+            return
+        whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
+        total, num_items = self._counts(whole, batch.get("num_items_in_batch"))
+        for microbatch in self.split(whole):
+            labels = microbatch.get("labels")
+            weight = 1.0
+            if self._function is not None:
+                del microbatch["labels"]
+            elif self._kind == "mean":
+                weight = float(count_targets(microbatch, self._shifted)) / max(float(total), 1.0)
+            else:
+                if self._kind == "sum_and_extra":
+                    # c / (N w) + a, times w, is c / N + a w: the sum stays, the extra term is averaged over the rows.
+                    weight = num_rows(microbatch) / num_rows(whole)
+                microbatch["num_items_in_batch"] = num_items if weight == 1.0 else num_items * weight
+            yield microbatch, Share(index, labels, num_items, weight)
+
+    def _counts(self, whole: dict[str, Any], given: Any) -> tuple[Any, Any]:
+        """Label tokens of a batch, and what its sum is divided by: the number that upstream code gave, if it did."""
+        if self._function is not None:
+            counted = given if given is not None else count_targets({"labels": whole["labels"]}, self._function_shifts)
+        elif given is None or self._kind == "mean":
+            counted = count_targets(whole, self._shifted)
+        else:
+            counted = given
+        return counted, counted if given is None else given
+
+    def of(self, output: Any, share: Share) -> torch.Tensor:
+        """The loss (0-d) of one microbatch, from the output of the last stage; they add up to the batch's loss."""
+        if self._function is not None:
+            return self._function(output, share.labels, num_items_in_batch=share.num_items)
+        if share.weight == 0.0:  # a mean over no label is nan; this keeps the graph and adds nothing
+            logits: torch.Tensor = output["logits"]  # f[B/m S V]
+            return logits.float().sum() * 0.0
+        loss: torch.Tensor = output["loss"]
+        return loss if share.weight == 1.0 else loss * share.weight

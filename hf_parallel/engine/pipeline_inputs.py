@@ -1,0 +1,45 @@
+"""Inputs of a model call that several stages cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
+
+
+# Arguments that change what a model returns or keeps; a pipeline returns loss and logits only.
+REFUSED = ("past_key_values", "output_hidden_states", "output_attentions")
+
+
+def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int) -> None:
+    """Refuse what would need more of the model than a rank has; takes `return_dict` out of `batch`.
+
+    Args:
+        batch: Arguments of the call by name.
+        plan: Of the stages, with the inputs that it was made with.
+        pp_size: Number of pipeline ranks.
+
+    Raises:
+        UnsupportedError: Names the arguments.
+    """
+    given = [name for name in REFUSED if batch.get(name) not in (None, False)]
+    embedded = batch.get("inputs_embeds")
+    planned = any("inputs_embeds" in inputs for inputs in plan.covered)
+    if isinstance(embedded, torch.Tensor) and (embedded.requires_grad or not planned):
+        raise UnsupportedError(
+            f"inputs_embeds in a batch with pp_size={pp_size}: the embedding is on the rank of the first "
+            "stage only, so the other ranks can neither make these vectors nor train what made them. Give the model "
+            "input_ids; what changes embeddings can be a forward hook of model.get_input_embeddings(), registered "
+            "before training. Or set pp_size to 1."
+        )
+    if batch.pop("return_dict", True) is False:
+        given.append("return_dict=False")
+    if given:
+        raise UnsupportedError(
+            f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, "
+            "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
+            "process for that, or use pp_size 1."
+        )

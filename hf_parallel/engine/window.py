@@ -1,0 +1,89 @@
+"""The batches of one accumulation window, which run as the microbatches of one schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.batches import Announced
+
+
+# What the Trainer adds to a batch when it calls the model.
+COUNTS = frozenset({"num_items_in_batch", "use_cache"})
+RunSchedule = Callable[[list[dict[str, Any]]], list[torch.Tensor]]
+
+
+class Window:
+    """Batches that were announced before their forwards. The first forward runs them all, the others return its losses.
+
+    Args:
+        batches: In the order in which the model will be called with them.
+    """
+
+    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
+        self._batches = [Announced(batch) for batch in batches]
+        self._losses: list[torch.Tensor] = []
+        self._extras: dict[str, Any] = {}
+        self._position = 0
+
+    def holds(self, batch: dict[str, Any]) -> bool:
+        """Whether `batch` is the next one, with the very tensors announced, unchanged.
+
+        Raises:
+            UnsupportedError: It is not, and the schedule of the whole window has run already.
+        """
+        if self._position == len(self._batches):
+            return False
+        same = self._batches[self._position].is_in(batch, COUNTS)
+        if self._position == 0:
+            return same
+        if same and all(batch.get(name) is value for name, value in self._extras.items()):
+            return True
+        raise UnsupportedError(
+            f"batch {self._position} of an accumulation window changed between the data loader and the model: "
+            "the schedule of the whole window has already run. Change batches in the collator instead."
+        )
+
+    def next_loss(self, batch: dict[str, Any], run: RunSchedule) -> torch.Tensor:
+        """The loss (0-d) of the batch that `holds` found to be the next.
+
+        Args:
+            batch: As the model was called.
+            run: Runs the schedule of all batches, and gives a loss for each.
+        """
+        if self._position == 0:
+            self._extras = {name: value for name, value in batch.items() if name in COUNTS}
+            self._losses = run([{**other.batch, **self._extras} for other in self._batches])
+        loss = self._losses[self._position]
+        self._position += 1
+        return loss
+
+
+class WindowFactors:
+    """What upstream code multiplied the losses of one window with: one number, which is applied to the summed gradients."""
+
+    def __init__(self) -> None:
+        self._factors: list[float] = []
+
+    def forget(self) -> None:
+        """A window begins, or has ended."""
+        self._factors = []
+
+    def add(self, factor: float) -> float:
+        """Note the factor of one loss; returns that of all.
+
+        Raises:
+            UnsupportedError: It is another one than that of the losses before.
+        """
+        self._factors.append(factor)
+        first = self._factors[0]
+        if not all(abs(factor - first) <= 1e-6 * abs(first) for factor in self._factors):
+            raise UnsupportedError(
+                f"the losses of one accumulation window were scaled differently: {self._factors}. A fused pipeline "
+                "step applies one factor to the gradients of the whole window; scale inside compute_loss_func, or "
+                "in a compute_loss or training_step of a Trainer subclass."
+            )
+        return first
