@@ -19,7 +19,7 @@ from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
-from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, read_section
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
 from hf_parallel.settings.sections import spelled
 
 
@@ -107,11 +107,12 @@ def check_file(path: Path, machine: Machine) -> Checked:
         machine: What the rules about hardware look at.
     """
     try:
-        section, accelerate = read_section(path)
+        text = read_bounded(path)
+        section, accelerate = section_of(text, path)
     except ConfigError as error:
-        texts = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
-        return Checked(path, None, {}, findings=tuple(Finding("error", text, path) for text in texts))
-    place = _Place(path, read_bounded(path))
+        lines = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
+        return Checked(path, None, {}, findings=tuple(Finding("error", line, path) for line in lines))
+    place = _Place(path, text)
     config, found = _check_section(place, section)
     found += place.findings("error", file_problems(accelerate))
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}

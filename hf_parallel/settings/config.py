@@ -253,7 +253,7 @@ class HFParallelConfig(Section):
             )
         unnamed = [key for key in values or {} if not isinstance(key, str)]
         if unnamed:
-            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are words. Quote or remove them.")
+            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are strings. Quote or remove them.")
         try:
             return cls(**(values or {}))
         except ConfigError as error:

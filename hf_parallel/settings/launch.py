@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.machine.tasks import lonely_task
+from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
 from hf_parallel.settings.sections import spelled
@@ -90,7 +90,7 @@ def resolve_config(
         ConfigError: If the settings are not valid, do not fit the number of processes, or are nowhere to be found
             under a launcher that knows no config file.
     """
-    refuse_lonely_task()
+    refuse_unconnected_task()
     launch = find_launch(config if isinstance(config, str | Path) else None)
     accelerate: Mapping[str, Any] | None = None
     if isinstance(config, HFParallelConfig):
@@ -115,13 +115,13 @@ def resolve_config(
     return found, _explain(found, launch.world_size, origin)
 
 
-def refuse_lonely_task() -> None:
+def refuse_unconnected_task() -> None:
     """Refuse a process that a cluster's launcher started beside others, which it knows nothing of.
 
     Raises:
         ConfigError: With the command that starts such a run.
     """
-    tasks = lonely_task(os.environ)
+    tasks = unconnected_task(os.environ)
     if tasks is None:
         return
     import torch.distributed as dist

@@ -52,7 +52,7 @@ def known_treatments(value: object) -> object:
     for pattern, word in value.items():
         if not isinstance(pattern, str):
             raise PydanticCustomError(
-                "problem", "{text}", {"text": f"[{shown(pattern)}]: patterns are words. Quote it."}
+                "problem", "{text}", {"text": f"[{shown(pattern)}]: patterns are strings. Quote it."}
             )
         if not isinstance(word, str) or word not in words:
             near = difflib.get_close_matches(spelled(word), words, 1, 0.0)[0]

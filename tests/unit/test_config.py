@@ -224,7 +224,7 @@ def test_a_plan_may_be_a_mapping_of_patterns() -> None:
             r"plan\['lm_head'\]='gathr': expected 'pair', 'gather', 'replicate'\. .*mean 'gather'\?",
         ),
         ({"a": "pair", "b": True}, r"plan\['b'\]=True: expected 'pair'"),
-        ({1: "pair"}, r"plan\[1\]: patterns are words"),
+        ({1: "pair"}, r"plan\[1\]: patterns are strings"),
         ({}, r"plan=\{\}: an empty mapping has no effect\. Write 'auto'"),
         ("none", r"plan='none': expected 'auto' .* or a mapping: .*Set tensor_parallel\.plan to 'auto'\."),
     ],

@@ -366,8 +366,8 @@ def test_no_value_around_our_section_raises_anything_else(key: str, kind: str, s
         ("fsdp_config: hello", r"fsdp_config='hello': expected a mapping"),
         ("deepspeed_config: [1]", r"deepspeed_config=\[1\]: expected a mapping"),
         ("parallelism_config: hello", r"parallelism_config='hello': expected a mapping"),
-        ("fsdp_config: {1: 2}", r"fsdp_config\[1\]: keys are words"),
-        ("1: 2", r"1: keys are words"),
+        ("fsdp_config: {1: 2}", r"fsdp_config\[1\]: keys are strings"),
+        ("1: 2", r"1: keys are strings"),
     ],
 )
 def test_a_section_that_is_no_mapping_is_refused_by_name(line: str, message: str, tmp_path: Path) -> None:
