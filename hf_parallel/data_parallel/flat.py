@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class FlatShard:
         master: What the optimizer updates: `shard` itself, or a copy: in fp32 where the parameters are in half precision, in
             host memory where the optimizer is.
         start: First element of the part.
-        slots: Where the parameters are in `flat`, views in their shapes.
+        slots: Where the parameters are in `flat`, in their shapes.
         landing: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
@@ -147,9 +148,25 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """A tensor in memory of `flat` whose storage has no more than its own bytes.
+
+    What saves a model takes tensors of one storage for aliases of each other: accelerate's `save_model` writes one of them
+    and drops the rest. A view would share the storage of the whole buffer.
+
+    Args:
+        flat: One-dimensional, at the start of its storage.
+        offset: First element.
+        shape: Of the tensor, contiguous.
+    """
+    start = offset * flat.element_size()
+    storage = flat.untyped_storage()[start : start + math.prod(shape) * flat.element_size()]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, tuple(shape))
+
+
 @torch.no_grad()
 def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = None) -> FlatShard:
-    """Move the parameters of a bucket into one buffer; each `p.data` becomes a view, so parameters keep identity.
+    """Move the parameters of a bucket into one buffer; each `p.data` becomes a place in it, so parameters keep identity.
 
     Args:
         bucket: Its layout.
@@ -162,7 +179,7 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
     flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
     slots = []
     for param, offset in zip(bucket.params, bucket.offsets, strict=True):
-        slot = flat[offset : offset + param.numel()].view_as(param)
+        slot = place_in(flat, offset, param.shape)
         slot.copy_(param)
         param.data = slot
         slots.append(slot)
