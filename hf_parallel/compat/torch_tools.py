@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -46,6 +45,8 @@ def keep_class_name(module: nn.Module) -> None:
 
     Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     kind, place = type(module), FSDPModule._orig_cls_mro_index
     plain: Any = kind.__mro__[place]
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
