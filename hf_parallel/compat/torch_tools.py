@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = ["DropoutModule", "FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]
 
 
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """`target.copy_(source)` for each pair, in a few kernels."""
     torch._foreach_copy_(targets, sources)
 
 
-def scale_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     """`tensor.mul_(factor)` for each, in a few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
-def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
     """The norm of each tensor, in a few kernels; summed in `dtype`, if one is given."""
     return torch._foreach_norm(tensors, norm_type, dtype=dtype)
 
