@@ -62,13 +62,13 @@ def build(name: str, hidden: int, layers: int, length: int) -> nn.Module:
 
 def on_ranks(model: nn.Module, plan: TPPlan, batch: Batch) -> int:
     """Bytes on the rank that keeps most."""
-    return max(run_sharded(lambda: copy.deepcopy(model), plan, 120.0, lambda twin: saved_bytes(twin, batch)))
+    return max(run_sharded(lambda: copy.deepcopy(model), plan, 120.0, lambda sharded: saved_bytes(sharded, batch)))
 
 
 def checkpointed(model: nn.Module, batch: Batch) -> int:
-    twin = copy.deepcopy(model)
-    twin.gradient_checkpointing_enable({"use_reentrant": False})
-    return saved_bytes(twin, batch)
+    copied = copy.deepcopy(model)
+    copied.gradient_checkpointing_enable({"use_reentrant": False})
+    return saved_bytes(copied, batch)
 
 
 def main() -> int:

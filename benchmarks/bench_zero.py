@@ -143,8 +143,10 @@ def held(trainer: Trainer, offloads_all: bool) -> Bytes:
         local_of(v) for s in trainer.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.ndim
     ]
     copies = [shard.master.data for shard in shards if shard.is_copy]
-    landed = [shard.landing for shard in shards if shard.landing is not None]
-    gradients += [shard.master.grad for shard in shards if shard.master.grad is not None and shard.landing is None]
+    landed = [shard.host_gradient for shard in shards if shard.host_gradient is not None]
+    gradients += [
+        shard.master.grad for shard in shards if shard.master.grad is not None and shard.host_gradient is None
+    ]
     if offloads_all:
         groups = {"host": [*parameters, *gradients, *state]}
     elif landed:

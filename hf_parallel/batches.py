@@ -1,4 +1,4 @@
-"""Batches as the engine sees them: rows cut into microbatches, label counts, and the checks that ranks mean the same."""
+"""Splits batches into microbatches, counts labels, and compares the batches and random states of ranks."""
 
 from __future__ import annotations
 

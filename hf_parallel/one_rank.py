@@ -80,8 +80,8 @@ def _outcome(
         return (type(error).__name__, str(error)), error
     except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever happens here
         traceback.clear_frames(error.__traceback__)  # what they hold may be the memory that was missing
-        raised = explain(_worded(error, doing))
-        return (type(raised).__name__, str(raised)), error
+        explained = explain(_worded(error, doing))
+        return (type(explained).__name__, str(explained)), error
     except BaseException as error:  # noqa: BLE001 - as above; raised again by the caller
         return ("interrupted", f"{_worded(error, doing)}. Look at the messages of rank 0."), error
 

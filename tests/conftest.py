@@ -27,7 +27,7 @@ LONGEST = (
     "test_fsdp.py",
     "test_own_losses.py",
     "test_compression_trainer.py",
-    "test_recipe_twins.py",
+    "test_scaled_down_recipes.py",
     "test_launch_failures.py",
     "test_settings_fuzz.py",
     "test_resume.py",

@@ -19,8 +19,8 @@ class CopyStreams:
     """Two side streams of a GPU, made when they are first needed; none elsewhere.
 
     Args:
-        follow: Asked of every tensor that leaves its device; what it returns, if anything, is told of the tensor that stands
-            for it later. For code that knows tensors by their memory.
+        follow: Called with every tensor that leaves its device; what it returns, if anything, is called with the tensor that
+            replaces it later. For code that knows tensors by their memory.
     """
 
     def __init__(self, follow: Follow = lambda tensor: None) -> None:
@@ -47,6 +47,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor, streams: CopyStreams) -> None:
         self._streams, self._device = streams, tensor.device
         self._down = streams.of(tensor.device, "down")
+        # Hidden states f[B/m S H], as the block was called with them.
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=self._down is not None)
         self._back: Tensor | None = None
         self._source: Tensor | None = tensor
@@ -86,7 +87,7 @@ class HostCopy:
         up.wait_stream(self._down)
         with torch.cuda.stream(up):
             self._back.copy_(self._host, non_blocking=True)
-        self._back.record_stream(up)
+        self._back.record_stream(up)  # else the allocator could give its memory away while `up` still writes to it
 
     def get(self) -> Tensor:
         """The values on their device, in the same tensor until `forget`."""

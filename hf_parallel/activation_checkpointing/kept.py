@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_parallel.activation_checkpointing.host_copies import CopyStreams, HostCopy
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError
 from hf_parallel.model.structure import Path, children, get_at, make_sequence
 
 
 @dataclass(frozen=True)
-class Made:
+class BlockOutput:
     """A tensor that block `position` of the group made: at `path` of (returned value, (args, kwargs))."""
 
     position: int
@@ -46,7 +47,7 @@ class Kept:
         moves = tensor.requires_grad and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
         return Kept(
             here.requires_grad_(tensor.requires_grad),
-            tensor._version,
+            version_of(tensor),
             HostCopy(here, streams) if moves and streams is not None else None,
             tensor.requires_grad,
         )
@@ -54,7 +55,7 @@ class Kept:
     @property
     def is_changed(self) -> bool:
         """Whether somebody wrote to it since; what is in host memory cannot change."""
-        return self.here is not None and self.here._version != self.version
+        return self.here is not None and version_of(self.here) != self.version
 
     def settle(self) -> None:
         """The group was left: what has a copy in host memory is there only."""
@@ -76,14 +77,14 @@ class Kept:
         return self.copy.get().requires_grad_(self.learns)
 
 
-def thaw(results: Sequence[tuple[Any, Any]], value: Any) -> Any:
-    """What was frozen, with the tensors of the second run."""
+def restored(results: Sequence[tuple[Any, Any]], value: Any) -> Any:
+    """The arguments that were stored as `value`, with the tensors of the second run."""
     # Not a closure that calls itself: that would keep all tensors until the cycle collector runs.
-    if isinstance(value, Made):
+    if isinstance(value, BlockOutput):
         return get_at(results[value.position], value.path)
     if isinstance(value, Kept):
         return value.get()
-    return mapped(value, functools.partial(thaw, results))
+    return mapped(value, functools.partial(restored, results))
 
 
 def mapped(value: Any, function: Callable[[Any], Any]) -> Any:

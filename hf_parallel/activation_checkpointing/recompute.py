@@ -8,7 +8,7 @@ they do without checkpointing.
 Arguments made by an earlier block of the group (its return value, what it stored in a container) are not kept but taken
 from the second run. Containers are copied for it, so blocks that store tensors in them change nothing that others see.
 
-What is kept of a group may go to host memory meanwhile (`host_copies`), and results that are dear to compute may be kept
+What is kept of a group may go to host memory meanwhile (`host_copies`), and results that are expensive to compute may be kept
 too (`selective`).
 """
 
@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.activation_checkpointing.host_copies import CopyStreams, Follow
-from hf_parallel.activation_checkpointing.kept import Kept, Made, mapped, thaw
+from hf_parallel.activation_checkpointing.kept import BlockOutput, Kept, mapped, restored
 from hf_parallel.activation_checkpointing.selective import KeptResults
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.stack import blocks_of
@@ -127,7 +128,7 @@ def recompute_blocks(
         groups: disjoint ranges of blocks that run one after the other, e.g. from `groups_for`.
         offload: whether what is kept of a group's inputs goes to host memory between its forward and its backward.
         products: keep the results of attention and of one matrix product in so many; None keeps none.
-        follow: whom to tell where a tensor is after it was in host memory (see `CopyStreams`).
+        follow: called for tensors that go to host memory (see `CopyStreams`).
 
     Raises:
         UnsupportedError: The model checkpoints its blocks itself.
@@ -193,12 +194,12 @@ class _Frame:
 
     def __init__(self, group: _Group) -> None:
         self.group = group
-        self.calls: list[tuple[Any, list[Tensor]]] = []  # frozen arguments and random states of each block
+        self.calls: list[tuple[Any, list[Tensor]]] = []  # stored arguments and random states of each block
         self.kept: list[Kept] = []
         self.outside: dict[int, tuple[Tensor, Kept]] = {}  # only while the forward is inside the group
         self.before: weakref.ref[_Frame] | None = None
         self.results: list[KeptResults] = []
-        self.made: dict[int, tuple[Tensor, Made]] = {}  # only while the forward is inside the group
+        self.made: dict[int, tuple[Tensor, BlockOutput]] = {}  # only while the forward is inside the group
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.again: dict[int, Tensor] = {}
         self.contexts = _autocast_of(next(group.forwards[0].block.parameters(), None))
@@ -206,9 +207,9 @@ class _Frame:
     def run(self, forward: _Checkpointed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of one block, saving nothing."""
         states = [generator.get_state() for generator in generators_of(forward.block)]
-        self.calls.append((self._freeze((args, kwargs)), states))
+        self.calls.append((self._stored((args, kwargs)), states))
         try:
-            with saved_tensors_hooks(self._number, self._restore), self._keeping(forward.block):
+            with saved_tensors_hooks(self._pack, self._unpack), self._keeping(forward.block):
                 out = forward.genuine(*args, **kwargs)
             self._check_kept()
         except BaseException:
@@ -220,7 +221,7 @@ class _Frame:
             self._leave_group()
         else:
             for path, tensor in leaves((out, (args, kwargs))):
-                self.made.setdefault(id(tensor), (tensor, Made(forward.position, path)))
+                self.made.setdefault(id(tensor), (tensor, BlockOutput(forward.position, path)))
         return out
 
     def _keeping(self, block: nn.Module) -> contextlib.AbstractContextManager[object]:
@@ -246,17 +247,17 @@ class _Frame:
             if kept.copy is not None and kept.here is None:
                 kept.copy.fetch()
 
-    def _freeze(self, value: Any) -> Any:
+    def _stored(self, value: Any) -> Any:
         """`value` with tensors replaced by what stands for them, in containers of its own."""
         if isinstance(value, Tensor):
             if id(value) in self.made:
                 return self.made[id(value)][1]
             known = self.outside.get(id(value))
-            if known is None or known[1].version != value._version:
+            if known is None or known[1].version != version_of(value):
                 known = self.outside[id(value)] = (value, Kept.of(value, self.group.done.streams))
                 self.kept.append(known[1])
             return known[1]
-        return mapped(value, self._freeze)
+        return mapped(value, self._stored)
 
     def _check_kept(self) -> None:
         if any(kept.is_changed for kept in self.kept):
@@ -265,11 +266,11 @@ class _Frame:
                 "place, so it cannot be run again. Leave these blocks out of activation checkpointing."
             )
 
-    def _number(self, tensor: Tensor) -> int:
+    def _pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.shape, tensor.dtype))
         return len(self.saved) - 1
 
-    def _restore(self, number: int) -> Tensor:
+    def _unpack(self, number: int) -> Tensor:
         if number not in self.again:
             self._run_again()
         return self.again.pop(number)
@@ -288,12 +289,13 @@ class _Frame:
             for device, settings in self.contexts.items():
                 stack.enter_context(torch.autocast(device, **settings))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(self._take, _same))
+            stack.enter_context(saved_tensors_hooks(self._pack_again, _same))
             try:
-                for forward, (frozen, states) in zip(self.group.forwards, self.calls, strict=True):
+                for forward, (stored, states) in zip(self.group.forwards, self.calls, strict=True):
                     self.group.done.num_recomputed += 1
-                    results.append(self._call_again(forward, frozen, states, results))
+                    results.append(self._call_again(forward, stored, states, results))
             except _AllTaken as stop:
+                # A traceback holds every frame of the second run, and the frames hold its activations.
                 stop.__traceback__ = stop.__context__ = None
             finally:
                 for kept in self.kept:
@@ -302,15 +304,15 @@ class _Frame:
             raise PlanError(self._differs(f"{len(self.again)} tensors were saved instead of {len(self.saved)}"))
 
     def _call_again(
-        self, forward: _Checkpointed, frozen: Any, states: list[Tensor], results: list[tuple[Any, Call]]
+        self, forward: _Checkpointed, stored: Any, states: list[Tensor], results: list[tuple[Any, Call]]
     ) -> tuple[Any, Call]:
-        args, kwargs = thaw(results, frozen)
+        args, kwargs = restored(results, stored)
         for generator, state in zip(generators_of(forward.block), states, strict=True):
             generator.set_state(state)
         with self._taking(forward.position):
             return forward.genuine(*args, **kwargs), (args, kwargs)
 
-    def _take(self, tensor: Tensor) -> Tensor:
+    def _pack_again(self, tensor: Tensor) -> Tensor:
         number = len(self.again)
         found = (tensor.shape, tensor.dtype)
         if found != self.saved[number]:

@@ -1,4 +1,4 @@
-"""Selective recomputation: results that are dear to compute are kept, the rest is computed again.
+"""Selective recomputation: results that are expensive to compute are kept, the rest is computed again.
 
 Kept are the results of attention kernels and of one matrix product in so many. Torch's own selective checkpointing does
 the same but misses what a collective changes in place, which raises no version: the second run would sum a sum. Here a
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree
+from hf_parallel.compat.private_torch import name_of_op, writes_arguments
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
+from hf_parallel.model.tensors import map_tensors, tensors_in
 
 
 PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm"})
@@ -39,8 +41,7 @@ class KeptResults:
     @property
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        kept = (value for _, value, _ in self._results.values())
-        return [leaf for value in kept for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return tensors_in([value for _, value, _ in self._results.values()])
 
     def keeping(self) -> TorchDispatchMode:
         """Around the first run."""
@@ -56,33 +57,33 @@ class KeptResults:
         self._places.clear()
 
     def _keep(self, number: int, product: int | None, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        name = func._schema.name
-        if func._schema.is_mutable or name.startswith("c10d::"):
-            self._forget(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        name = name_of_op(func)
+        if writes_arguments(func) or name.startswith("c10d::"):
+            self._forget(tensors_in((args, kwargs)))
             return func(*args, **kwargs)
         if number < 0 or (product is not None and product % self._every):
             return func(*args, **kwargs)
         states = self._states() if product is None else None
         result = func(*args, **kwargs)
         drawn = None if states is None or _same(states, self._states()) else self._states()
-        self._results[number] = (name, _apart(result), drawn)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.numel():
-                self._places[_storage(leaf)] = number
+        self._results[number] = (name, _detached(result), drawn)
+        for tensor in tensors_in(result):
+            if tensor.numel():
+                self._places[_storage(tensor)] = number
         return result
 
     def _take(self, number: int, product: int | None, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if number not in self._results:
             return func(*args, **kwargs)
         name, result, drawn = self._results[number]
-        if name != func._schema.name:
+        if name != name_of_op(func):
             raise PlanError(
-                f"operation {number} of a block was {name} and is {func._schema.name} when it is run again for the backward: "
+                f"operation {number} of a block was {name} and is {name_of_op(func)} when it is run again for the backward: "
                 "it took another path. Set activation_checkpointing.mode to block, or leave the block out."
             )
         for generator, state in zip(self._generators, drawn or [], strict=False):
             generator.set_state(state)
-        return _apart(result)
+        return _detached(result)
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -95,7 +96,7 @@ class KeptResults:
 
 
 class _Numbering(TorchDispatchMode):
-    """Numbers what is dear, attention and products in one row, products in another as well; -1 is everything else."""
+    """Numbers the expensive ops: attention and products together, products once more by themselves; -1 is any other op."""
 
     def __init__(self, handle: Callable[[int, int | None, Any, Any, Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -103,8 +104,8 @@ class _Numbering(TorchDispatchMode):
         self._numbers = self._products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, number, product = func._schema.name, -1, None
-        if name in PRODUCTS and not func._schema.is_mutable:
+        name, number, product = name_of_op(func), -1, None
+        if name in PRODUCTS and not writes_arguments(func):
             product, self._products = self._products, self._products + 1
         if product is not None or (any(part in name for part in ATTENTION) and "backward" not in name):
             number, self._numbers = self._numbers, self._numbers + 1
@@ -115,9 +116,9 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _apart(result: Any) -> Any:
+def _detached(result: Any) -> Any:
     """The same memory in tensors of their own, which get no graph."""
-    return pytree.tree_map_only(Tensor, Tensor.detach, result)
+    return map_tensors(lambda path, tensor: tensor.detach(), result)
 
 
 def _same(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:

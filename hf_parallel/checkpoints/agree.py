@@ -1,4 +1,4 @@
-"""One verdict for all ranks: what fails on one of them is the same error on every one, and nobody waits for ever."""
+"""One verdict for all ranks: what fails on one of them is the same error on every one, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def raise_anywhere(problem: str | Exception | None) -> None:
 
 def _first(text: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """What the first rank says that has something to say."""
-    return next((said for said in everyone(text, group) if said is not None), None)
+    return next((each for each in everyone(text, group) if each is not None), None)
 
 
 def everyone(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank of the group says, in the order of ranks; collective, alone without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group=group)
-    return said
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
@@ -96,7 +96,7 @@ def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
 
 
 def free_space(folder: Path) -> str:
-    """Bytes that can still be written to the file system of a folder, in words."""
+    """Free space of the file system of a folder, as text."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -145,7 +145,7 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,7 +186,7 @@ def _warn_of_later_steps(found: list[tuple[int, Path]], kept: Path) -> None:
     if later:
         logger.warning(
             "hf_parallel: %s is older than %s, which was just written, and has a higher step: "
-            "resume_from_checkpoint=True would take it up. If it is of another run, move it out of %s.",
+            "resume_from_checkpoint=True would choose it. If it is of another run, move it out of %s.",
             later[-1],
             kept.name,
             kept.parent,
@@ -199,7 +199,7 @@ def _remove(folder: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Take away a folder, or a link to one; what cannot be removed stays, under a name that nobody takes for a checkpoint."""
+    """Remove a folder, or a link to one; if it cannot be removed it stays under a name that no code takes for a checkpoint."""
     if folder.is_symlink() or folder.is_file():
         folder.unlink(missing_ok=True)
     else:

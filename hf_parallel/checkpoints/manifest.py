@@ -89,7 +89,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, int]]:
                 yield path.relative_to(folder).as_posix(), mode
 
 
-_COPY_IT = "A checkpoint holds files of its own: put a copy of what it stands for in its place (cp -L)."
+_COPY_IT = "A checkpoint may contain regular files only: replace it by a copy of the file (cp -L)."
 
 
 def _kind(mode: int) -> str:
@@ -104,7 +104,7 @@ def is_regular(path: Path) -> bool:
 
 
 def record(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Bring files to disk, and say what they are."""
+    """Flush files to disk and describe them."""
     found = {}
     for name in names:
         path = folder / name

@@ -163,6 +163,85 @@ def has_pre_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks)
 
 
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """What `register_forward_hook` was given, by the ids of their handles, in the order in which they run."""
+    return module._forward_hooks
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself has, by attribute; None where it was told that it has none."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """As `own_parameters`, buffers."""
+    return module._buffers
+
+
+def unregister(module: nn.Module, key: str) -> Tensor:
+    """Take a parameter or a buffer from a module; `state_dict` does not name it any more."""
+    table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+    tensor: Tensor = table.pop(key)
+    module._non_persistent_buffers_set.discard(key)
+    return tensor
+
+
+def name_of_op(op: Any) -> str:
+    """The name of an op without its overload, e.g. "aten::mm"."""
+    return str(op._schema.name)
+
+
+def packet_of_op(op: Any) -> Any:
+    """The op without its overload, as `flop_registry` has it; None for what is none."""
+    return getattr(op, "_overloadpacket", None)
+
+
+def arguments_written(op: Any) -> list[tuple[int, str]]:
+    """Position and name of each argument that an op changes in place, by its schema."""
+    schema = getattr(op, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def id_of_storage(storage: Any) -> int:
+    """A number of a storage while it is alive; `data_ptr()` is 0 for every empty or meta tensor."""
+    return int(storage._cdata)
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
+
+    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    kind, place = type(module), FSDPModule._orig_cls_mro_index
+    plain: Any = kind.__mro__[place]
+    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
+    renamed = type(plain.__name__, (kind,), body)
+    type.__setattr__(renamed, "forward", plain.forward)
+    module.__class__ = renamed
+
+
+def writes_arguments(op: Any) -> bool:
+    """Whether an op changes one of its arguments in place."""
+    return bool(op._schema.is_mutable)
+
+
+def steps_counted(scheduler: Any) -> int:
+    """How often a learning rate scheduler was stepped, the step of its constructor included."""
+    return int(scheduler._step_count)
+
+
+def count_step(scheduler: Any) -> None:
+    """Count a step that is not taken, as accelerate does between two updates."""
+    scheduler._step_count += 1
+
+
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass now running has finished (as DDP and FSDP do)."""
     from torch.autograd import Variable

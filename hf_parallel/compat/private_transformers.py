@@ -8,6 +8,7 @@ import sys
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.compat.overridden import changed_methods, in_this_thread
 from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
 from hf_parallel.errors import UnsupportedError
 
@@ -120,6 +121,17 @@ OVERRIDDEN = {
 }
 
 
+# What a batch passes on its way from `get_batch_samples` to the model, and its loss on the way to the gradients.
+AFTER_DATA = (
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "_prepare_inputs",
+    "_prepare_input",
+    "_prepare_context_parallel_inputs",
+)
+
+
 def trainer_internals(stock: type[Trainer] | None = None) -> None:
     """Refuse a transformers whose Trainer lacks a method that hf_parallel overrides, or gives it other parameters.
 
@@ -132,17 +144,10 @@ def trainer_internals(stock: type[Trainer] | None = None) -> None:
     import transformers
 
     stock = stock or transformers.Trainer
-    odd = []
-    for name, expected in OVERRIDDEN.items():
-        method = getattr(stock, name, None)
-        found = " ".join(list(inspect.signature(method).parameters)[1:]) if callable(method) else None
-        if found is None:
-            odd.append(f"no {name}")
-        elif found != expected:
-            odd.append(f"{name}({found.replace(' ', ', ')}) in place of {name}({expected.replace(' ', ', ')})")
-    if odd:
+    changed = changed_methods(stock, OVERRIDDEN)
+    if changed:
         raise UnsupportedError(
-            f"transformers {transformers.__version__}: Trainer has {'; '.join(odd)}. Install transformers>=5.23,<5.24."
+            f"transformers {transformers.__version__}: Trainer has {'; '.join(changed)}. Install transformers>=5.23,<5.24."
         )
 
 
@@ -198,19 +203,19 @@ def loss_functions(model: Any) -> tuple[Any, ...]:
     return (*bound, loss_utils.fixed_cross_entropy, functional.cross_entropy)
 
 
-def copy_loss_function(model: Any, twin: Any) -> None:
+def copy_loss_function(model: Any, target: Any) -> None:
     """Give a model of the same class the loss that somebody chose for `model` after it was made."""
     own = vars(model).get("_loss_function")
     if own is not None:
         bound_to_model = isinstance(own, MethodType) and own.__self__ is model
-        twin.loss_function = MethodType(own.__func__, twin) if bound_to_model else own
+        target.loss_function = MethodType(own.__func__, target) if bound_to_model else own
     if "loss_type" in vars(model):
-        twin.loss_type = model.loss_type
+        target.loss_type = model.loss_type
 
 
 @contextlib.contextmanager
 def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iterator[None]:
-    """Inside, transformers' `from_pretrained` finds the files of a checkpoint and loads them through these two.
+    """Inside, in this thread, `from_pretrained` finds the files of a checkpoint and loads them through these two.
 
     Args:
         load: Called with the stock function that fills a model, then with its arguments.
@@ -232,8 +237,10 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
             f"transformers {transformers.__version__} loads weights in a way that is not known. "
             "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
         )
-    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, stock_load.__func__)))  # noqa: B010
-    setattr(modeling_utils, "_get_resolved_checkpoint_files", partial(find, stock_find))  # noqa: B010
+    loads = in_this_thread(partial(load, stock_load.__func__), stock_load.__func__)
+    finds = in_this_thread(partial(find, stock_find), stock_find)
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(loads))  # noqa: B010
+    setattr(modeling_utils, "_get_resolved_checkpoint_files", finds)  # noqa: B010
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +32,6 @@ def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
 def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
     """The norm of each tensor, in a few kernels; summed in `dtype`, if one is given."""
     return torch._foreach_norm(tensors, norm_type, dtype=dtype)
-
-
-def storage_id(tensor: Tensor) -> int:
-    """A number that tensors share while they share memory; an address would be 0 for empty and meta tensors."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def keep_class_name(module: nn.Module) -> None:
-    """Give the class that `fully_shard` made the name of the module's own: saving and label smoothing look at it.
-
-    Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    kind, place = type(module), FSDPModule._orig_cls_mro_index
-    plain: Any = kind.__mro__[place]
-    body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
-    renamed = type(plain.__name__, (kind,), body)
-    type.__setattr__(renamed, "forward", plain.forward)
-    module.__class__ = renamed
 
 
 def move_values_only(model: nn.Module) -> None:

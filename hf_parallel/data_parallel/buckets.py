@@ -1,6 +1,6 @@
-"""Which gradients travel together: flat buffers of parameters that are neighbours in backward order.
+"""Gradient buckets: flat buffers of parameters that are neighbours in backward order.
 
-Buckets follow the backward order (last parameter first), so all ranks agree on the layout without talking.
+Buckets follow the backward order (last parameter first), so all ranks get the same layout without communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 * 2**20  # as DDP
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters whose gradients travel in one flat buffer.
+    """Parameters whose gradients are reduced in one flat buffer.
 
     Args:
         names: Of the parameters.
@@ -29,7 +29,7 @@ class Bucket:
         numel: Elements of the buffer, gaps and padding included; those hold zeros.
         dtype: Of the buffer: fp32 for half-precision parameters, whose gradients are summed in fp32.
         device: Of the parameters.
-        kind: What `lay_out` was told to keep apart.
+        kind: Of its parameters; `lay_out` puts different kinds into different buckets.
     """
 
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class Bucket:
     def pack(self, *, flagged: bool) -> tuple[Tensor, tuple[bool, ...]]:
         """Move the gradients into a new flat buffer; return it and which parameters had one.
 
-        The parameters give their gradients up, so that the step needs one bucket of memory more, not a second copy.
+        `p.grad` becomes None, so the step needs memory for one more bucket and not for a second copy of all gradients.
 
         Args:
             flagged: Append one number a parameter that tells whether it had a gradient.
@@ -62,7 +62,9 @@ class Bucket:
         tail = len(self.params) if flagged else 0
         full = all(present) and sum(param.numel() for param in self.params) == self.numel
         make = torch.empty if full else torch.zeros
-        flat = make(self.numel + tail, dtype=self.dtype, device=self.device)
+        flat = make(
+            self.numel + tail, dtype=self.dtype, device=self.device
+        )  # (elements + one flag for each parameter,)
         pairs = [
             (flat[start : start + grad.numel()].view_as(grad), grad)
             for start, grad in zip(self.offsets, grads, strict=True)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from hf_parallel.errors import UnsupportedError
 
 PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
 PIECE = 2**22  # elements that are compared at once
-ALIGN = 32  # elements: views of a flat buffer begin at 64 bytes or more, as kernels like it
+ALIGN = 32  # elements: parameters start at multiples of 64 bytes or more, which kernels need for vector loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class FlatShard:
             host memory where the optimizer is.
         start: First element of the part.
         slots: Where the parameters are in `flat`, in their shapes.
-        landing: Host memory for the part's gradient, where the optimizer is there.
+        host_gradient: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
         saved: During a step, what they were: tensor, elements, values.
@@ -56,7 +57,7 @@ class FlatShard:
     master: nn.Parameter
     start: int
     slots: list[Tensor]
-    landing: Tensor | None = None
+    host_gradient: Tensor | None = None
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
@@ -64,7 +65,7 @@ class FlatShard:
     @property
     def is_copy(self) -> bool:
         """Whether `master` has memory of its own."""
-        return self.is_finer or self.landing is not None
+        return self.is_finer or self.host_gradient is not None
 
     @property
     def is_finer(self) -> bool:
@@ -72,8 +73,8 @@ class FlatShard:
         return self.master.dtype != self.shard.dtype
 
     @torch.no_grad()
-    def bring_home(self) -> None:
-        """Parameters that were given other memory (`p.data = ...`) come back to the buffer, with their values.
+    def return_to_buffer(self) -> None:
+        """Move parameters that got other memory (`p.data = ...`) back into the buffer, with their new values.
 
         Raises:
             UnsupportedError: One has another shape, dtype or device now.
@@ -93,9 +94,9 @@ class FlatShard:
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Elements of the parameters that differ from what `master` gave them were changed by others: take them over.
+        """Copy elements of the parameters that user code changed, those that differ from `master`, into `master`.
 
-        Without waiting for the device: what is compared decides nothing here but what is written.
+        The comparison stays on the device (`torch.where`), so nothing waits for it.
         """
         if not self.is_copy:
             return
@@ -122,7 +123,7 @@ class FlatShard:
 def fingerprint(part: Tensor) -> Tensor:
     """A number, i64 on the part's device, that changes with any element of `part`, but for one chance in 2^64."""
     bits = part.view(torch.int16 if part.element_size() == 2 else torch.int32)
-    # Odd, so that a change of one element always shows; different, so that an exchange of two does.
+    # Odd weights, so that a change of one element always shows; different ones, so that an exchange of two does.
     weights = torch.arange(1, 2 * min(PIECE, bits.numel()), 2, device=part.device).mul_(-0x61C8864680B583EB)
     found = torch.zeros((), dtype=torch.int64, device=part.device)
     for piece in bits.split(PIECE):
@@ -131,7 +132,7 @@ def fingerprint(part: Tensor) -> Tensor:
 
 
 def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Two parameters in one memory would part when each gets a place of its own.
+    """Refuse parameters that share memory: each would get a place of its own in the buffer.
 
     Raises:
         UnsupportedError: Names them.
@@ -143,8 +144,9 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:
             raise UnsupportedError(
-                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets a place of its own and "
-                "they would part. Tie them by assigning one Parameter to both modules, or set zero.stage to 0."
+                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets memory of its own "
+                "and they would no longer be equal. Tie them by assigning one Parameter to both modules, or set "
+                "zero.stage to 0."
             )
 
 
@@ -161,7 +163,9 @@ def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     """
     start = offset * flat.element_size()
     storage = flat.untyped_storage()[start : start + math.prod(shape) * flat.element_size()]
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, tuple(shape))
+    empty: Any = torch.empty(0, dtype=flat.dtype, device=flat.device)  # the stubs of torch lack this form of set_
+    placed: Tensor = empty.set_(storage, 0, tuple(shape))
+    return placed
 
 
 @torch.no_grad()
@@ -176,7 +180,7 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
     kind = bucket.kind
     if not isinstance(kind, FlatKind):
         raise TypeError(f"a bucket of kind {kind!r} was not laid out for a partition")
-    flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)
+    flat = torch.zeros(bucket.numel, dtype=kind.dtype, device=bucket.device)  # (elements,), divisible by the ranks
     slots = []
     for param, offset in zip(bucket.params, bucket.offsets, strict=True):
         slot = place_in(flat, offset, param.shape)
@@ -185,10 +189,12 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
         slots.append(slot)
     length = bucket.numel // group.size()
     start = group.rank() * length
-    shard = flat[start : start + length]
+    shard = flat[start : start + length]  # (elements / ranks,), a view
     if host is not None:
-        master, landing = (host.empty(length, bucket.dtype) for _ in range(2))
-        return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, slots, landing)
+        master, host_gradient = (host.empty(length, bucket.dtype) for _ in range(2))
+        return FlatShard(
+            bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, slots, host_gradient
+        )
     return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start, slots)
 
 

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import HookCarrier, whole_numbers_of_parts
-from hf_parallel.compat.torch_tools import keep_class_name
+from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, whole_numbers_of_parts
 from hf_parallel.errors import UnsupportedError
 
 
@@ -106,7 +105,7 @@ class ShardedModel:
             for module in modules:
                 keep_class_name(module)
         for name, module in model.named_modules():
-            if any(True for _ in module.parameters(recurse=False)):
+            if any(parameter is not None for parameter in own_parameters(module).values()):
                 module.register_forward_pre_hook(partial(_refuse_parts, name))
         model.register_forward_hook(
             self._after_forward
@@ -130,7 +129,7 @@ class ShardedModel:
         self._hooks.follow()
 
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
-        """Whoever looks at `model.parameters()` after an evaluation finds those that are trained."""
+        """Give `model.parameters()` the sharded parameters again after an evaluation."""
         if not torch.is_grad_enabled():
             self.reshard()
 
@@ -168,11 +167,11 @@ def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
     Raises:
         UnsupportedError: They are in parts, so that this is a call from outside of the model's forward.
     """
-    for key, parameter in module.named_parameters(recurse=False):
+    for key, parameter in own_parameters(module).items():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
                 f"zero.stage=3 (or 2 with zero.engine=fsdp2): module {name} was called outside of the model's forward, where "
-                f"its {key} is shared out over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
+                f"its {key} is sharded over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
                 "model's forward (pass input_ids in place of inputs_embeds made from the embedding), or set zero.stage to 1."
             )
 
@@ -180,7 +179,7 @@ def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
 def precision(own: torch.dtype, compute: torch.dtype | None, is_root: bool) -> MixedPrecisionPolicy:
     """In which precision parameters are gathered; gradients are summed in fp32.
 
-    Under autocast the matrices of a unit travel in the dtype that autocast would give them. What is gathered with the
+    Under autocast the matrices of a unit are gathered in the dtype that autocast would give them. What is gathered with the
     model (embedding, last norm, head) stays fp32, so that hidden states keep the precision they have under autocast.
 
     Args:
@@ -212,12 +211,12 @@ def self_contained(model: nn.Module, units: Sequence[Sequence[str]]) -> dict[tup
 
 
 def is_part(tensor: object) -> bool:
-    """Whether a tensor is this rank's part of one that is shared out."""
+    """Whether a tensor is this rank's part of one that is sharded."""
     return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that is shared out, in its own memory; any other tensor as it is."""
+    """This rank's rows of a tensor that is sharded, in its own memory; any other tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -225,11 +224,11 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is shared out, on every rank; any other tensor as it is. Collective over its ranks."""
+    """The whole of a tensor that is sharded, on every rank; any other tensor as it is. Collective over its ranks."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, local = tensor.device_mesh, local_of(tensor).detach()
-    here = _as_part(tensor, local.to(mesh.device_type))  # parts in host memory travel from the device
+    here = _as_part(tensor, local.to(mesh.device_type))  # parts in host memory are copied from the device
     whole: Tensor = here.full_tensor()
     return whole
 
@@ -243,7 +242,7 @@ def rows_of(like: Tensor, whole: Tensor) -> Tensor:
 
 
 def first_row_of(tensor: Tensor) -> int:
-    """Which row of the tensor that is shared out this rank's part begins with; 0 for any other tensor."""
+    """Which row of the tensor that is sharded this rank's part begins with; 0 for any other tensor."""
     if not isinstance(tensor, DTensor):
         return 0
     ranks, rank = tensor.device_mesh.size(-1), tensor.device_mesh.get_local_rank(-1)
@@ -251,7 +250,7 @@ def first_row_of(tensor: Tensor) -> int:
 
 
 def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer state of a parameter, its tensors shared out as the parameter is."""
+    """Optimizer state of a parameter, its tensors sharded as the parameter is."""
     return {
         key: _as_part(parameter, rows_of(parameter, value).to(local_of(parameter).device).clone())
         if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape
@@ -261,7 +260,7 @@ def split_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def part_like(like: Tensor, local: Tensor) -> Tensor:
-    """This rank's rows as a tensor that is shared out as `like` is, or as they are if it is not."""
+    """This rank's rows as a tensor that is sharded as `like` is, or as they are if it is not."""
     return _as_part(like, local.to(local_of(like).device)) if isinstance(like, DTensor) else local
 
 
@@ -297,7 +296,7 @@ def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
         by_dtype.setdefault(parameter.dtype, name)
         if parameter.ndim == 0:
             raise UnsupportedError(
-                f"zero.engine=fsdp2: parameter {name} is a single number (shape ()), which has no rows to share out. Give it "
+                f"zero.engine=fsdp2: parameter {name} is a single number (shape ()), which has no rows to shard. Give it "
                 "the shape (1,), or set zero.engine to native and zero.stage to 1 or 2."
             )
     if len(by_dtype) > 1:
@@ -311,7 +310,7 @@ def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
 
 @torch.no_grad()
 def _prepare(module: nn.Module) -> None:
-    """What is not shared out yet: contiguous, and in fp32 where the optimizer needs it."""
+    """What is not sharded yet: contiguous, and in fp32 where the optimizer needs it."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
             full = parameter.data.float() if parameter.dtype in HALF else parameter.data

@@ -1,6 +1,6 @@
 """Host memory for what an optimizer updates: fp32 parameters, gradients and state of this rank's parts.
 
-On a GPU the memory is pinned, gradients come down on a stream of their own, and the step runs on the CPU.
+On a GPU the memory is pinned, gradients are copied down on a CUDA stream of their own, and the step runs on the CPU.
 
 Source: Ren et al. 2021 (arXiv:2101.06840): gradients and states on the host, parameters on the GPU.
 """
@@ -18,7 +18,7 @@ from hf_parallel.settings.replica_sections import ZeroConfig
 
 
 class HostMemory:
-    """Tensors in host memory that stand for tensors of one device, and the copies between them.
+    """Host copies of tensors of one device, and the copying between them.
 
     Args:
         device: Of the tensors that are copied from and to.
@@ -31,21 +31,21 @@ class HostMemory:
         self._device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory of its own, f[numel], not filled."""
+        """New memory f[numel], not filled."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
 
-    def bring_down(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy a tensor of the device into host memory; it may be let go of, `wait` says when it has arrived."""
+    def copy_down(self, source: Tensor, target: Tensor) -> None:
+        """Start to copy a tensor of the device into host memory; the source may be freed, `wait` waits for the copy."""
         if self._down is None:
             target.copy_(source)
             return
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             target.copy_(source, non_blocking=True)
-        source.record_stream(self._down)
+        source.record_stream(self._down)  # or the allocator would reuse its memory before the copy has run
 
     def wait(self) -> None:
-        """Until everything has arrived, and what was read on its way to the device may be written to."""
+        """Wait for all copies, in both directions: their targets may be read and their sources written."""
         if self._down is not None:
             self._down.synchronize()
             torch.cuda.current_stream(self._device).synchronize()
@@ -74,7 +74,7 @@ def host_memory(zero: ZeroConfig, device: torch.device) -> HostMemory | None:
 class FusedOnHost:
     """Lets Adam and AdamW step by torch's fused CPU kernel, unless their user chose a kernel.
 
-    The choice is there while a step runs only, so that what is saved is the user's own.
+    `fused` is set only while a step runs, so that a saved state has the user's own value.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

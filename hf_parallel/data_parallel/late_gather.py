@@ -1,8 +1,8 @@
-"""Let updated parameters arrive while the next forward pass already runs.
+"""Gather updated parameters while the next forward pass already runs.
 
 Every module waits for its own parameters when it is called. Code that reads a parameter of a module it does not call
-would see the old values, or half of the new: the first forward pass is watched for that, and such parameters are
-waited for before any forward pass begins.
+would see old values, or a mixture. So the first forward pass records such reads, and later forward passes wait for these
+parameters before they begin.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.torch_tools import pytree
 
 
 class LateGather:
-    """Gathers under way, and who waits for them.
+    """Running all-gathers of updated parameters, and the modules that wait for them.
 
     Args:
         model: The model.
@@ -28,7 +29,7 @@ class LateGather:
         waiting: Context for waits on other ranks.
 
     Attributes:
-        at_once: Wait for everything as soon as it is under way: somebody may look at parameters between two passes.
+        at_once: Wait for every gather when it is started: user code may read parameters between two passes.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class LateGather:
         self._watched = False
         self._shard_of = dict(shard_of)
         for module in model.modules():
-            own = [param for param in module.parameters(recurse=False) if id(param) in shard_of]
+            own = [param for param in own_parameters(module).values() if param is not None and id(param) in shard_of]
             if own:
                 self._hook(module, [id(param) for param in own])
 

@@ -1,8 +1,8 @@
-"""Local steps: replicas train by themselves and, every H optimizer steps, average how far they came.
+"""Local steps: replicas train independently and exchange their parameter changes every H optimizer steps.
 
-What travels is the pseudo-gradient, the way from the common parameters to this replica's; an outer optimizer applies
-its mean to the common parameters, from which all replicas go on. It is linear in what is sent, so error feedback is
-valid whatever the inner optimizer is.
+A replica sends its pseudo-gradient: the common parameters minus its own. An outer optimizer applies the mean to the common
+parameters, from which all replicas continue. The mean is linear in what is sent, so error feedback is valid whatever
+the inner optimizer is.
 
 Source: Douillard et al. 2023 (arXiv:2311.08105), algorithm 1 (DiLoCo); Stich 2019 (arXiv:1805.09767) for H steps of SGD
 with outer learning rate 1 and no momentum.
@@ -26,7 +26,7 @@ MOMENTUM = "momentum_buffer"
 
 
 class LocalSteps:
-    """The common parameters of the replicas, and when they are brought together.
+    """The common parameters of the replicas, and their synchronisation.
 
     Args:
         params: Names and parameters of this rank, in the same order on all replicas.
@@ -34,7 +34,7 @@ class LocalSteps:
         sync_every: Optimizer steps between two synchronisations, 2 or more.
         outer_lr: Learning rate of the outer SGD, above 0.
         outer_momentum: Its Nesterov momentum, from 0 to below 1.
-        traffic: How pseudo-gradients travel.
+        traffic: How pseudo-gradients are sent.
         waiting: Context for waits on other ranks.
     """
 
@@ -71,14 +71,14 @@ class LocalSteps:
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Make all replicas equal, if they took steps since they were; collective."""
+        """Make all replicas equal, if they took steps since the last synchronisation; collective."""
         if not self.steps:
             return
         self.steps = 0
         with self._waiting("waits for the pseudo-gradients of the other replicas"):
             waits = []
             for index, (bucket, common) in enumerate(zip(self._buckets, self._common, strict=True)):
-                common.grad = (common.detach() - self._flat(index)).div_(self._ranks)
+                common.grad = (common.detach() - self._flat(index)).div_(self._ranks)  # (bucket elements,)
                 waits.append(self._wire.all_reduce(common.grad, bucket))
             self._wire.flush()
             for wait in waits:
@@ -91,20 +91,22 @@ class LocalSteps:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Begin from the parameters as they are now, equal on all replicas."""
+        """Start from the parameters as they are now, equal on all replicas."""
         self.steps = 0
         for index, common in enumerate(self._common):
             common.copy_(self._flat(index))
 
     def unknown(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        """Names of parameters that are trained now and are not brought together."""
+        """Names of parameters that are trained now and are not synchronised."""
         known = {id(param) for bucket in self._buckets for param in bucket.params}
         return [name for name, param in params.items() if param.requires_grad and id(param) not in known]
 
     def _flat(self, index: int) -> Tensor:
         """The parameters of a bucket as they are here, in fp32."""
         bucket = self._buckets[index]
-        return torch.cat([param.detach().reshape(-1).to(bucket.dtype) for param in bucket.params])
+        return torch.cat(
+            [param.detach().reshape(-1).to(bucket.dtype) for param in bucket.params]
+        )  # (bucket elements,)
 
     def state(self) -> dict[str, Tensor]:
         """Parameter name -> outer momentum, in its shape; equal on all replicas, empty without momentum."""
@@ -117,7 +119,7 @@ class LocalSteps:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave, and begin from the parameters as they are now."""
+        """Load what `state` returned, and start from the parameters as they are now."""
         self.refresh()
         for bucket, common in zip(self._buckets, self._common, strict=True):
             if all(name in state for name in bucket.names):

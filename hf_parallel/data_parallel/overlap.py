@@ -15,7 +15,7 @@ from hf_parallel.errors import UnsupportedError
 class Overlap:
     """Calls `start(index)` for every bucket, in order, as soon as its gradients and those of all before are complete.
 
-    The first armed pass only watches: a parameter whose gradient arrives in several pieces (reentrant checkpointing
+    The first armed pass only records: a parameter whose gradient arrives in several pieces (reentrant checkpointing
     runs a backward pass inside another) is not complete when it first arrives, so its bucket is started at the end.
 
     Args:
@@ -41,7 +41,7 @@ class Overlap:
         self._seen: Counter[int] = Counter()
         self._whole: set[int] | None = None  # buckets whose gradients come in one piece; None: not known yet
         self._missing: list[int] = []
-        self._watched: set[int] = set()  # buckets with parameters that have hooks of others
+        self._watched: set[int] = set()  # buckets with parameters that have hooks of user code
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, position))
             for index, bucket in enumerate(buckets)
@@ -50,7 +50,7 @@ class Overlap:
         ]
 
     def remove(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks on the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -60,7 +60,7 @@ class Overlap:
             self._armed = True
             self._seen.clear()
             self._missing = [len(bucket.params) for bucket in self._buckets]
-            # Hooks that others put on accumulated gradients run after ours: what they change must not have left.
+            # Hooks of user code on accumulated gradients run after ours, and what they change must be reduced too.
             own = len(self._handles) > 0
             self._watched = {
                 index
@@ -69,10 +69,10 @@ class Overlap:
             }
 
     def finish(self) -> None:
-        """Start what is left; the backward pass is over.
+        """Start the remaining buckets after the backward pass.
 
         Raises:
-            UnsupportedError: A gradient is sparse and nothing has left yet.
+            UnsupportedError: A gradient is sparse and no bucket was started.
         """
         if self._next == 0:
             for bucket in self._buckets:

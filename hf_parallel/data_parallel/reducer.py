@@ -1,4 +1,4 @@
-"""Average gradients over the replicas once per optimizer step, in flat buckets that leave during the backward pass.
+"""Average gradients over the replicas once per optimizer step, in flat buckets, during the backward pass.
 
 Not DDP: accumulation, pipeline stages that share a parameter, ZeRO and the compressed wire all need the reduction as
 one explicit call.
@@ -30,7 +30,7 @@ from hf_parallel.data_parallel.wire import (
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A bucket between its start and its end."""
+    """A bucket whose reduction has started."""
 
     flat: Tensor
     present: tuple[bool, ...]
@@ -42,13 +42,13 @@ class GradientReducer:
 
     Gradients in bf16 or fp16 are summed in fp32. A parameter that has a gradient on some ranks only counts as zero on
     the others; one that has none anywhere keeps ``grad = None``, so that the optimizer does not decay it. The flags
-    that tell the two apart ride in the bucket, or in one message of their own where the bucket is approximated.
+    for this are part of the bucket, or a message of their own where the bucket is compressed with errors.
 
     Args:
         params: Names and parameters, in the same order on all ranks. Frozen ones are left out; a parameter that occurs
             twice is reduced once.
         group: The group to sum over; None, or a group of one rank, applies the factor alone.
-        traffic: How they travel.
+        traffic: How they are sent.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class GradientReducer:
         return self._wire.counters if self._wire is not None else WireCounters()
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks on the parameters."""
         self._overlap.remove()
 
     def arm(self, factor: float | None) -> None:
-        """The backward pass that follows is the last before `reduce`: buckets may leave as they fill up.
+        """The backward pass that follows is the last before `reduce`: the reduction of full buckets may start.
 
         Args:
             factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.

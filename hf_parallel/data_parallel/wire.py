@@ -1,7 +1,7 @@
-"""What carries a flat buffer over a group. The gradient reduction and ZeRO know this interface only.
+"""The interface of collectives that sum flat buffers, exact or compressed; the gradient reduction and ZeRO use nothing else.
 
-A wire is used by one group of ranks, which call it with the same buckets in the same order. It sums: what the sum is
-multiplied with is the caller's business.
+A wire is used by one group of ranks, which call it with the same buckets in the same order. It only sums; the caller
+multiplies the sum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Wire(Protocol):
     Attributes:
         lossy: Whether the sum is an approximation that feeds errors back. Buffers must then come with their final
             factor already applied, because what is fed back must be in the units of the result.
-        counters: What went through it.
+        counters: Collectives and bytes so far.
     """
 
     lossy: bool
@@ -74,20 +74,20 @@ class Wire(Protocol):
         ...
 
     def flush(self) -> None:
-        """Begin everything that is still held back: no more buffers come before the waits."""
+        """Start the collectives that are still delayed; no more buffers follow before the waits."""
         ...
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How gradients travel.
+    """How gradients are sent.
 
     Args:
         bucket_bytes: Size at which a bucket is closed, at least 1.
         kind: Parameters of different kinds do not share a bucket.
         late: Whether the buckets of a kind must not be started before the reduction is asked for.
         overlaps: Start buckets during backward passes that are announced.
-        wire: What carries the buckets; None for exact sums.
+        wire: What sums the buckets; None for exact sums.
         waiting: Context for waits on other ranks outside of a reduction.
     """
 
@@ -103,21 +103,21 @@ PLAIN = Traffic()
 
 
 def require_announced(wire: Wire, announced: float, factor: float, *, left: bool) -> None:
-    """Buffers that left a lossy wire early carry the factor that was announced for them.
+    """Refuse a factor other than the announced one: a lossy wire has already sent buffers multiplied by that.
 
     Args:
-        wire: What carries them.
-        announced: The factor that they carry.
+        wire: What sends them.
+        announced: The factor that they were multiplied by.
         factor: That of the reduction.
-        left: Whether any left.
+        left: Whether any were sent.
 
     Raises:
         UnsupportedError: It is another one.
     """
     if wire.lossy and left and factor != announced:
         raise UnsupportedError(
-            f"gradients were announced with a factor of {announced} and reduced with {factor}: buckets that left early "
-            "carry the wrong one. Announce what will be reduced."
+            f"gradients were announced with a factor of {announced} and reduced with {factor}: buckets that were "
+            "sent before have the first one. Pass the same factor to arm() and to reduce()."
         )
 
 
@@ -141,7 +141,7 @@ class PlainWire:
         return mine, _waits_for(reduce_scatter_flat(mine, flat, self.group))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is delayed."""
 
     def _count(self, flat: Tensor) -> None:
         self.counters.collectives += 1

@@ -2,7 +2,7 @@
 
 The optimizer object stays the user's own. Its parameter groups get, in place of the model's parameters, one flat
 tensor a bucket: this rank's part, in fp32. `step()` updates it, and a hook after the step gathers the updated
-parameters, which are views of the flat buffers. So any optimizer that treats every element by itself works unchanged,
+parameters, which are views of the flat buffers. So any optimizer that updates every element independently works unchanged,
 with its groups, schedulers and hooks.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) and P_os+g (stage 2).
@@ -49,7 +49,7 @@ class ZeroPartition:
         shard_group: Ranks that share one copy of the optimizer state; at least two.
         replicate_group: Ranks with the same part in other copies; None if there is one copy.
         stage: 1 or 2: whether gradients are kept whole between the backward passes of one step.
-        traffic: How gradients travel over `shard_group`.
+        traffic: How gradients are sent over `shard_group`.
         counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
             parameter's shape.
         host: Where this rank's part, its gradient and its optimizer state live; None: on the parameters' device.
@@ -57,7 +57,7 @@ class ZeroPartition:
     Attributes:
         shards: The flat buffers.
         groups: Names of the parameters in each group of the optimizer, in the user's order.
-        late: What lets updated parameters arrive late; None: they are there when the step returns.
+        late: Gathers updated parameters during the next forward; None: they are gathered when the step returns.
 
     Raises:
         UnsupportedError: If a parameter is in two groups, or two parameters share memory.
@@ -106,7 +106,7 @@ class ZeroPartition:
         self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
         self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
-        # Where the optimizer's part is in other memory than the parameters, values are brought there only if they changed.
+        # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
 
@@ -130,7 +130,7 @@ class ZeroPartition:
     def reduce(self, factor: float) -> None:
         """Add `factor` times the sum of the gradients over all ranks to the gradient of this rank's part.
 
-        The parameters of the model give their gradients up.
+        `p.grad` of the model's parameters becomes None.
         """
         require_announced(self.wire, self._factor, factor, left=bool(self._under_way))
         self._factor = factor
@@ -146,12 +146,12 @@ class ZeroPartition:
             if factor != 1.0 and not self.wire.lossy:
                 mine.mul_(factor)
             if self._replicas is None:
-                landed.append(self._bring_down(shard, mine))
+                landed.append(self._to_optimizer(shard, mine))
         counted()
         if self._replicas is not None:
             self._over_copies(self._replicas, [*(mine for mine, _, _ in under_way), counts])
             landed = [
-                self._bring_down(shard, mine) for shard, (mine, _, _) in zip(self.shards, under_way, strict=True)
+                self._to_optimizer(shard, mine) for shard, (mine, _, _) in zip(self.shards, under_way, strict=True)
             ]
         self._note_absent(counts, all(all(flags) for _, flags, _ in under_way))
         if self.host is not None:
@@ -162,13 +162,13 @@ class ZeroPartition:
             else:
                 shard.master.grad.add_(part)
 
-    def _bring_down(self, shard: FlatShard, mine: Tensor) -> Tensor:
-        """The sum of a bucket where the optimizer wants it; on its way there while the next bucket is summed."""
-        if self.host is None or shard.landing is None:
+    def _to_optimizer(self, shard: FlatShard, mine: Tensor) -> Tensor:
+        """The sum of a bucket on the device of the optimizer; the copy overlaps with the sum of the next bucket."""
+        if self.host is None or shard.host_gradient is None:
             return mine
-        free = shard.master.grad is None  # else gradients of an earlier pass are in the landing
-        target = shard.landing if free else self.host.empty(mine.numel(), mine.dtype)
-        self.host.bring_down(mine, target)
+        free = shard.master.grad is None  # else gradients of an earlier pass are in that memory
+        target = shard.host_gradient if free else self.host.empty(mine.numel(), mine.dtype)
+        self.host.copy_down(mine, target)
         return target
 
     def _start(self, index: int) -> None:
@@ -203,19 +203,19 @@ class ZeroPartition:
         counts_steps = any("step" in self.optimizer.state.get(shard.master, {}) for shard in self.shards)
         if known is not None and known != names and counts_steps:
             logger.warning(
-                "hf_parallel: %s has a gradient in some steps only. ZeRO leaves it untouched in the others, but its bias "
-                "correction counts the steps of its bucket, not its own as in one process. Set zero.stage to 0 if that "
-                "matters.",
+                "hf_parallel: %s has a gradient in some steps only. ZeRO does not change it in the others, but its "
+                "Adam step count is shared by its bucket, so the bias correction differs from that of one process. Set "
+                "zero.stage to 0 if that matters.",
                 sorted(known ^ names)[0],
             )
 
     def zero_grad(self) -> None:
-        """Forget the gradients of this rank's parts."""
+        """Drop the gradients of this rank's parts."""
         for shard in self.shards:
             shard.master.grad = None
 
-    def arrive_late(self, model: nn.Module) -> None:
-        """Let updated parameters arrive while the next forward pass of `model` runs."""
+    def gather_late(self, model: nn.Module) -> None:
+        """Gather updated parameters while the next forward pass of `model` runs."""
         shard_of = {id(param): index for index, shard in enumerate(self.shards) for param in shard.bucket.params}
         self.late = LateGather(model, shard_of, self._waiting)
 
@@ -224,11 +224,11 @@ class ZeroPartition:
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Weights that others changed since the last step (clamped, loaded, assigned) become the optimizer's own."""
+        """Copy weights that user code changed since the last step (clamped, loaded, assigned) into the optimizer's copies."""
         if self.late is not None:
             self.late.wait_for_all()
         for shard in self.shards:
-            shard.bring_home()
+            shard.return_to_buffer()
         now, changed = self._fingerprints(), None
         if now is not None and self._prints is not None:
             changed = torch.empty(len(now), dtype=torch.bool, pin_memory=self.host is not None and self.host.pinned)
@@ -261,7 +261,7 @@ class ZeroPartition:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Every rank's updated part into the flat buffers: the model has all parameters again. Collective."""
+        """All-gather the updated parts into the flat buffers of the model's parameters. Collective."""
         works = []
         for shard in self.shards:
             if shard.is_copy:
@@ -278,9 +278,9 @@ class ZeroPartition:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the model's parameters over into the fp32 copies, after they were loaded from elsewhere."""
+        """Copy the model's parameters, which were loaded, into the fp32 copies."""
         for shard in self.shards:
-            shard.bring_home()
+            shard.return_to_buffer()
             if shard.is_copy:
                 shard.master.copy_(shard.shard)
         self._prints = self._fingerprints()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.data_parallel.fsdp import ShardedModel
-from hf_parallel.data_parallel.replicas import ReplicaSettings
+from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.held import held_tensors

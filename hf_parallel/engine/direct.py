@@ -23,7 +23,6 @@ from torch import nn
 from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.private_transformers import loss_shifts_labels
-from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
@@ -34,6 +33,7 @@ from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.model.tensors import tensors_in
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.tensor_parallel.run.vocab import LabelledOutput
 from hf_parallel.watchdog import Watchdog
@@ -44,7 +44,7 @@ Autocast: TypeAlias = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclass
 class Attachment:
-    """Everything an engine works with; made by the plugin.
+    """Everything an engine works with; made by `attach`.
 
     Args:
         model: The model, already cut and sharded.
@@ -258,8 +258,8 @@ class DirectEngine(Engine):
         if isinstance(output, LabelledOutput):
             output.again(made, self._meet_for_logits, functools.partial(self._gathered, finer))
         if torch.is_grad_enabled():
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
                     tensor.register_hook(self._during_backward)
         return output
 

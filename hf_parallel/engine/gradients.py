@@ -19,7 +19,8 @@ from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
-from hf_parallel.data_parallel.replicas import Replicas, ReplicaSettings
+from hf_parallel.data_parallel.replica_wire import ReplicaSettings
+from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import crosses_parameters
@@ -61,6 +62,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._in_window = False  # the last backward pass was not the last of its step
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
         self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -112,6 +114,7 @@ class GradientSync:
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step."""
+        self._in_window = True
         if self.replicas.reduces_every_backward:
             self._reduce_shared()
             self.replicas.accumulate(factor)
@@ -126,6 +129,7 @@ class GradientSync:
         Raises:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
+        self._in_window = False
         self.follow_freezing()
         self._reduce_shared()
         self.replicas.reduce(factor)
@@ -293,6 +297,10 @@ class GradientSync:
             self._guard_states(optimizer)
         left = zero is not None and any(p.grad is not None for shard in zero.shards for p in shard.bucket.params)
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self.replicas.sharded is not None:
+            left = (
+                self._in_window
+            )  # `fully_shard` has averaged them all the same: the step would be another one than asked for
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "

@@ -10,7 +10,7 @@ before those are known, so they are seeded with 1 (or the fp16 loss scale). Wher
 data loader and the model (an announced window), one factor is applied once, to the summed gradients. Where user code
 does, the gradients of each forward are held apart until its loss is backpropagated, and take the factor then.
 
-Extents: B rows of a batch, S positions, V vocabulary.
+Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PipelineEngine(Engine):
         )
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True)  # a graph needs a leaf; no parameter is on every stage
         self._needs_logits = True
         self._warned_of_rerun = False
 
@@ -358,12 +358,11 @@ class PipelineEngine(Engine):
             )
         self.end_pass_later()
         self._backwards.arrived(gradient)
-        rows = [parts[0].shape[0] for parts in state.outputs]  # empty on all but the last stage
-        gradients = (
-            [(part.to(parts[0].dtype),) for part, parts in zip(gradient.split(rows), state.outputs, strict=True)]
-            if rows
-            else None
-        )
+        rows = [parts[0].shape[0] for parts in state.outputs]  # B/m of each; empty on all but the last stage
+        gradients = None
+        if rows:  # f[B S V] -> f[B/m S V] of each microbatch, in the type that its logits had
+            parts = zip(gradient.split(rows), state.outputs, strict=True)
+            gradients = [(part.to(outputs[0].dtype),) for part, outputs in parts]
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
         with self._direct.resting(), self._running.inside():

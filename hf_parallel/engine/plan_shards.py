@@ -12,7 +12,7 @@ from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.probes import Probes
 from hf_parallel.tensor_parallel.plan.complete import plan_model
-from hf_parallel.tensor_parallel.plan.overrides import USERS_WISH
+from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
@@ -53,7 +53,7 @@ def judge_fallbacks(
     Raises:
         PlanError: `on_fallback` is "error" and there are such layers beside the `expected` ones.
     """
-    wanted = ("gathered: " + USERS_WISH, "replicated: " + USERS_WISH)
+    wanted = ("gathered: " + OVERRIDDEN, "replicated: " + OVERRIDDEN)
     fallbacks = {n: why for n, why in plan.fallbacks.items() if n not in expected and not why.startswith(wanted)}
     if not fallbacks or on_fallback == "ignore":
         return

@@ -30,7 +30,7 @@ class Stages:
 
     Args:
         by_index: Stage index -> stage.
-        weights: What puts off weight gradients, for a schedule that splits backwards.
+        weights: What defers weight gradients, for a schedule that splits backwards.
     """
 
     by_index: Mapping[int, Stage]
@@ -74,7 +74,7 @@ def shard_sequence(setup: Setup, plans: Plans) -> SequenceMode | None:
 def cut_into_stages(setup: Setup, plans: Plans) -> Stages | None:
     """Keep the stages of this rank and take the rest out of the model; None with pp_size 1.
 
-    Comes before the layers are sharded: putting off weight gradients knows plain layers only, and a sharded layer takes
+    Comes before the layers are sharded: deferring weight gradients knows plain layers only, and a sharded layer takes
     over what it finds.
     """
     cut = plans.cut

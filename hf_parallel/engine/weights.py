@@ -19,7 +19,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
 from hf_parallel.model.meta import off_meta
-from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, blueprint_of, plan_for, small_twin
+from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, blueprint_of, plan_for, reduced_model
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -130,7 +130,7 @@ def _stand_in(blueprint: Blueprint) -> StandIn:
         here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
         return plan_for(blueprint, tp_size, sample=here, **settings)
 
-    model: Callable[[], nn.Module] = partial(small_twin, blueprint)
+    model: Callable[[], nn.Module] = partial(reduced_model, blueprint)
     return StandIn(plan, model)
 
 

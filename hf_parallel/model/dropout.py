@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -49,19 +49,21 @@ class NoDropout(TorchFunctionMode):
             return args[0] if args else kwargs["input"]
         if func is functional.scaled_dot_product_attention:
             if len(args) > RATE:
-                return func(*args[:RATE], 0.0, *args[RATE + 1 :], **kwargs)
-            return func(*args, **kwargs | {"dropout_p": 0.0})
-        if func is functional.multi_head_attention_forward:  # it calls the others where this mode is off
+                args = (*args[:RATE], 0.0, *args[RATE + 1 :])
+            else:
+                kwargs["dropout_p"] = 0.0
+        elif func is functional.multi_head_attention_forward:  # it calls the others where this mode is off
             given = inspect.signature(func).bind(*args, **kwargs)
             given.arguments["dropout_p"] = 0.0
-            return func(*given.args, **given.kwargs)
+            args, kwargs = given.args, given.kwargs
         # torch switches a mode off while it handles a call, which for a backward pass is all of it.
-        if func is Tensor.backward:
+        elif func is Tensor.backward:
             gradient = kwargs.pop("gradient", None)
             with self:
                 return torch.autograd.backward(args[0], gradient, **kwargs)
-        if func is torch.autograd.backward and kwargs.get("inputs") is None:
-            edges = [get_gradient_edge(tensor) for tensor in args[0]]  # a call without tensors asks no mode
+        elif func is torch.autograd.backward and kwargs.get("inputs") is None:
+            # A call without tensors asks no mode.
+            edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in args[0]]
             with self:
                 return torch.autograd.backward(edges, **kwargs)
         return func(*args, **kwargs)

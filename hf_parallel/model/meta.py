@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import own_buffers, own_parameters
+
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module) -> Iterator[None]:
@@ -37,7 +39,7 @@ def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             # numpy takes zeroed pages from the system, which cost nothing until they are written to; torch writes zeros.
             return torch.from_numpy(np.zeros(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape)
-        # Products of experts insist on the strides of whole matrices.
+        # Grouped products of experts check strides, and refuse those of an expanded zero.
         stored = tensor.shape[-2:] if tensor.ndim > 2 else torch.Size()
         return torch.zeros(stored, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
@@ -48,7 +50,9 @@ def off_meta(model: nn.Module, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     replaced: dict[int, Tensor] = {}
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    tables: list[dict[str, Any]] = [
+        table for module in model.modules() for table in (own_parameters(module), own_buffers(module))
+    ]
     originals: list[dict[str, Any]] = [dict(table) for table in tables]
     attributes = [
         (module, name, value)

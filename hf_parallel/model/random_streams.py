@@ -1,8 +1,8 @@
-"""Random streams of the segments of a model, so that dropout does not depend on how the model is cut.
+"""Random streams of the segments of a model, so that dropout does not depend on the cut of the model.
 
 Segment 0 is the code before block 0 and block 0, segment j the code before block j and block j, segment L the tail.
 Each has its own stream; whichever stage runs a segment draws the same numbers. The generator is set when the block
-before is left or handed through, not in a hook before the block: activation checkpointing may save the random state
+before has run or was skipped, not in a hook before the block: activation checkpointing may save the random state
 before such hooks run, and would then replay other masks.
 """
 

@@ -19,9 +19,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree, storage_id
+from hf_parallel.compat.private_torch import (
+    arguments_written,
+    forward_hooks,
+    id_of_storage,
+    own_buffers,
+    own_parameters,
+    packet_of_op,
+)
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
+from hf_parallel.model.tensors import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +100,8 @@ class _OpLog(TorchDispatchMode):
     def number(self, tensor: Tensor) -> int:
         """A small integer for the tensor's memory; views of one memory share it."""
         try:
-            storage, address = tensor.untyped_storage(), storage_id(tensor)
+            storage = tensor.untyped_storage()
+            address = id_of_storage(storage)
         except NotImplementedError:  # a wrapper subclass without storage: the object stands for itself
             storage, address = tensor, id(tensor)  # type: ignore[assignment]
         if address not in self._numbers:
@@ -104,8 +114,7 @@ class _OpLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._silent:
             return out
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         mutated = _mutated(func, args, kwargs)
         reads = frozenset(map(self.number, inputs))
         writes = frozenset(map(self.number, outputs + mutated))
@@ -145,20 +154,15 @@ def _memory(tensor: Tensor) -> int:
 
 def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Tensors that an op writes in place, by its schema."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return []
     found: list[Tensor] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+    for position, name in arguments_written(func):
+        found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
     return found
 
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     """Forward FLOPs of a matmul-like op, 0 for any other."""
-    formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+    formula = flop_registry.get(packet_of_op(func))
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=out))
     if "grouped_mm" in str(func) and len(args) > 1 and args[0].ndim == 2 and args[1].ndim == 3:
@@ -234,7 +238,7 @@ class _Watcher:
 
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             name = self._names.get(id(module))
-            if name is None or not any(key not in own for key in module._forward_hooks):
+            if name is None or not any(key not in own for key in forward_hooks(module)):
                 return
             occurrence = sum(call.module == name for call in self._hooked)
             output = template_of(out, {})
@@ -259,7 +263,7 @@ class _Watcher:
 
 def _is_table(module: nn.Module) -> bool:
     """A module without children whose own weight is a matrix: an embedding or a projection."""
-    weight = module._parameters.get("weight")
+    weight = own_parameters(module).get("weight")
     return weight is not None and weight.ndim == 2 and next(module.children(), None) is None
 
 
@@ -267,7 +271,7 @@ def _zero_kind(module: nn.Module, args: Any, out: Any) -> str | None:
     """How the shape of the output follows from the input's: "rows" (look-up), "features" (projection), or unknown."""
     if len(args) < 1 or not isinstance(args[0], Tensor) or not isinstance(out, Tensor):
         return None
-    given, weight = args[0], module._parameters["weight"]
+    given, weight = args[0], own_parameters(module)["weight"]
     if weight is None or out.ndim < 1 or out.shape[-1] not in weight.shape:
         return None
     if not given.is_floating_point():
@@ -289,7 +293,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     accelerators = [d for d in devices if d.type not in ("cpu", "meta")]
     kind = accelerators[0].type if accelerators else "cuda"
     buffers = [
-        (m, dict(m._buffers), {k: b.clone() for k, b in m._buffers.items() if b is not None}) for m in model.modules()
+        (own, dict(own), {name: buffer.clone() for name, buffer in own.items() if buffer is not None})
+        for own in map(own_buffers, model.modules())
     ]
     attributes = [(m, dict(vars(m))) for m in model.modules()]
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
@@ -297,11 +302,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for module, originals, values in buffers:
-                    module._buffers.clear()
-                    module._buffers.update(originals)
+                for own, originals, values in buffers:
+                    own.clear()
+                    own.update(originals)
                     for name, value in values.items():
-                        module._buffers[name].copy_(value)  # type: ignore[union-attr]
+                        own[name].copy_(value)  # type: ignore[union-attr]
             for module, before in attributes:
                 _restore_attributes(module, before)
 

@@ -1,4 +1,4 @@
-"""Tiny batches for discovery and the self-check, and what of a batch can change the path through a model."""
+"""Tiny batches for discovery and the self-check, and the properties of a batch that change the path through a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_parallel.model.structure import leaves
 
 # Read by the loss only, which the last stage computes with the model's own code.
 LOSS_INPUTS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
-# Costs are compared at this length; what changes with it, attention, is small in most models below some thousands.
+# Costs are compared at this length. Only attention changes with the length, and it is small below some thousand tokens.
 TYPICAL_LENGTH = 512
 # Settings, of the config or of a call, that change what blocks and model return.
 OUTPUT_FLAGS = ("output_router_logits", "use_cache", "output_hidden_states", "output_attentions", "return_dict")
@@ -33,7 +33,7 @@ def tiny_samples(
     generator = torch.Generator().manual_seed(0)
     made: list[dict[str, Any]] = []
     for (rows, length), left in (((2, 8), False), ((3, 11), True)):
-        ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
+        ids = torch.randint(0, vocab_size, (rows, length), generator=generator)  # (batch, seq); so are mask and labels
         mask = torch.ones_like(ids)
         mask[-1, (slice(0, 3) if left else slice(-3, None))] = 0
         labels = ids.masked_fill(mask == 0, -100)

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_parallel.errors import PlanError
 
 
+PLACES = ("idx", "index", "layer_id")  # parts of the names of attributes that say which block of the stack this is
 SHOWN = 12  # how many calls of an order an error message lists
 
 
@@ -46,6 +47,21 @@ def candidate_stacks(model: nn.Module) -> list[str]:
 def blocks_of(model: nn.Module, stack: str) -> list[nn.Module]:
     """The blocks of a stack, by index."""
     return list(cast(nn.ModuleList, model.get_submodule(stack)))
+
+
+def kind_of(block: nn.Module) -> tuple[object, ...]:
+    """What blocks that compute alike have in common: class, names and shapes of parameters, settings of their modules.
+
+    Attributes that name a block's place in the stack (`layer_idx`) differ between all blocks and are left out.
+    """
+    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in block.named_parameters())
+    settings = tuple(
+        (path, type(module), name, value)
+        for path, module in block.named_modules()
+        for name, value in sorted(vars(module).items())
+        if type(value) in (int, bool, str, type(None)) and not any(word in name for word in PLACES)
+    )
+    return type(block), shapes, settings
 
 
 def choose_stack(model: nn.Module, candidates: Sequence[str], calls: Mapping[str, Sequence[int]]) -> str:

@@ -1,7 +1,7 @@
 """Addresses of tensors inside the python values that blocks take and return, and rebuilding such values.
 
 A stage must put received tensors exactly where a block that lives elsewhere would have put them: in its return value, or
-in a dict or object that it was handed. A path names such a place; a template is a return value with its tensors taken
+in a dict or object that it was passed. A path names such a place; a template is a return value with its tensors taken
 out, so that it can be kept without keeping any activation alive.
 """
 
@@ -26,7 +26,7 @@ CALLABLES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, ty
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Where a tensor was; `source` is the argument it was, if the block handed one straight through."""
+    """Where a tensor was; `source` is the argument it was, if the block returned an argument unchanged."""
 
     dtype: torch.dtype
     source: Path | None
@@ -49,7 +49,7 @@ class Const:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """A container or object (a cache, a state) that the block was handed and returned; it is returned as it is."""
+    """A container or object (a cache, a state) that the block was passed and returned; it is returned as it is."""
 
     source: Path
 
@@ -139,7 +139,7 @@ def template_of(value: object, arguments: Mapping[int, Path]) -> Template:
 
     Args:
         value: what a block or a module returned.
-        arguments: id -> path in (args, kwargs) of every object the block was handed.
+        arguments: id -> path in (args, kwargs) of every object the block was passed.
     """
     source = arguments.get(id(value))
     if isinstance(value, Tensor):

@@ -14,10 +14,10 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
     Args:
         model: The whole model.
         mp_size: Ranks that hold one copy of it.
-        shares_parameters: Whether replicas share out its parameters (ZeRO 3).
+        shares_parameters: Whether replicas shard its parameters (ZeRO 3).
 
     Raises:
-        UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or shared out.
+        UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or sharded.
     """
     name = type(model).__name__
     device_map = getattr(model, "hf_device_map", None)
@@ -43,7 +43,7 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
         )
     if quantised and shares_parameters:
         raise UnsupportedError(
-            f"{name} has quantised weights ({named}) with zero.stage=3, which shares out parameters of one floating-point "
+            f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
     if mp_size > 1 and hasattr(model, "peft_config"):

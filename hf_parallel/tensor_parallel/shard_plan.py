@@ -110,7 +110,7 @@ class PairPlan:
         norms: Modules that mix all channels: each runs on its gathered input and keeps this rank's channels.
         entries: Modules that are no linears and whose inputs are replicated (experts).
         scaled: Parameters that every rank adds to its partial sum, divided by the number of ranks.
-        routing: Of experts that are shared out whole: what enters `row`; none: every expert is split.
+        routing: Of experts that are distributed whole: what enters `row`; none: every expert is split.
     """
 
     root: str

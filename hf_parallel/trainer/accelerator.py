@@ -17,19 +17,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
+from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
 from hf_parallel.compat.private_torch import loss_scale
 from hf_parallel.engine.direct import Engine
-from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.guards.parts import marked_state, plain_state
-from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.trainer.model_folder import install_saving, is_whole
+from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 
 
@@ -135,9 +133,6 @@ class HFParallelAccelerator(ReplicaViewMixin):
             process_group=dist.group.WORLD,
         )
 
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
-        return args  # sharding happened in attach_model
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -145,14 +140,15 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if self._stays_whole(model, evaluation_mode=evaluation_mode):
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
         self.attach_model(model)
-        if model not in self._models:
-            self._models.append(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        models = prepared_by(self).models
+        if model not in models:
+            models.append(model)
+        mark_prepared(model)
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """As stock, on the parameters this rank holds."""
-        if getattr(optimizer, "_is_accelerate_prepared", False):
+        if is_prepared(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         self.hf_parallel.refuse_foreign(optimizer)
         hooks = self.hf_parallel_engine.gradients.guard(optimizer, self.hf_parallel_engine.model)
@@ -181,7 +177,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         Raises:
             ConfigError: `dispatch_batches=True` in a Trainer with tp or pp, or replicas would get unequal numbers of batches.
         """
-        if getattr(data_loader, "_is_accelerate_prepared", False):
+        if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
         mesh = self.hf_parallel.mesh
         prepared = prepare_data_loader(
@@ -201,7 +197,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         refuse_unequal(prepared, mesh.shape.dp_size)
-        self._dataloaders.append(dispatch_to_replicas(prepared, mesh))
+        prepared_by(self).loaders.append(dispatch_to_replicas(prepared, mesh))
         return prepared
 
     def _dispatches(self) -> bool | None:
@@ -372,48 +368,3 @@ def attach_accelerator(
     if not issubclass(kind, made):
         accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
     accelerator.hf_parallel = session
-
-
-class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """A prepared optimizer that takes over what user code made of the gradients before a loss scaler looks at them."""
-
-    gradients: GradientSync
-    own_hooks: OwnHooks
-    is_part: bool
-
-    def state_dict(self) -> dict[str, Any]:
-        """As stock: of the parameters that this rank updates."""
-        state: dict[str, Any] = super().state_dict()
-        return marked_state(state) if self.is_part else state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As stock."""
-        super().load_state_dict(plain_state(state_dict))
-
-    def step(self, closure: Any = None) -> None:
-        """As stock."""
-        self.own_hooks.begin()
-        if self.gradient_state.sync_gradients and self.scaler is not None:
-            self.gradients.before_update()
-        super().step(closure)
-
-
-class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """A prepared scheduler that steps once a replica and update, where stock counts every process."""
-
-    steps_per_update: int
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step if the optimizer did."""
-        if not self.step_with_optimizer or self.split_batches:
-            super().step(*args, **kwargs)
-            return
-        if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
-            return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            return
-        for _ in range(self.steps_per_update):
-            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
-                self.scheduler.step(*args, **kwargs)

@@ -120,7 +120,7 @@ class CheckpointMixin(ResumeMixin):
         super()._load_best_model()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As stock; lists what callbacks put into a checkpoint when they are told of it."""
+        """As stock; lists what callbacks put into a checkpoint in `on_save`."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._begin_writing()
         published, self._hf_parallel_published = self._hf_parallel_published, None
@@ -253,7 +253,7 @@ class CheckpointMixin(ResumeMixin):
 
     @property
     def _callbacks_add_files(self) -> bool:
-        """Whether callbacks do something when they are told of a checkpoint."""
+        """Whether callbacks do something in `on_save`."""
         return any(type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks)
 
     def _best_checkpoint(self, run_dir: Path, known: str | None) -> str | None:
@@ -298,14 +298,14 @@ def _list_files(
     """All files of a folder, hashed by the ranks in turn, and whether callbacks of any rank will add some; collective."""
     with together(mesh, final, group):
         here = files_of(staged)
-    # What one machine has just written another may not list yet: all say what they see.
-    said = everyone((here, adds), group)
-    names = sorted({name for here, _ in said for name in here})
+    # What one machine has just written another may not list yet: all ranks exchange what they see.
+    listings = everyone((here, adds), group)
+    names = sorted({name for here, _ in listings for name in here})
     with together(mesh, final, group):
         files = record(staged, names[mesh.rank :: mesh.shape.world_size])
     for each in everyone(files, group):
         files |= each
-    return files, any(adds for _, adds in said)
+    return files, any(adds for _, adds in listings)
 
 
 def _count(folder: Path) -> dict[str, int]:

@@ -31,6 +31,7 @@ from hf_parallel.checkpoints.state.training_state import (
 from hf_parallel.checkpoints.weights.adapters import has_adapters, load_adapters
 from hf_parallel.checkpoints.weights.converted import conversion_of
 from hf_parallel.checkpoints.weights.gather import check_config, load_weights
+from hf_parallel.compat.private_accelerate import prepared_by
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
@@ -77,8 +78,9 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
             staging.mkdir(parents=True)
     _write_weights(accelerator, engine, folder, staging)
     step = engine.seeds.step if isinstance(engine, PipelineEngine) else None
-    schedulers = [scheduler.state_dict() for scheduler in accelerator._schedulers]
-    for index, optimizer in enumerate(accelerator._optimizers):
+    prepared = prepared_by(accelerator)
+    schedulers = [scheduler.state_dict() for scheduler in prepared.schedulers]
+    for index, optimizer in enumerate(prepared.optimizers):
         part = _part(staging, index)
         with together(mesh, folder):
             part.mkdir(exist_ok=True)
@@ -91,14 +93,14 @@ def save_loop_state(accelerator: HFParallelAccelerator, folder: Path, *, replace
         torch.save(_own(accelerator), staging / f"rank_{mesh.rank}.pt")
         if mesh.rank == 0:
             torch.save(_common(accelerator) | {"schedulers": schedulers}, staging / PARTS)
-            for index, item in enumerate(accelerator._custom_objects):
+            for index, item in enumerate(prepared.registered):
                 save_custom_state(item, staging, index)
     _put_in_place(folder, staging, mesh, accelerator)
 
 
 def _write_weights(accelerator: HFParallelAccelerator, engine: Engine, folder: Path, staging: Path) -> None:
     """The model; hooks that were registered may write it themselves, and then take it out of their list."""
-    hooks = list(accelerator._save_model_state_pre_hook.values())
+    hooks = prepared_by(accelerator).before_save
     if hooks:
         weights = [whole_state(engine)]
         for hook in hooks:
@@ -120,7 +122,7 @@ def _own(accelerator: HFParallelAccelerator) -> dict[str, Any]:
     name, keys, position, has_gauss, gauss = np.random.get_state()
     loaders = [
         loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
-        for loader in accelerator._dataloaders
+        for loader in prepared_by(accelerator).loaders
     ]
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -148,7 +150,7 @@ def _common(accelerator: HFParallelAccelerator) -> dict[str, Any]:
 
 def _scheduling(accelerator: HFParallelAccelerator, optimizer: Any) -> list[int]:
     """Places of the schedulers that set the rates of an optimizer."""
-    bare = [getattr(each, "scheduler", each) for each in accelerator._schedulers]
+    bare = [getattr(each, "scheduler", each) for each in prepared_by(accelerator).schedulers]
     return [place for place, each in enumerate(bare) if _bare(each.optimizer) is _bare(optimizer)]
 
 
@@ -163,8 +165,7 @@ def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParall
     facts = {
         "format": FORMAT,
         "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
-        "optimizers": len(accelerator._optimizers),
-        "custom": len(accelerator._custom_objects),
+        **_counts(accelerator),
         "files": {name: [one.bytes, one.sha256] for name, one in sorted(files.items())},
     }
     with waiting("waits for rank 0 to put the files in place"), together(mesh, folder):
@@ -176,6 +177,12 @@ def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParall
                 os.replace(staging / name, folder / name)
             shutil.rmtree(staging)
             (folder / LISTING).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _counts(accelerator: HFParallelAccelerator) -> dict[str, int]:
+    """How many objects have a state of their own, which must be the same when it is loaded."""
+    prepared = prepared_by(accelerator)
+    return {"optimizers": len(prepared.optimizers), "custom": len(prepared.registered)}
 
 
 def _forget(folder: Path) -> set[str]:
@@ -207,7 +214,8 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
         facts = _checked(folder, mesh, accelerator)
         check_config(folder, getattr(engine.model, "config", None)) if hasattr(engine.model, "config") else None
     models: list[Any] = [engine.model]
-    for hook in accelerator._load_model_state_pre_hook.values():
+    prepared = prepared_by(accelerator)
+    for hook in prepared.before_load:
         hook(models, str(folder))
     with waiting("waits for the other ranks to read the weights"), together(mesh, folder, writes=False):
         if models and has_adapters(engine.model):
@@ -219,18 +227,18 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
             holdings.replicas.reloaded()
     with waiting("waits for the other ranks to read the training state"), together(mesh, folder, writes=False):
         parts = _read(folder / PARTS)
-        for index, optimizer in enumerate(accelerator._optimizers):
+        for index, optimizer in enumerate(prepared.optimizers):
             resumed = load_training_state(_part(folder, index), holdings, _bare(optimizer))
             for place in _scheduling(accelerator, optimizer):
                 if place < len(parts["schedulers"]):
-                    own = accelerator._schedulers[place].state_dict()
+                    own = prepared.schedulers[place].state_dict()
                     parts["schedulers"][place] = of_these_groups(parts["schedulers"][place], resumed.order, own)
             if isinstance(engine, PipelineEngine) and resumed.dropout_step is not None:
                 engine.seeds.step = resumed.dropout_step
         _take_common(accelerator, parts)
         saved = MeshShape(**facts["mesh"])
         _take_own(accelerator, _read(folder / f"rank_{rng_source(saved, mesh)}.pt"), saved == mesh.shape)
-        for index, item in enumerate(accelerator._custom_objects):
+        for index, item in enumerate(prepared.registered):
             load_custom_state(item, folder, index)
 
 
@@ -259,7 +267,7 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
             raise CheckpointError(
                 f"{folder / name} is damaged: its content is not what {LISTING} says. Load another state."
             )
-    here = {"optimizers": len(accelerator._optimizers), "custom": len(accelerator._custom_objects)}
+    here = _counts(accelerator)
     for kind, count in counts.items():
         if count != here[kind]:
             what = "prepared optimizers" if kind == "optimizers" else "objects of register_for_checkpointing"
@@ -279,7 +287,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _take_common(accelerator: HFParallelAccelerator, parts: Mapping[str, Any]) -> None:
-    saved, here = parts["schedulers"], accelerator._schedulers
+    saved, here = parts["schedulers"], prepared_by(accelerator).schedulers
     if len(saved) != len(here):
         raise CheckpointError(
             f"the state has {len(saved)} schedulers, this run has prepared {len(here)}. Prepare the same ones before load_state()."
@@ -298,7 +306,7 @@ def _take_own(accelerator: HFParallelAccelerator, states: Mapping[str, Any], sam
     torch.set_rng_state(states["cpu"])
     if accelerator.device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], accelerator.device)
-    for loader, state in zip(accelerator._dataloaders, states["loaders"], strict=False):
+    for loader, state in zip(prepared_by(accelerator).loaders, states["loaders"], strict=False):
         if state is None or not getattr(loader, "use_stateful_dataloader", False):
             continue
         if not same_layout:

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_parallel.compat.private_torch import has_pre_hooks
+from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
@@ -29,16 +30,6 @@ from hf_parallel.trainer.checkpoints import CheckpointMixin
 
 
 logger = logging.getLogger(__name__)
-
-# What a batch passes on its way from `get_batch_samples` to the model, and its loss on the way to the gradients.
-AFTER_DATA = (
-    "training_step",
-    "compute_loss",
-    "compute_loss_context_manager",
-    "_prepare_inputs",
-    "_prepare_input",
-    "_prepare_context_parallel_inputs",
-)
 
 
 class HFParallelTrainerMixin(CheckpointMixin):

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import Accelerator, ParallelismConfig
 
 from hf_parallel.checkpoints.agree import together
+from hf_parallel.compat.private_accelerate import accelerator_internals, set_axis_sizes
 from hf_parallel.compat.private_transformers import calling_trainer
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -50,6 +51,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         total_steps: int | None = None,
         **overrides: Any,
     ) -> None:
+        accelerator_internals()  # renamed, `_validate_accelerator` would never run, and with it nothing of ours
         self._total_steps = total_steps
         self.config, self.explanation = resolve_config(config, **overrides)
         self._schedule = ScheduleChoice(self.config.pipeline, self.config.pp_size)
@@ -80,7 +82,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         self.tp_size = self.cp_size = self.sp_size = 1
         self.cp_backend, self.sp_backend = "torch", "deepspeed"
         self.tp_handler = self.cp_handler = self.sp_handler = None
-        self._sizes = {"dp_replicate": dp_size, "dp_shard": 1, "tp": 1, "cp": 1, "sp": 1}
+        set_axis_sizes(self, {"dp_replicate": dp_size, "dp_shard": 1, "tp": 1, "cp": 1, "sp": 1})
 
     def build_device_mesh(self, device_type: str) -> None:
         """hf_parallel has groups of its own; accelerate gets no mesh."""

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from accelerate.utils import recursively_apply, reduce, slice_tensors
+from torch.distributed.tensor import DTensor
 
-from hf_parallel.errors import ConfigError
+from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import Mesh
 
 
@@ -113,12 +114,13 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
             return recursively_apply(self._gathered, tensor, error_on_other_type=True)
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.clone()[None] if tensor.ndim == 0 else tensor
+        _refuse_part(tensor, "gather")
+        rows = tensor.clone()[None] if tensor.ndim == 0 else tensor  # [rows ...], a number is one row
         if self._mesh.dp_group is None:
             return rows
         parts = [torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(self.num_processes)]
         dist.all_gather(parts, rows.contiguous(), group=self._mesh.dp_group)
-        return torch.cat(parts)
+        return torch.cat(parts)  # [replicas * rows ...]
 
     def _gathered_objects(self, data: Any) -> list[Any]:
         if self._mesh.dp_group is None:
@@ -149,6 +151,7 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
         """Sum, average ("mean") or take the largest ("max") over the replicas; collective over all ranks."""
 
         def over_replicas(part: torch.Tensor) -> torch.Tensor:
+            _refuse_part(part, "reduce")
             total = part.clone()
             if self._mesh.dp_group is not None:
                 operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
@@ -176,3 +179,12 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
         split: Callable[..., AbstractContextManager[Any]] = PartialState.split_between_processes
         with split(place, inputs, apply_padding) as part:
             yield part
+
+
+def _refuse_part(tensor: torch.Tensor, call: str) -> None:
+    if isinstance(tensor, DTensor):
+        raise UnsupportedError(
+            f"accelerator.{call}() of a tensor of shape {tuple(tensor.shape)} that the replicas share out (zero.stage: 3 or engine: "
+            "fsdp2): each rank holds another part of it, so there is nothing to combine. Give it tensor.full_tensor(), which "
+            "all ranks call. Replicas that average their weights (LocalSGD) need zero.stage: 0 and local_sgd.sync_every."
+        )

@@ -117,7 +117,7 @@ def test_parts_land_in_pinned_memory() -> None:
     source = torch.randn(1 << 20, device="cuda")
     target = host.empty(source.numel(), source.dtype)
     expected = (source * 3).cpu()
-    host.bring_down(source * 3, target)
+    host.copy_down(source * 3, target)
     host.wait()
     assert target.is_pinned()
     assert torch.equal(target, expected)

@@ -114,7 +114,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "rng_stray": (
         unlisted(lambda f: shutil.copy(f / "rng_state_0.pth", f / "rng_state_2.pth")),
-        "rng_state_2.pth is the random state of a rank that there was not",
+        "rng_state_2.pth is the random state of a rank that did not exist",
     ),
     "rng_text": (unlisted(lambda f: (f / "rng_state_0.pth").write_text("no")), "rng_state_0.pth cannot be read: "),
     "rng_cut": (

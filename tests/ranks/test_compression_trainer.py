@@ -104,8 +104,8 @@ def test_a_compressed_run_stays_close_and_replicas_stay_equal(
     for result in results:
         assert result["losses"] == pytest.approx(exact, rel=tolerance)
         assert result["losses"] == results[0]["losses"]
-        twins = [other["weights"] for other in results if other["place"] == result["place"]]
-        assert set(twins) == {result["weights"]}, "replicas differ"
+        copies = [other["weights"] for other in results if other["place"] == result["place"]]
+        assert set(copies) == {result["weights"]}, "replicas differ"
         assert result["ratio"] > 1.4  # tiny buckets are padded to whole blocks
         assert result["logged"] == [f"compression/{key}" for key in ("codec_ms", "ratio", "residual_norm", "wire_mb")]
     assert results[0]["losses"] != exact, "nothing was compressed"

@@ -125,6 +125,23 @@ def step_without_reduction(rank: int, folder: str) -> None:
     optimizer.step()
 
 
+def step_inside_no_sync(rank: int, folder: str) -> None:
+    _, model, optimizer, batch = raw_loop({"zero": {"stage": 3}})
+    with model.no_sync():
+        model(**batch).loss.backward()
+        optimizer.step()
+
+
+def parts_reduced(rank: int, folder: str) -> None:
+    accelerator, model, *_ = raw_loop({"zero": {"stage": 3}})
+    accelerator.reduce([parameter.data for parameter in model.parameters()], "mean")
+
+
+def parts_gathered(rank: int, folder: str) -> None:
+    accelerator, model, *_ = raw_loop({"zero": {"stage": 3}})
+    accelerator.gather(model.model.norm.weight)
+
+
 def two_models(rank: int, folder: str) -> None:
     accelerator, *_ = raw_loop(PP2)
     accelerator.prepare(tiny.llama())
@@ -215,6 +232,9 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     forward_replaced_in_trainer: r"UnsupportedError: model\.forward was replaced by .*Replace.*before trainer\.train\(\)",
     adafactor: r"UnsupportedError: .*Adafactor.*tp_size 1",
     step_without_reduction: r"UnsupportedError: optimizer\.step\(\) was called on gradients that were never reduced",
+    step_inside_no_sync: r"UnsupportedError: optimizer\.step\(\) was called on gradients that were never reduced.* outside of no_sync",
+    parts_reduced: r"UnsupportedError: accelerator\.reduce\(\) of a tensor of shape \(\d+, 32\) that the replicas share out",
+    parts_gathered: r"UnsupportedError: accelerator\.gather\(\) of a tensor of shape \(32,\).*full_tensor\(\)",
     two_models: r"UnsupportedError: a second model \(LlamaForCausalLM\)",
     generate: r"UnsupportedError: .*generate\(\) needs a key-value cache.*save_model",
     device_map: r"UnsupportedError: .*device_map=\['0', '1'\].*Load it without device_map",

@@ -132,11 +132,14 @@ def test_every_backward_pass_sends_as_many_messages_as_the_docs_say(
 
 def between_rank(rank: int, world_size: int, stage: int) -> None:
     """Looks between a backward pass and the step, which leave parameters gathered, change nothing."""
-    twin = tiny.llama(tied=True)
+    reference = tiny.llama(tied=True)
     mine = tiny.llama(tied=True)
-    expected = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     made_before = torch.optim.AdamW(mine.parameters(), lr=1e-2, foreach=stage == 2)
-    for model, optimizer in ((twin, expected), (mine, made_before)):  # the optimizer has state when it is taken over
+    for model, optimizer in (
+        (reference, expected),
+        (mine, made_before),
+    ):  # the optimizer has state when it is taken over
         model(**batch(9)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -145,20 +148,20 @@ def between_rank(rank: int, world_size: int, stage: int) -> None:
     assert type(model).__name__ == "LlamaForCausalLM"
     for step in range(3):
         for other in range(world_size):
-            (twin(**batch(step, other)).loss / world_size).backward()
+            (reference(**batch(step, other)).loss / world_size).backward()
         accelerator.backward(model(**batch(step, rank)).loss)
-        assert_equal_forward(model, twin)
+        assert_equal_forward(model, reference)
         expected.step()
         optimizer.step()
-        assert_equal_forward(model, twin)
+        assert_equal_forward(model, reference)
         expected.zero_grad()
         (model if step else optimizer).zero_grad()
     ids = batch(7, rank)["input_ids"][:, : 4 + 3 * rank]  # ranks stop at different times
     options = {"max_new_tokens": 8 + 2 * rank, "do_sample": False, "pad_token_id": 0, "eos_token_id": 98}
-    assert model.generate(ids, **options).tolist() == twin.generate(ids, **options).tolist()
+    assert model.generate(ids, **options).tolist() == reference.generate(ids, **options).tolist()
     state = accelerator.get_state_dict(model)
     for name, tensor in state.items():
-        torch.testing.assert_close(tensor, twin.state_dict()[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
     assert bool(state) == (rank == 0)
     if rank == 0:
         model.save_pretrained("exported", state_dict=state)
@@ -166,9 +169,9 @@ def between_rank(rank: int, world_size: int, stage: int) -> None:
     accelerator.hf_parallel.watchdog.stop()
 
 
-def assert_equal_forward(model: nn.Module, twin: nn.Module) -> None:
+def assert_equal_forward(model: nn.Module, reference: nn.Module) -> None:
     with torch.no_grad():
-        torch.testing.assert_close(model(**batch(5)).logits, twin(**batch(5)).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(**batch(5)).logits, reference(**batch(5)).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -35,7 +35,7 @@ def steps_rank(rank: int, world_size: int) -> None:
     for momentum, every in ((0.0, 1), (0.0, 3), (0.9, 2)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-        twins = [[p.detach().clone() for p in model.parameters()] for _ in range(world_size)]
+        copies = [[p.detach().clone() for p in model.parameters()] for _ in range(world_size)]
         common = [p.detach().clone() for p in model.parameters()]
         buffers = [torch.zeros_like(p) for p in common]
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,9 +44,9 @@ def steps_rank(rank: int, world_size: int) -> None:
         )
         inner.register_step_post_hook(steps.after_step)
         for step in range(1, 7):
-            for r, twin in enumerate(twins):
+            for r, replica in enumerate(copies):
                 generator = torch.Generator().manual_seed(100 * step + r)
-                for index, value in enumerate(twin):
+                for index, value in enumerate(replica):
                     gradient = torch.randn(value.shape, generator=generator)
                     if r == rank:
                         list(model.parameters())[index].grad = gradient.clone()
@@ -54,12 +54,12 @@ def steps_rank(rank: int, world_size: int) -> None:
             inner.step()
             if step % every == 0:
                 for index, value in enumerate(common):
-                    way = torch.stack([value - twin[index] for twin in twins]).mean(0)
+                    way = torch.stack([value - replica[index] for replica in copies]).mean(0)
                     buffers[index] = momentum * buffers[index] + way if step > every else way.clone()
                     value -= 0.7 * (way + momentum * buffers[index] if momentum else way)
-                    for twin in twins:
-                        twin[index].copy_(value)
-            for param, value in zip(model.parameters(), twins[rank], strict=True):
+                    for replica in copies:
+                        replica[index].copy_(value)
+            for param, value in zip(model.parameters(), copies[rank], strict=True):
                 torch.testing.assert_close(param, value, rtol=1e-5, atol=1e-6)
 
 
@@ -131,8 +131,8 @@ def test_replicas_end_as_one_model_and_talk_only_when_they_should(
     # Six steps; a run that is evaluated every second step is brought together then, and at its end.
     synchronisations = 3 if "evaluated" in case.name else 6 // every
     for result in results:
-        twins = [other["weights"] for other in results if other["place"] == result["place"]]
-        assert set(twins) == {result["weights"]}, "replicas differ"
+        copies = [other["weights"] for other in results if other["place"] == result["place"]]
+        assert set(copies) == {result["weights"]}, "replicas differ"
         assert result["collectives"] == synchronisations * result["buckets"]
         assert result["losses"] == pytest.approx(synchronous, rel=2e-2)
     assert results[0]["losses"][0] == pytest.approx(synchronous[0], rel=1e-5)

@@ -47,8 +47,8 @@ def scaled_down(name: str) -> tuple[dict[str, Any], int]:
     return content | machines | {SECTION: {KEY: section | sizes}}, world
 
 
-def twin(name: str, precision: str = "no") -> Case:
-    """Three steps of the twin: 2 rows a batch of a model copy, accumulated as the recipe says."""
+def case_of(name: str, precision: str = "no") -> Case:
+    """Three steps of a scaled-down recipe: 2 rows a batch of a model copy, accumulated as the recipe says."""
     content, world = scaled_down(name)
     config = HFParallelConfig.from_mapping(content[SECTION][KEY])
     kind = next((kind for prefix, kind in MODELS.items() if name.startswith(prefix)), "llama")
@@ -59,13 +59,13 @@ def twin(name: str, precision: str = "no") -> Case:
     return Case(name, model=kind, steps=3, batch=rows, accumulation=accumulation, count=3 * rows * accumulation, arguments=NO_NOISE, parallel=None)  # fmt: skip
 
 
-def twins_main(rank: int, world_size: int, names: list[str], folder: str, precision: str) -> list[Any]:
-    """Train the twins of some recipes, each from its own file."""
+def recipes_main(rank: int, world_size: int, names: list[str], folder: str, precision: str) -> list[Any]:
+    """Train some scaled-down recipes, each from its own file."""
     from hf_parallel import HFParallelCallback
 
     found = []
     for name in names:
-        file, case = Path(folder) / f"{name}.yaml", twin(name, precision)
+        file, case = Path(folder) / f"{name}.yaml", case_of(name, precision)
         snapshots = Snapshots(Path(folder) / name)
         # Rows of a process, since the Trainer is told nothing of the layout; and no accumulation: the file says it.
         rows = 2 * world_size
@@ -78,7 +78,7 @@ def twins_main(rank: int, world_size: int, names: list[str], folder: str, precis
     return found
 
 
-def train_twins(folder: Path, recipes: list[str], precision: str) -> dict[str, dict[str, Any]]:
+def train_scaled_down(folder: Path, recipes: list[str], precision: str) -> dict[str, dict[str, Any]]:
     """One launch a number of processes."""
     by_world: dict[int, list[str]] = {}
     for name in recipes:
@@ -88,19 +88,19 @@ def train_twins(folder: Path, recipes: list[str], precision: str) -> dict[str, d
     found = {}
     env = {**ENV, "ACCELERATE_MIXED_PRECISION": precision}  # what `accelerate launch` makes of the file
     for world, names in by_world.items():
-        results = run_ranks(twins_main, world, names, str(folder), precision, tmp_path=folder, timeout=400, env=env)
+        results = run_ranks(recipes_main, world, names, str(folder), precision, tmp_path=folder, timeout=400, env=env)
         found |= dict(zip(names, results[0], strict=True))
     return found
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return train_twins(tmp_path_factory.mktemp("fp32"), RECIPES, "no")
+    return train_scaled_down(tmp_path_factory.mktemp("fp32"), RECIPES, "no")
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_cases([twin(name) for name in RECIPES], 1, tmp_path_factory.mktemp("stock"))
+    return run_cases([case_of(name) for name in RECIPES], 1, tmp_path_factory.mktemp("stock"))
 
 
 def losses(run: dict[str, Any]) -> list[float]:
@@ -108,7 +108,7 @@ def losses(run: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_twin_of_a_recipe_trains_as_one_process_does(
+def test_a_scaled_down_recipe_trains_as_one_process_does(
     name: str, exact: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
 ) -> None:
     if name.endswith(LOSSY):
@@ -119,11 +119,11 @@ def test_the_twin_of_a_recipe_trains_as_one_process_does(
         compare(exact[name], stock[name])
 
 
-def test_the_twins_of_gpu_recipes_train_in_their_own_precision(
+def test_scaled_down_gpu_recipes_train_in_their_own_precision(
     tmp_path: Path, stock: dict[str, dict[str, Any]]
 ) -> None:
     recipes = [name for name in RECIPES if not name.startswith("cpu_")]
-    runs = train_twins(tmp_path, recipes, "bf16")
+    runs = train_scaled_down(tmp_path, recipes, "bf16")
     for name, run in runs.items():
         assert read_section(find_recipe(name))[1]["mixed_precision"] == "bf16"
         assert losses(run) == pytest.approx(losses(stock[name]), abs=2e-2), name

@@ -149,10 +149,10 @@ def other_paths(rank: int, world_size: int) -> None:
             asked = model(prompt, output_hidden_states=True).hidden_states
             for mine, whole in zip(asked, plain(prompt, output_hidden_states=True).hidden_states, strict=True):
                 torch.testing.assert_close(mine, whole)
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         backward(model)
-        backward(twin)
-        assert_equal_to_one_process(gathered(plan, grads(twin)), gathered(plan, grads(model)), 1e-6)
+        backward(copied)
+        assert_equal_to_one_process(gathered(plan, grads(copied)), gathered(plan, grads(model)), 1e-6)
         one = {key: value[1:, :1] for key, value in tiny_batch().items() if key != "labels"}
         for part in (model, plain):
             part.zero_grad()

@@ -187,12 +187,12 @@ def copies_and_memory(rank: int, world_size: int) -> None:
     model, plan = sharded("qwen3", rank)
     backward(model)
     first = gathered(plan, grads(model))
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    twin.zero_grad(set_to_none=True)
-    backward(twin)
+    copied.zero_grad(set_to_none=True)
+    backward(copied)
     assert grads(model) == {}
-    assert_equal_to_one_process(gathered(plan, grads(twin)), first, 1e-6)
+    assert_equal_to_one_process(gathered(plan, grads(copied)), first, 1e-6)
     counts = []
     for _ in range(8):
         model.zero_grad(set_to_none=True)

@@ -116,9 +116,9 @@ def repeated(rank: int, world_size: int) -> None:
         loss.backward()
         first = {name: grad.clone() for name, grad in grads(model).items()}
         assert len(set(on_all_ranks(loss.item()))) == 1, kind
-        twin = copy.deepcopy(model)
-        plain = twin(**batch(), use_cache=False).loss
-        for other in (model, twin):
+        copied = copy.deepcopy(model)
+        plain = copied(**batch(), use_cache=False).loss
+        for other in (model, copied):
             other.zero_grad(set_to_none=True)
             again = loss_of(other)
             again.backward()

@@ -143,7 +143,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
         ("pair", "tensor_parallel.plan wants model.layers.0.self_attn.q_proj in a pair with tp_size=2, but it is "),
         (
             "experts",
-            "tensor_parallel.experts: whole with tp_size=2, but no experts can be shared out whole: no module",
+            "tensor_parallel.experts: whole with tp_size=2, but no experts can be placed whole on ranks: no module",
         ),
         ("head", "tensor_parallel.plan wants lm_head sharded over the vocabulary, but: vocab_parallel_loss is false"),
     ],

@@ -161,13 +161,13 @@ def copies_main(rank: int, world_size: int) -> None:
     model, plan = sharded("llama_tied", rank)
     losses = backward(model, [vocab_batch()])
     first = gathered(plan, grads(model))
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    twin.zero_grad(set_to_none=True)
-    assert twin.tp_vocab is twin.lm_head.tp_vocab is twin.loss_function.mode is not model.tp_vocab
-    assert backward(twin, [vocab_batch()]) == losses
+    copied.zero_grad(set_to_none=True)
+    assert copied.tp_vocab is copied.lm_head.tp_vocab is copied.loss_function.mode is not model.tp_vocab
+    assert backward(copied, [vocab_batch()]) == losses
     assert grads(model) == {}
-    assert_equal_to_one_process(gathered(plan, grads(twin)), first, 1e-6)
+    assert_equal_to_one_process(gathered(plan, grads(copied)), first, 1e-6)
     check_on_ranks(vocab_model("gemma2"), plan_of(vocab_model("gemma2")), dist.group.WORLD, rank, vocab_batch())
 
 

@@ -186,23 +186,23 @@ class Borrower(nn.Module):
 def late_rank(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Borrower()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     part = ZeroPartition(
         torch.optim.AdamW(model.parameters(), lr=0.1),
         list(model.named_parameters()),
         dist.group.WORLD,
         traffic=Traffic(1),
     )
-    part.arrive_late(model)
+    part.gather_late(model)
     assert part.late is not None
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
     for step in range(4):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step))
         with part.late.forward():
             foreign = [part.shards[index].bucket.names for index in sorted(part.late._foreign)]
             assert foreign == ([] if step == 0 else [("owner.weight",)])
             loss = model(x).pow(2).mean()
-        expected = twin(x).pow(2).mean()
+        expected = reference(x).pow(2).mean()
         torch.testing.assert_close(loss, expected)
         loss.backward()
         expected.backward()
@@ -253,23 +253,23 @@ def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> Non
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).to(dtype)
     optimizers, parts = [], []
     for host in (None, HostMemory(torch.device("cpu"), pinned=False)):
-        twin = copy.deepcopy(model)
+        reference = copy.deepcopy(model)
         # The other one chooses the same kernel by itself.
-        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1, fused=None if host else True)
-        named = list(twin.named_parameters())
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1, fused=None if host else True)
+        named = list(reference.named_parameters())
         parts.append(
             ZeroPartition(
                 optimizer, named, dist.group.WORLD, stage=stage, traffic=Traffic(bucket_bytes=40000), host=host
             )
         )
-        optimizers.append((optimizer, twin))
+        optimizers.append((optimizer, reference))
     for step in range(4):
         if step == 2:  # resume each from the state of the other
-            exchange_states(parts, [twin for _, twin in optimizers], world_size)
+            exchange_states(parts, [reference for _, reference in optimizers], world_size)
         for half in range(stage):
-            for part, (_, twin) in zip(parts, optimizers, strict=True):
+            for part, (_, reference) in zip(parts, optimizers, strict=True):
                 generator = torch.Generator().manual_seed(100 * step + 10 * half + rank)
-                for param in twin.parameters():
+                for param in reference.parameters():
                     param.grad = torch.randn(param.shape, generator=generator).to(dtype)
                 part.reduce(1.0 / world_size)
         for part, (optimizer, _) in zip(parts, optimizers, strict=True):
@@ -277,14 +277,14 @@ def host_rank(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> Non
             part.zero_grad()
         for one, other in zip(optimizers[0][1].parameters(), optimizers[1][1].parameters(), strict=True):
             assert torch.equal(one, other)
-    [_, there], [_, (optimizer, twin)] = parts, optimizers
+    [_, there], [_, (optimizer, reference)] = parts, optimizers
     assert optimizers[0][0].param_groups[0]["fused"] is True
     assert optimizer.param_groups[0]["fused"] is True  # as saved by the other
     states = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
-    held = [t for shard in there.shards for t in (shard.master, shard.landing)] + states
+    held = [t for shard in there.shards for t in (shard.master, shard.host_gradient)] + states
     assert {t.device.type for t in held} == {"cpu"}
     addresses = {t.untyped_storage().data_ptr() for t in held}
-    assert not addresses & {t.untyped_storage().data_ptr() for t in twin.parameters()}
+    assert not addresses & {t.untyped_storage().data_ptr() for t in reference.parameters()}
     count = sum(p.numel() for p in model.parameters())
     assert sum(t.untyped_storage().nbytes() for t in held) == pytest.approx(16 * count / world_size, rel=0.05)
     assert len(addresses) == len(held)

@@ -136,7 +136,7 @@ def test_schedule_settings_that_contradict_each_other_are_refused(pipeline: dict
         ("0F0,0X0\n1F0,1B0\n", {}, r"own\.csv.*line 1.*0X0"),
         (None, {}, r"own\.csv: cannot be read"),
         ("0F0,0B0\n1F0,1B0\n", {"split": [1, 1, 2]}, r"split=\[1, 1, 2\] has 3 entries.*has 2 stages. Give 2"),
-        ("0F0,0I0,0W0\n1F0,1B0\n", {"compile_blocks": "inductor"}, r"compile_blocks=inductor .*cannot be put off"),
+        ("0F0,0I0,0W0\n1F0,1B0\n", {"compile_blocks": "inductor"}, r"compile_blocks=inductor .*cannot be deferred"),
     ],
 )
 def test_a_schedule_file_is_proven_before_anything_starts(

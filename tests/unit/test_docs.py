@@ -111,6 +111,10 @@ def test_settings_exist(path: Path) -> None:
         assert key in SECTIONS[section].model_fields or key in ("md", "py") or module, f"no such key: {section}.{key}"
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    assert not [page.name for page in PAGES if re.search(r"^(?:<{7}|>{7}) ", page.read_text(), flags=re.MULTILINE)]
+
+
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

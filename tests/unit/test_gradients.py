@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from hf_parallel.data_parallel.flat import refuse_overlaps
-from hf_parallel.data_parallel.replicas import Replicas, ReplicaSettings
+from hf_parallel.data_parallel.replica_wire import ReplicaSettings
+from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals

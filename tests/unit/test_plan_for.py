@@ -17,7 +17,7 @@ from zoo.models import quiet, tiny_config
 
 import hf_parallel
 from hf_parallel import PlanError, plan_for
-from hf_parallel.tensor_parallel.plan import plan_for as twin
+from hf_parallel.tensor_parallel.plan import plan_for as module
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -69,11 +69,11 @@ def configs() -> dict[str, PretrainedConfig]:
 
 
 def kept(config: PretrainedConfig) -> int:
-    """Number of blocks that the twin has."""
+    """Number of blocks of the model that is planned."""
     with quiet():
-        blueprint = twin.Blueprint(config, zoo.models.AutoModelForCausalLM.from_config)
-        cut = twin._shortened(blueprint, twin._skeleton(blueprint), {})
-    return config.num_hidden_layers if cut is None else cut.depth
+        blueprint = module.Blueprint(config, zoo.models.AutoModelForCausalLM.from_config)
+        reduced = module._reduce(blueprint, module._skeleton(blueprint), {})
+    return config.num_hidden_layers if reduced is None else reduced.depth
 
 
 def plans(config: PretrainedConfig, **options: Any) -> tuple[TPPlan, TPPlan]:
@@ -144,8 +144,8 @@ def test_blocks_that_no_prefix_shows_keep_the_full_depth() -> None:
 def test_widths_beyond_the_memory_are_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 128256}
     config = LlamaConfig(**{**LLAMA, **sizes}, num_hidden_layers=80)
-    needed = r"LlamaForCausalLM with its real widths needs \d+\.\d GiB \(\d\.\d\d billion .*, 1\.0 GiB are free"
-    monkeypatch.setattr(twin, "_free_bytes", lambda: 2**30)
+    needed = r"LlamaForCausalLM of random weights with its real widths needs \d+\.\d GiB \(\d\.\d\d billion .*, 1\.0 GiB are free"
+    monkeypatch.setattr(module, "_free_bytes", lambda: 2**30)
     with pytest.raises(PlanError, match=needed):
         plan_for(config, 2)
 

@@ -84,9 +84,9 @@ def test_a_choice_is_computed_on_one_rank_only() -> None:
     groups = virtual_groups(2, 30.0)
 
     def main(rank: int) -> None:
-        twin = copy.deepcopy(model)
-        apply_tensor_parallel(twin, plan, groups[rank], rank, lambda name: True)
-        experts = twin.get_submodule(pair.row)
+        sharded = copy.deepcopy(model)
+        apply_tensor_parallel(sharded, plan, groups[rank], rank, lambda name: True)
+        experts = sharded.get_submodule(pair.row)
         inner = experts.tp_routed_inner
 
         def counted(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_choice_is_computed_on_one_rank_only() -> None:
             return inner(hidden, index, weights)
 
         experts.tp_routed_inner = counted
-        twin(**batch)
+        sharded(**batch)
 
     run_virtual_ranks(groups, main)
     per_token = model.config.num_experts_per_tok
@@ -143,7 +143,7 @@ def test_fewer_experts_than_ranks_are_refused_with_numbers() -> None:
 )
 def test_models_without_such_experts_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(
-        PlanError, match=rf"no experts can be shared out whole: .*{reason}.*Set tensor_parallel\.experts"
+        PlanError, match=rf"no experts can be placed whole on ranks: .*{reason}.*Set tensor_parallel\.experts"
     ):
         made(name, implementation="") if name == "phi3" else made(name)
 

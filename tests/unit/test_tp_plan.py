@@ -168,7 +168,7 @@ def test_one_rank_shards_nothing() -> None:
 def test_a_model_without_values_is_refused() -> None:
     with torch.device("meta"):
         model = tiny_like_meta()
-    with pytest.raises(PlanError, match=r"meta device.*materialised"):
+    with pytest.raises(PlanError, match=r"meta device.*Give the model weights before it is planned"):
         plan_tensor_parallel(model, 2, plan_sample())
 
 
@@ -181,16 +181,16 @@ def test_a_tp_size_below_one_is_refused() -> None:
         plan_tensor_parallel(tiny_model("llama"), 0, plan_sample())
 
 
-@pytest.mark.parametrize(("wish", "refused"), [("error", True), ("warn", False), ("ignore", False)])
-def test_on_fallback_decides_what_layers_without_a_pair_mean(wish: Any, refused: bool) -> None:
+@pytest.mark.parametrize(("on_fallback", "refused"), [("error", True), ("warn", False), ("ignore", False)])
+def test_on_fallback_decides_what_layers_without_a_pair_mean(on_fallback: Any, refused: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     plan = plan_tensor_parallel(model, 2, {"input": torch.randn(3, 5, 8)})
     assert set(plan.fallbacks) == {"0", "2"}, "no module contains the two"
     if refused:
         with pytest.raises(PlanError, match=r"0: gathered.*on_fallback to warn"):
-            judge_fallbacks(plan, wish, 0, frozenset())
+            judge_fallbacks(plan, on_fallback, 0, frozenset())
     else:
-        judge_fallbacks(plan, wish, 0, frozenset())
+        judge_fallbacks(plan, on_fallback, 0, frozenset())
     for case in ("llama", "llama_kv1", "smollm2"):
         even = tiny_model(case)
         judge_fallbacks(plan_tensor_parallel(even, 2, plan_sample()), "error", 0, vocabulary_modules(even))

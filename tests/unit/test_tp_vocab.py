@@ -54,8 +54,8 @@ def on_virtual_ranks(tp_size: int, work: Callable[[TPGroup, int], Any]) -> list[
     return results
 
 
-def planned(model: nn.Module, tp_size: int = 2, wish: Any = "auto") -> TPPlan:
-    return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, vocab_batch()), vocab_batch(), wish)
+def planned(model: nn.Module, tp_size: int = 2, parallel_loss: Any = "auto") -> TPPlan:
+    return shard_vocabulary(model, plan_tensor_parallel(model, tp_size, vocab_batch()), vocab_batch(), parallel_loss)
 
 
 def roles(plan: TPPlan) -> dict[str, str]:
@@ -161,7 +161,7 @@ def test_planning_changes_nothing() -> None:
 
 def test_false_leaves_the_plan_alone() -> None:
     model = vocab_model("llama")
-    assert planned(model, wish=False) == plan_tensor_parallel(model, 2, vocab_batch())
+    assert planned(model, parallel_loss=False) == plan_tensor_parallel(model, 2, vocab_batch())
 
 
 class WithTail(LlamaForCausalLM):
@@ -217,7 +217,7 @@ def test_a_tail_that_needs_whole_logits_gets_them(tail: Any, reason: str, tied: 
     if not reason.startswith("raises"):
         verify_model(model, plan, vocab_batch())
     with pytest.raises(PlanError, match=r"vocab_parallel_loss: true, but lm_head needs whole logits.*auto"):
-        planned(model, wish=True)
+        planned(model, parallel_loss=True)
 
 
 def test_a_head_wider_than_the_loss_gets_whole_logits() -> None:
@@ -234,7 +234,7 @@ def test_a_head_wider_than_the_loss_gets_whole_logits() -> None:
 )
 def test_an_elementwise_tail_is_sharded(tail: Any) -> None:
     model = with_tail(tail)
-    plan = planned(model, wish=True)
+    plan = planned(model, parallel_loss=True)
     assert roles(plan)["lm_head"] == "vocab_head"
     verify_model(model, plan, vocab_batch())
 

@@ -1,29 +1,57 @@
-"""What hf_parallel takes for granted of the stock Trainer is checked before a run, method by method."""
+"""What hf_parallel takes for granted of the stock Trainer and Accelerator is checked before a run, method by method."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from accelerate import Accelerator, ParallelismConfig
 from transformers import Trainer
 
 from hf_parallel import UnsupportedError
+from hf_parallel.compat.private_accelerate import (
+    OF_ACCELERATOR,
+    OF_PARALLELISM_CONFIG,
+    accelerator_internals,
+    prepared_by,
+)
 from hf_parallel.compat.private_transformers import OVERRIDDEN, trainer_internals
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.plugin import HFParallelPlugin, RawLoopAccelerator
 
 
-def overridden() -> set[str]:
-    ours = [cls for cls in HFParallelTrainerMixin.__mro__ if cls.__module__.startswith("hf_parallel")]
+def overridden(made: type, stock: type) -> set[str]:
+    ours = [cls for cls in made.__mro__ if cls.__module__.startswith("hf_parallel")]
     names = {name for cls in ours for name, value in vars(cls).items() if callable(value)}
-    return {name for name in names if not name.startswith("__") and hasattr(Trainer, name)}
+    return {name for name in names if not name.startswith("__") and hasattr(stock, name)}
 
 
 def test_every_overridden_method_is_checked() -> None:
-    assert overridden() == set(OVERRIDDEN)
+    assert overridden(HFParallelTrainerMixin, Trainer) == set(OVERRIDDEN)
+    assert overridden(RawLoopAccelerator, Accelerator) == set(OF_ACCELERATOR)
+    assert overridden(HFParallelPlugin, ParallelismConfig) == set(OF_PARALLELISM_CONFIG)
 
 
-def test_the_stock_trainer_passes() -> None:
+def test_the_stock_classes_pass() -> None:
     trainer_internals()
+    accelerator_internals()
+
+
+class Scaled(Accelerator):
+    def backward(self, loss: Any, scale: float, **kwargs: Any) -> None:
+        super().backward(loss * scale, **kwargs)
+
+
+def test_a_method_of_the_accelerator_that_changed_is_named() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"backward\(loss, scale, kwargs\) in place of backward\(loss, kwargs\)"
+    ):
+        accelerator_internals(Scaled)
+
+
+def test_lists_of_prepared_objects_that_are_not_there_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"has no Accelerator\._models.* Install accelerate>="):
+        prepared_by(object.__new__(Accelerator))
 
 
 class Renamed(Trainer):

@@ -1,4 +1,4 @@
-"""If these fail, a zero-bubble schedule loses weight gradients, counts them twice, or puts off nothing."""
+"""If these fail, a zero-bubble schedule loses weight gradients, counts them twice, or defers nothing."""
 
 from __future__ import annotations
 

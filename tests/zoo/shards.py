@@ -154,7 +154,7 @@ def difference(model: nn.Module, plan: TPPlan, inputs: dict[str, Any]) -> float:
     Every rank must hold the whole gradient of what is replicated, and its very shard of what is not.
     """
     loss, expected = _measure(copy.deepcopy(model), inputs)
-    ranks = run_sharded(lambda: copy.deepcopy(model), plan, 60.0, lambda twin: _measure(twin, inputs))
+    ranks = run_sharded(lambda: copy.deepcopy(model), plan, 60.0, lambda sharded: _measure(sharded, inputs))
     specs = plan.shard_specs()
     largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
     errors = []

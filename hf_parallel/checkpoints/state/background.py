@@ -1,4 +1,4 @@
-"""A save that goes on while training does: one at a time, its error raised by the training thread of every rank."""
+"""Asynchronous saves: one at a time; the training thread of every rank raises their error."""
 
 from __future__ import annotations
 

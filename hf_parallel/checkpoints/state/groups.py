@@ -2,7 +2,7 @@
 
 An optimizer that was made of the whole model has the same groups everywhere, some of them without a parameter on this
 rank. One that user code made of what a stage holds (a group a parameter, rates by name) has groups of its own there: in
-another number, or in another order. A checkpoint has all of them, whoever resumes finds its own by their parameters.
+another number, or in another order. A checkpoint has all of them, and a rank that resumes finds its own by their parameters.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ def together(optimizer: Optimizer, owned: Sequence[Sequence[str]], order: Sequen
         order: All parameters of the model.
     """
     settings = [{key: encode(v) for key, v in group.items() if key != "params"} for group in optimizer.param_groups]
-    said = everyone([{**each, "params": list(names)} for each, names in zip(settings, owned, strict=True)])
-    return put_together(said, order)
+    of_ranks = everyone([{**each, "params": list(names)} for each, names in zip(settings, owned, strict=True)])
+    return put_together(of_ranks, order)
 
 
-def put_together(said: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[str]) -> Groups:
+def put_together(of_ranks: Sequence[Sequence[Mapping[str, Any]]], order: Sequence[str]) -> Groups:
     """The groups of a checkpoint from those of each rank.
 
     Groups with the same place and settings on every rank are one. If any differ, each rank's are groups by themselves, in
     the order of the model; ranks that hold the same (replicas, tensor-parallel ranks) say the same.
     """
-    if all(_settings(groups) == _settings(said[0]) for groups in said):
-        names: list[dict[str, None]] = [{} for _ in said[0]]
-        for groups in said:
+    if all(_settings(groups) == _settings(of_ranks[0]) for groups in of_ranks):
+        names: list[dict[str, None]] = [{} for _ in of_ranks[0]]
+        for groups in of_ranks:
             for index, group in enumerate(groups):
                 names[index].update(dict.fromkeys(group["params"]))
-        return Groups([{**group, "params": list(names[index])} for index, group in enumerate(said[0])])
+        return Groups([{**group, "params": list(names[index])} for index, group in enumerate(of_ranks[0])])
     place = {name: index for index, name in enumerate(order)}
     found: dict[tuple[str, ...], tuple[int, int]] = {}
-    for rank, groups in enumerate(said):
+    for rank, groups in enumerate(of_ranks):
         for index, group in enumerate(groups):
             if group["params"]:
                 found.setdefault(tuple(group["params"]), (rank, index))
     sources = sorted(found.items(), key=lambda item: min(place.get(name, len(place)) for name in item[0]))
-    return Groups([dict(said[rank][index]) for _, (rank, index) in sources], [source for _, source in sources])
+    return Groups([dict(of_ranks[rank][index]) for _, (rank, index) in sources], [source for _, source in sources])
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

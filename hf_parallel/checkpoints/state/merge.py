@@ -1,4 +1,4 @@
-"""A training checkpoint as one plain Hugging Face folder: the model without what training needs to go on."""
+"""A training checkpoint as one plain Hugging Face folder: the model without the training state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A note to the stock Trainer in the state of a checkpoint that it cannot resume.
 
-A stock Trainer begins with an empty optimizer where it finds no `optimizer.pt`, without a word. What it does read is
-`trainer_state.json`, and it refuses a key that it does not know, with the key in its error: so the key says what to do.
+A stock Trainer silently starts with an empty optimizer if it finds no `optimizer.pt`. But it reads `trainer_state.json` and
+refuses a key that it does not know, with the key in its error. So the text of the key says what to do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
+
+from hf_parallel.compat.overridden import in_this_thread
 
 
 NOTE = (
@@ -34,13 +36,13 @@ def without_note(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def overlooked() -> Iterator[None]:
-    """Inside, the Trainer's own code reads a state with the note as one without."""
+    """Inside, in this thread, the Trainer's own code reads a state with the note as one without."""
     stock = vars(TrainerState)["load_from_json"]
 
     def load(cls: type[TrainerState], json_path: str) -> TrainerState:
         return cls(**without_note(Path(json_path)))
 
-    setattr(TrainerState, "load_from_json", classmethod(load))  # noqa: B010
+    setattr(TrainerState, "load_from_json", classmethod(in_this_thread(load, stock.__func__)))  # noqa: B010
     try:
         yield
     finally:

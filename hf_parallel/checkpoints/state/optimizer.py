@@ -79,7 +79,7 @@ class OptimizerView:
         optimizer: The optimizer.
         parameters: Ledger name -> this rank's parameter.
         zero: Its partition, None without one.
-        has_copies: Whether parameters that are shared out are fp32 copies, which are then part of the state.
+        has_copies: Whether parameters that are sharded are fp32 copies, which are then part of the state.
     """
 
     optimizer: torch.optim.Optimizer

@@ -58,6 +58,9 @@ class Box:
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that elements [start, stop) of a contiguous tensor form, in their order.
 
+    At most three for a matrix: the end of a row, whole rows, the beginning of a row. Elements 2 to 10 of a 4 x 3 matrix are
+    [0, 2:3], [1:3, :] and [3, 0:1].
+
     Args:
         shape: Of the tensor.
         start: First element, in the order of storage.
@@ -135,5 +138,5 @@ def _in_whole(
 
 
 def is_writer(label: str, copy: int, copies: int) -> bool:
-    """Whether one of several ranks with the same elements writes them; the labels are shared out over the copies."""
+    """Whether one of several ranks with the same elements writes them; the labels are distributed over the copies."""
     return zlib.crc32(label.encode()) % copies == copy

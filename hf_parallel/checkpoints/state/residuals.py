@@ -2,7 +2,7 @@
 
 A residual is a debt: over all replicas they sum up to what the parameters have not received yet. Another number of
 replicas shares the same debt. The outer momentum of local steps is equal on all replicas. The thin matrices of PowerSGD
-only make its next round more exact: those of other tensor-parallel shards are left, and the round begins anew.
+only make its next round more exact: those of other tensor-parallel shards are left, and the round starts again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def restore_wire(
     names: Sequence[str],
     place: Place,
 ) -> None:
-    """Take up what `wire_pieces` left, shared out anew if the number of replicas changed.
+    """Take up what `wire_pieces` left, redistributed if the number of replicas changed.
 
     Args:
         wire: The wire.
@@ -123,7 +123,7 @@ def _right(index: TensorIndex, names: Sequence[str], place: Place) -> dict[str, 
             left.append(name)
     if left and place.mesh.rank == 0:
         logger.warning(
-            "hf_parallel: PowerSGD begins anew for %d parameters such as %s: the checkpoint has their thin matrices for "
+            "hf_parallel: PowerSGD starts again for %d parameters such as %s: the checkpoint has their thin matrices for "
             "other tensor-parallel shards.",
             len(left),
             left[0],

@@ -79,7 +79,7 @@ class SavedState:
             if label not in self.index.tensors:
                 raise CheckpointError(
                     f"{self.index.folder}: {plain} of {name} is a statistic of another tensor-parallel shard ({key}). "
-                    "Resume with the tp_size it was saved with, or use an optimizer that treats every element by itself."
+                    "Resume with the tp_size it was saved with, or use an optimizer that updates every element independently."
                 )
             shape = self.index.tensors[label][0]
             found[plain] = torch.zeros(shape, dtype=dtype)
@@ -202,6 +202,6 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
         if set(saved.others(name)[0]):
             raise CheckpointError(
                 f"{saved.index.folder}: the optimizer state of {name} is not one entry an element "
-                f"({', '.join(saved.others(name)[0])}): native ZeRO cannot take it up. Set zero.stage to 0."
+                f"({', '.join(saved.others(name)[0])}): native ZeRO cannot load it. Set zero.stage to 0."
             )
     return state, pieces

@@ -45,12 +45,12 @@ def require_shared(folder: Path, mesh: Mesh, setting: str = "output_dir", wait_s
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text(token)
         problem = _problem(path, token, mesh.rank, WAIT_S if wait_s is None else wait_s)
-        said = everyone((problem, socket.gethostname(), str(folder)))
+        answers = everyone((problem, socket.gethostname(), str(folder)))
     finally:
         if mesh.rank == 0:
             path.unlink(missing_ok=True)
-    if any(problem for problem, _, _ in said):
-        raise CheckpointError(_text(said, setting))
+    if any(problem for problem, _, _ in answers):
+        raise CheckpointError(_text(answers, setting))
 
 
 def _problem(path: Path, token: str, rank: int, wait_s: float) -> str | None:
@@ -76,13 +76,15 @@ def _holds(path: Path, token: str) -> bool:
         return False
 
 
-def _text(said: Sequence[tuple[str | None, str, str]], setting: str) -> str:
+def _text(answers: Sequence[tuple[str | None, str, str]], setting: str) -> str:
     """One sentence about all ranks with a problem."""
     odd = [
-        f"rank {rank} on {host} ({folder}) {problem}" for rank, (problem, host, folder) in enumerate(said) if problem
+        f"rank {rank} on {host} ({folder}) {problem}"
+        for rank, (problem, host, folder) in enumerate(answers)
+        if problem
     ]
     shown = "; ".join(odd[:4]) + (f"; and {len(odd) - 4} more ranks" if len(odd) > 4 else "")
-    _, host, folder = said[0]
+    _, host, folder = answers[0]
     return (
         f"{setting}={folder}: {shown} what rank 0 on {host} wrote there. Is this folder shared? Every rank writes its part of "
         f"a checkpoint there, and a resumed run reads it. Set {setting} to one folder on a file system that all machines mount, "

@@ -79,8 +79,8 @@ def check_random_states(folder: Path, world_size: int) -> None:
         )
     if stray:
         raise CheckpointError(
-            f"{folder / stray[0]} is the random state of a rank that there was not: {world_size} saved the checkpoint. It "
-            "is of another one; move it away, or resume from another checkpoint."
+            f"{folder / stray[0]} is the random state of a rank that did not exist: {world_size} ranks saved the "
+            "checkpoint. It belongs to another checkpoint; move it away, or resume from another checkpoint."
         )
 
 
@@ -106,8 +106,8 @@ def check_scaler(folder: Path, saved: bool | None, has_scaler: bool) -> dict[str
     state = load_small(path)
     if saved is False:
         raise CheckpointError(
-            f"{path} is the state of a loss scaler, and the run that saved the checkpoint had none: it is of another one. "
-            "Move it away, or resume from another checkpoint."
+            f"{path} is the state of a loss scaler, and the run that saved the checkpoint had none: it belongs to "
+            "another checkpoint. Move it away, or resume from another checkpoint."
         )
     if not state and not has_scaler:
         return None  # of one that was not in use either

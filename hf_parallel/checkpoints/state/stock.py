@@ -102,8 +102,8 @@ def _by_parameter(labels: Iterable[str], mark: str) -> dict[str, dict[str, str]]
         name, key = label.removeprefix(PREFIX).rsplit(SEPARATOR, 1)
         if "@tp" in key:
             raise CheckpointError(
-                f"{label} is a statistic of one tensor-parallel shard: a stock Trainer, which holds the whole tensor, cannot "
-                "take it up. Resume with the tp_size it was saved with, or merge without --trainer-state."
+                f"{label} is a statistic of one tensor-parallel shard: a stock Trainer, which holds the whole tensor, "
+                "cannot load it. Resume with the tp_size it was saved with, or merge without --trainer-state."
             )
         key = key.removesuffix(WHOLE)
         if mark and not key.endswith(mark):

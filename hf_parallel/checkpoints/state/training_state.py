@@ -55,7 +55,7 @@ class Holdings:
         parameters: Ledger name -> this rank's parameter.
         buffers: Ledger name -> this rank's persistent buffer.
         replicas: What its replicas do with each other; None for a process that trains alone.
-        compression: How gradients, or pseudo-gradients, travel.
+        compression: How gradients, or pseudo-gradients, are sent.
     """
 
     ledger: Ledger
@@ -79,14 +79,14 @@ class Holdings:
         return OptimizerView(optimizer, self.parameters, self.replicas.zero, has_copies)
 
     @property
-    def walks_alone(self) -> bool:
+    def has_local_steps(self) -> bool:
         """Whether each replica has an optimizer state of its own."""
         return self.replicas is not None and self.replicas.local is not None
 
     def place(self) -> Place:
         """Where this rank stands among those that write the same state."""
         mesh = self.mesh
-        if self.walks_alone:
+        if self.has_local_steps:
             return Place(self.ledger, mesh, replica=mesh.dp_rank)
         replicas = self.replicas
         if replicas is not None and (replicas.zero is not None or replicas.sharded is not None):
@@ -105,7 +105,7 @@ class Holdings:
         """
         if saved_replicas is None:
             return Place(self.ledger, self.mesh)
-        return Place(self.ledger, self.mesh, replica=self.mesh.dp_rank % saved_replicas if self.walks_alone else 0)
+        return Place(self.ledger, self.mesh, replica=self.mesh.dp_rank % saved_replicas if self.has_local_steps else 0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def snapshot(
             pieces += outer_pieces(replicas.local, place)
     shape = holdings.mesh.shape
     labels = sorted({piece.label for piece in pieces})
-    said: list[dict[str, Any]] = everyone({"numbers": numbers, "tensors": labels})
+    gathered: list[dict[str, Any]] = everyone({"numbers": numbers, "tensors": labels})
     names = [entry.name for entry in holdings.ledger if entry.kind == "param"]
     groups = groups_together(optimizer, owned, names)
     description = {
@@ -153,12 +153,12 @@ def snapshot(
         "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
         "optimizer": type(optimizer).__name__,
         "groups": groups.saved,
-        "replicas": shape.dp_size if holdings.walks_alone else None,
+        "replicas": shape.dp_size if holdings.has_local_steps else None,
         "wire": None if wire is None else {"method": method_of(holdings.compression), "dp_size": shape.dp_size},
         "dropout_step": dropout_step,
         "parameters": names,
-        "tensors": sorted({label for each in said for label in each["tensors"]}),
-        "numbers": {label: value for each in said for label, value in each["numbers"].items()},
+        "tensors": sorted({label for each in gathered for label in each["tensors"]}),
+        "numbers": {label: value for each in gathered for label, value in each["numbers"].items()},
     }
     return Snapshot(pieces, description, groups)
 
@@ -222,8 +222,8 @@ def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings:
         restore_wire(wire, index, description["wire"], holdings.compression, names, place)
     elif description["wire"] is not None and holdings.mesh.rank == 0:
         logger.warning(
-            "hf_parallel: %s holds residuals of gradient compression that this run has no use for: what was not sent yet is "
-            "lost.",
+            "hf_parallel: %s holds residuals of gradient compression that this run does not use: gradients that were "
+            "not sent yet are lost.",
             index.folder,
         )
     if replicas is not None and replicas.local is not None:

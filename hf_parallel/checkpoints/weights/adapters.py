@@ -23,7 +23,7 @@ def has_adapters(model: object) -> bool:
 
 @torch.no_grad()
 def load_adapters(folder: str | Path, model: Any) -> None:
-    """Copy every adapter of a PEFT model out of a checkpoint, whole or shared out over replicas.
+    """Copy every adapter of a PEFT model out of a checkpoint, whole or sharded over replicas.
 
     Raises:
         CheckpointError: A file is missing, unreadable, or of other adapters.

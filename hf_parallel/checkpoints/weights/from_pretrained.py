@@ -1,4 +1,4 @@
-"""`from_pretrained` that reads no weights: the model is built as ever, and knows where its weights are."""
+"""`from_pretrained` that reads no weights: the model is built as usual and records where its weights are."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def from_pretrained(name: str | Path, config: Settings = None, **kwargs: Any) ->
 
 @dataclass(frozen=True)
 class _Loading:
-    """Stands for transformers' loading of weights into a model on the meta device."""
+    """Replaces transformers' loading of weights into a model on the meta device."""
 
     config: HFParallelConfig
 

@@ -79,7 +79,7 @@ class Unread:
         self._hook: Any = None
 
     def settle(self, model: nn.Module) -> None:
-        """Make `model` a model that may be handed around: it moves and casts, and refuses to run."""
+        """Make `model` a model that may be passed to a Trainer: it can be moved and cast, and refuses to run."""
         vars(model)[RECORD] = self
         move_values_only(model)
         self._hook = model.register_forward_pre_hook(_refuse_to_run)
@@ -99,9 +99,11 @@ class Unread:
         mine, theirs = (one.to_yaml_section() for one in (self.config, config))
         if mine != theirs:
             keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
-            said = "; ".join(f"{key}: {mine.get(key)!r} for loading, {theirs.get(key)!r} for training" for key in keys)
+            differences = "; ".join(
+                f"{key}: {mine.get(key)!r} for loading, {theirs.get(key)!r} for training" for key in keys
+            )
             raise ConfigError(
-                f"the model was loaded for other settings than it is trained with: {said}. Give both the same, or none: "
+                f"the model was loaded for other settings than it is trained with: {differences}. Give both the same, or none: "
                 "both then read the file given to `accelerate launch`."
             )
 
@@ -160,7 +162,7 @@ class Unread:
         if name is None:
             raise CheckpointError(
                 f"{one.names[0]} has no values and was not in the checkpoint: it was put into the model after "
-                "hf_parallel.sharded_loading. Load the model the plain way, or change it before it is saved."
+                "hf_parallel.sharded_loading. Load the model without sharded_loading, or change it before it is saved."
             )
         return name
 
@@ -237,7 +239,7 @@ def _layout(
             return spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank)
     raise CheckpointError(
         f"{one.names[0]} has shape {here} and was loaded with {whole}: the model was changed after "
-        "hf_parallel.sharded_loading (resize_token_embeddings does that). Load it the plain way."
+        "hf_parallel.sharded_loading (resize_token_embeddings does that). Load it without sharded_loading."
     )
 
 

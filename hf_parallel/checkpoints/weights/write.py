@@ -26,8 +26,8 @@ from hf_parallel.checkpoints.agree import raise_anywhere
 from hf_parallel.checkpoints.weights.conversions import Group, groups_to_save
 from hf_parallel.checkpoints.weights.gather import WEIGHTS, WEIGHTS_INDEX, gather_tensors
 from hf_parallel.checkpoints.weights.writer import Stored, lay_out, read_header, write
+from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.compat.private_transformers import weight_transforms, weights_left_out
-from hf_parallel.compat.torch_tools import storage_id
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger
 from hf_parallel.watchdog import Watchdog
@@ -92,7 +92,9 @@ def plan_export(model: PreTrainedModel, ledger: Ledger, max_shard_size: str | in
     split = split_state_dict_into_shards_factory(
         made,
         get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
-        get_storage_id=storage_id,  # results that share memory go into one file
+        get_storage_id=lambda tensor: id_of_storage(
+            tensor.untyped_storage()
+        ),  # results that share memory go into one file
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )

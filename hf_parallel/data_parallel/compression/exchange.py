@@ -61,7 +61,7 @@ class CompressedAllReduce:
     Args:
         codec: The codec.
         group: The ranks; this object is used by one thread at a time.
-        schedule: How codes travel.
+        schedule: How codes are exchanged.
         meter: Counts.
     """
 

@@ -31,7 +31,7 @@ class _Active:
     Args:
         job: The job.
         work: The collective; None before the first.
-        future: Of whoever waits for the job.
+        future: Of the caller that waits for the job.
         age: Jobs that were taken since the collective was started.
     """
 
@@ -124,5 +124,5 @@ class Lane:
                 self._active.append(_Active(item.job, next(item.job), item.future))
         except StopIteration:
             item.future.set_result(None)
-        except BaseException as error:  # noqa: BLE001  raised by whoever waits for the job
+        except BaseException as error:  # noqa: BLE001  raised by the caller that waits for the job
             item.future.set_exception(error)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import is_cross_entropy
+from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.record import unchanged
@@ -94,7 +94,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._alive: list[Any] = list(labels)  # an identity is taken again when its object is gone
         self._labels = {id(tensor) for tensor in labels}
-        self._versions = [(tensor, tensor._version) for tensor in labels]
+        self._versions = [(tensor, version_of(tensor)) for tensor in labels]
         self._count = None if count is None else float(count)
         self.made: dict[int, _Made] = {}
         self._kept: set[int] = set()  # whether a label counts, and how many do
@@ -117,7 +117,7 @@ class _Watch(TorchFunctionMode):
             made = None
             if not any(isinstance(leaf, Tensor) for other in others for leaf in _flat(other)):
                 self._labels.add(id(out))
-                self._versions.append((out, out._version))
+                self._versions.append((out, version_of(out)))
                 self._alive.append(out)
         elif self._counts(name, args):
             self._kept.add(id(out))
@@ -184,7 +184,7 @@ class _Watch(TorchFunctionMode):
         made = self.made.get(id(loss))
         if made is None or made.form == "sum":
             raise _UnknownError("it is not made by one unweighted cross-entropy over the labels")
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             raise _UnknownError("its forward writes to the labels")
         if made.targets != expected:
             raise _UnknownError(f"it is over {made.targets} labels where {expected} were given")

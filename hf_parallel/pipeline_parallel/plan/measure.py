@@ -1,8 +1,8 @@
 """Timing the parts of a whole model on its device: every block, what comes before them, and the tail with the loss.
 
-A forward and a backward of the whole model run with a clock at the blocks' doors, so nothing has to be called out of
-its place: kernels, masks, hooks and a user's patches are those of training. In the backward a door is the moment when
-the gradient of a block's output is there.
+Hooks time each block in a forward and a backward of the whole model, so nothing has to be called out of its place: kernels,
+masks, hooks and a user's patches are those of training. In the backward pass a block is timed from the gradient of its output
+to the gradient of its input.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def _costs(parts: Sequence[float], backward: StageCosts | None = None) -> StageC
 
 
 class _Clock:
-    """The doors of one forward and backward: when each block was entered and left, and when gradients came by.
+    """Times of one forward and backward: when each block began and ended, and when the gradients of its output were there.
 
-    Times are lists over the prologue, every block, and the tail.
+    Results are lists over the prologue, every block, and the tail.
     """
 
     def __init__(self, model: nn.Module, plan: PipelinePlan) -> None:
@@ -139,11 +139,11 @@ class _Clock:
 
     def _backward_parts(self, start: float, end: float, forward: Sequence[float]) -> list[float]:
         ran = sorted(self._forward)
-        doors = [self._gradient_at.get(j) for j in ran]
-        if not ran or None in doors:  # nothing before trains, or the blocks hide their graph: share by forward time
+        arrivals = [self._gradient_at.get(j) for j in ran]
+        if not ran or None in arrivals:  # nothing before trains, or the blocks hide their graph: share by forward time
             scale = (end - start) / sum(forward)
             return [scale * part for part in forward]
-        stamps = [self._input_gradient or end, *(door for door in doors if door is not None)]
+        stamps = [self._input_gradient or end, *(at for at in arrivals if at is not None)]
         parts = [0.0] * (self._count + 2)
         parts[0], parts[-1] = end - stamps[0], stamps[-1] - start
         for at, j in enumerate(ran):

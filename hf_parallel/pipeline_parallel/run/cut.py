@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import no_torch_function, own_buffers, own_parameters, unregister
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
 
@@ -76,9 +77,11 @@ class ZeroOutput(Uncopyable):
     def __call__(self, given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.running.require(f"{self.name}.weight")
         if self.kind == "rows":
-            return torch.zeros(*given.shape, self.shape[1], dtype=self.dtype, device=given.device)
+            return torch.zeros(
+                *given.shape, self.shape[1], dtype=self.dtype, device=given.device
+            )  # i[B S] -> f[B S H]
         width = self.shape[0] if given.shape[-1] == self.shape[1] else self.shape[1]
-        return given.new_zeros(*given.shape[:-1], width)
+        return given.new_zeros(*given.shape[:-1], width)  # f[B S in] -> f[B S out]
 
 
 class _Placeholder(Uncopyable, Tensor):
@@ -96,7 +99,7 @@ class _Placeholder(Uncopyable, Tensor):
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], cls):
             return args[0]
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             for given in (*args, *(kwargs or {}).values()):
@@ -108,9 +111,8 @@ class _Placeholder(Uncopyable, Tensor):
 
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
-    table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-    tensor = table.pop(key)
-    module._non_persistent_buffers_set.discard(key)
+    tensor = unregister(module, key)
+    # One element of memory, whatever the shape: stride 0 in every dim.
     placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
     placeholder._full_name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
@@ -138,18 +140,19 @@ def cut_parameters(
     running = Running() if running is None else running
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         dot = f"{prefix}." if prefix else ""
-        kept = {key for key in module._parameters if _is_kept(plan, spans, dot + key)}
-        held |= {dot + key for key in kept if module._parameters[key] is not None}
-        loose = [key for key, p in module._parameters.items() if p is not None and key not in kept]
+        parameters = own_parameters(module)
+        kept = {key for key in parameters if _is_kept(plan, spans, dot + key)}
+        held |= {dot + key for key in kept if parameters[key] is not None}
+        loose = {key: p for key, p in parameters.items() if p is not None and key not in kept}
         touched = [key for key in loose if _is_touched(plan, spans, dot + key)]
         if touched and not kept and prefix in plan.zero_outputs:
-            weight = module._parameters["weight"]
+            weight = parameters["weight"]
             if weight is not None:
                 module.forward = ZeroOutput(weight, plan.zero_outputs[prefix], prefix, running)
                 touched = []
-        for key in loose:
+        for key, parameter in loose.items():
             if key in touched:
-                module._parameters[key].requires_grad_(False)
+                parameter.requires_grad_(False)
             else:
                 drop(module, key, dot + key, running)
         _cut_buffers(module, dot, plan, spans, running)
@@ -170,7 +173,7 @@ def _is_touched(plan: PipelinePlan, spans: Sequence[Span], name: str) -> bool:
 
 def _cut_buffers(module: nn.Module, dot: str, plan: PipelinePlan, spans: Sequence[Span], running: Running) -> None:
     """Drop the buffers of blocks that live elsewhere; buffers outside the stack are small and stay."""
-    for key, buffer in list(module._buffers.items()):
+    for key, buffer in list(own_buffers(module).items()):
         name = dot + key
         inside = plan.block_of(name) is not None
         needed = any(plan.holds(span, name) for span in spans) or _is_touched(plan, spans, name)

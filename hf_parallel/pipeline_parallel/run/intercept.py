@@ -1,7 +1,7 @@
 """What is installed on the blocks of a cut model, and the state of the one call in progress.
 
-One model may carry several stages. A block is handed through, run, or ends the forward depending on which of them is
-running; outside any call (recomputation in a backward) a block that is here runs its genuine forward.
+One model may carry several stages. A block is skipped, run, or ends the forward depending on which of them is running;
+ outside any call (recomputation in a backward) a block that is here runs its genuine forward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import forward_hooks
 from hf_parallel.errors import PlanError
 from hf_parallel.model.random_streams import Streams
 from hf_parallel.model.stack import blocks_of
@@ -47,10 +48,10 @@ class Run:
         self.hooked: dict[str, int] = {}
         self.block = -1
         self.passed = 0
-        self.handed: Any = None  # what the last block that was handed through returned
+        self.skipped: Any = None  # what the last block that was skipped returned
 
     def leave(self, block: int) -> None:
-        """Block `block` was run or handed through: the next segment begins."""
+        """Block `block` was run or skipped: the next segment begins."""
         self.block = -1
         if self.streams is not None:
             self.streams.enter(block + 1)
@@ -66,7 +67,7 @@ class Calls:
     def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
         handle = block.register_forward_hook(hook, with_kwargs=True)
-        self._last.append((block._forward_hooks, handle.id))
+        self._last.append((forward_hooks(block), handle.id))
 
     def stay_last(self) -> None:
         """Hooks that users have registered since go before ours."""
@@ -75,7 +76,7 @@ class Calls:
                 hooks[key] = hooks.pop(key)
 
 
-class _Pass(Uncopyable):
+class _SkippedBlock(Uncopyable):
     """Stands for one block on a later stage: puts what was received where the block would have left it."""
 
     def __init__(self, plan: PipelinePlan, block: nn.Module, index: int, keys: Sequence[CrossingKey]) -> None:
@@ -109,14 +110,14 @@ class _Pass(Uncopyable):
 def _fill(
     run: Run, keys: dict[Path, CrossingKey], hidden: Tensor | None, arguments: Any, path: Path, leaf: Leaf
 ) -> Tensor | None:
-    """The tensor at one place of a rebuilt value: received, else handed through, else something of the right kind."""
+    """The tensor at one place of a rebuilt value: received, else passed through, else something of the right kind."""
     if path in keys:
         return run.tensors[keys[path]]
     if leaf.source is not None:
         return get_at(arguments, leaf.source)  # type: ignore[no-any-return]
     if hidden is None or leaf.dtype.is_floating_point:
         return hidden
-    return torch.zeros_like(hidden, dtype=leaf.dtype)
+    return torch.zeros_like(hidden, dtype=leaf.dtype)  # f[B S H] -> i[B S H]: only its type is looked at
 
 
 def _show(module: nn.Module, value: Any) -> None:
@@ -132,27 +133,27 @@ def _show(module: nn.Module, value: Any) -> None:
 
 
 class _Forward(Uncopyable):
-    """Forward of a block that some stage of this model hands through."""
+    """Forward of a block that some stage of this model skips."""
 
-    def __init__(self, calls: Calls, genuine: Callable[..., Any] | None, passes: dict[int, _Pass]) -> None:
-        self.calls, self.genuine, self.passes = calls, genuine, passes
+    def __init__(self, calls: Calls, genuine: Callable[..., Any] | None, skips: dict[int, _SkippedBlock]) -> None:
+        self.calls, self.genuine, self.skips = calls, genuine, skips
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.calls.run
-        handed = self.passes.get(run.part.index) if run is not None else None
-        if run is not None and handed is not None:
-            run.handed = handed(run, args, kwargs)
-            return run.handed
+        skip = self.skips.get(run.part.index) if run is not None else None
+        if run is not None and skip is not None:
+            run.skipped = skip(run, args, kwargs)
+            return run.skipped
         if self.genuine is None:
             raise PlanError(
-                "a block of another stage was called outside a stage that hands it through: its weights are not here. "
+                "a block of another stage was called outside a stage that skips it: its weights are not here. "
                 "Run the pipeline, not the cut model."
             )
         return self.genuine(*args, **kwargs)
 
 
 def wrap_forward(block: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a block's own forward by `wrapper` of it; a stage that hands the block through is not affected."""
+    """Replace a block's own forward by `wrapper` of it; a stage that skips the block is not affected."""
     installed = vars(block).get("forward")
     if not isinstance(installed, _Forward):
         block.forward = wrapper(block.forward)
@@ -169,7 +170,7 @@ class _InnerHook(Uncopyable):
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         run = self.calls.run
         if run is None or run.block != self.keys[0].block:
-            return  # recomputation in a backward, a block handed through, or the same module inside another block
+            return  # recomputation in a backward, a skipped block, or the same module inside another block
         occurrence = run.hooked.get(self.name, 0)
         run.hooked[self.name] = occurrence + 1
         for key in self.keys:
@@ -190,18 +191,18 @@ class _Enter(Uncopyable):
             run.hooked.clear()
 
 
-class _HandThrough(Uncopyable):
-    """The last hook of a block that is handed through: a user's hooks have done their part on the stage that runs it."""
+class _SkippedOutput(Uncopyable):
+    """The last hook of a skipped block: a user's hooks have done their part on the stage that runs it."""
 
-    def __init__(self, calls: Calls, passes: Collection[int]) -> None:
-        self.calls, self.passes = calls, passes
+    def __init__(self, calls: Calls, skips: Collection[int]) -> None:
+        self.calls, self.skips = calls, skips
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         run = self.calls.run
-        if run is None or run.part.index not in self.passes:
+        if run is None or run.part.index not in self.skips:
             return None
-        handed, run.handed = run.handed, None
-        return None if out is handed else handed
+        skipped, run.skipped = run.skipped, None
+        return None if out is skipped else skipped
 
 
 class _Leave(Uncopyable):
@@ -233,15 +234,15 @@ def intercept(model: nn.Module, plan: PipelinePlan, parts: Sequence[Part]) -> Ca
 
 
 def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], index: int, block: nn.Module) -> None:
-    passes = {
-        part.index: _Pass(plan, block, index, [k for k in part.keys_in if k.block == index])
+    skips = {
+        part.index: _SkippedBlock(plan, block, index, [k for k in part.keys_in if k.block == index])
         for part in parts
         if index < part.span.lo
     }
     owner = next((part for part in parts if part.span.lo <= index < part.span.hi), None)
-    if passes:
-        block.forward = _Forward(calls, None if owner is None else block.forward, passes)
-        calls.install_last(block, _HandThrough(calls, passes))
+    if skips:
+        block.forward = _Forward(calls, None if owner is None else block.forward, skips)
+        calls.install_last(block, _SkippedOutput(calls, skips))
     if owner is None:
         return
     hooked = [k for k in owner.keys_out if k.block == index and k.kind == "hook"]

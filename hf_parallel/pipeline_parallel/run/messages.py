@@ -199,6 +199,7 @@ class Sender:
             )
         body = encode_header(specs)
         device = self.transport.device
+        # Two messages, i[1] and i[length]: the receiver has to know how much to expect.
         header = (torch.tensor([len(body)], device=device), torch.tensor(body, device=device))
         self.counters.headers_sent += 1
         self.specs[signature] = specs

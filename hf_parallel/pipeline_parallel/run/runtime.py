@@ -8,6 +8,8 @@ or several (virtual stages).
 Three uses share one interpreter: `PipelineRuntime.run` with backward (loss inside the schedule) and without
 (evaluation), and the pair `forward_phase` / `backward_phase` for a loss that the caller computes from the outputs.
 
+Extents: B rows of a batch, m microbatches, S positions, H hidden size.
+
 Deadlock: receives are posted before they are needed where the shapes are known, sends are never waited for when just
 issued, and `check_schedule` proves a schedule under exactly these rules.
 """
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_parallel.errors import PlanError, ScheduleError
+from hf_parallel.model.tensors import tensors_in
 from hf_parallel.pipeline_parallel.run.links import Links, gradient_specs
 from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, signature_of
 from hf_parallel.pipeline_parallel.run.transport import TensorSpec, Transport
@@ -59,7 +62,7 @@ class _Live:
         roots: Where the backward starts, None for a tensor that requires no gradient. Edges of the graph, not tensors,
             so that a payload's memory is free once it has been sent.
         specs: Of the gradients that come back for the payload; empty on the last stage.
-        pending: Weight gradients that the input backward put off.
+        pending: Weight gradients that the input backward deferred.
     """
 
     leaves: tuple[Tensor, ...]
@@ -104,7 +107,7 @@ class PipelineRuntime:
         cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
             for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
-        weights: What puts off the weight gradients of this rank's stages; needed by programs that split backwards.
+        weights: What defers the weight gradients of this rank's stages; needed by programs that split backwards.
         before: Called with (stage, microbatch) before every forward.
 
     Attributes:
@@ -214,7 +217,7 @@ class PipelineRuntime:
         outputs: dict[int, tuple[Tensor, ...]] = {}
 
         def finish(output: Any, i: int) -> tuple[Tensor, ...]:
-            tensors = outputs_of(output, i) if outputs_of is not None else _tensors_of(output)
+            tensors = outputs_of(output, i) if outputs_of is not None else tuple(tensors_in(output))
             outputs[i] = tuple(tensor.detach() for tensor in tensors)
             return tensors
 
@@ -303,8 +306,11 @@ class PipelineRuntime:
         stage, i = action.stage, action.microbatch
         leaves = self._links.take_payload(stage, i)
         enter: Callable[[Tensor], Tensor] = _Enter.apply
-        payload = tuple(enter(leaf) if leaf.requires_grad else leaf for leaf in leaves)
-        self._links.post_ahead()
+        # A block may write to what it is given, and torch refuses that on a leaf: give it the output of a node.
+        payload = tuple(
+            enter(leaf) if leaf.requires_grad else leaf for leaf in leaves
+        )  # e.g. hidden states f[B/m S H]
+        self._links.post_ahead()  # receives are under way while this stage computes
         if self.before is not None:
             self.before(stage, i)
 
@@ -323,23 +329,23 @@ class PipelineRuntime:
             self._links.give_payload(stage, i, made)
 
     def _backward(self, action: Action, run: _Run) -> None:
-        self._walk(action, run.live.pop((action.stage, action.microbatch)), run)
+        self._run_backward(action, run.live.pop((action.stage, action.microbatch)), run)
 
     def _backward_input(self, action: Action, run: _Run) -> None:
         live = run.live[action.stage, action.microbatch]
         if self.weights is None:
             raise ScheduleError(
-                f"action {action} puts off weight gradients, but the runtime has no `weights`: its stages would compute "
+                f"action {action} defers weight gradients, but the runtime has no `weights`: its stages would compute "
                 "them at once. Pass weights=WeightGradients(model)."
             )
         with self.weights.deferring() as live.pending:
-            self._walk(action, live, run)
+            self._run_backward(action, live, run)
 
     def _backward_weight(self, action: Action, run: _Run) -> None:
         live = run.live.pop((action.stage, action.microbatch))
         self._compute(action, lambda: accumulate(live.pending or []))
 
-    def _walk(self, action: Action, live: _Live, run: _Run) -> None:
+    def _run_backward(self, action: Action, live: _Live, run: _Run) -> None:
         """Backward through one stage's graph of one microbatch; consumes it."""
         stage, i = action.stage, action.microbatch
         pairs = [(root, seed) for root, seed in zip(live.roots, self._seeds(live, stage, i, run), strict=True) if root]
@@ -352,6 +358,7 @@ class PipelineRuntime:
         self._compute(action, compute)
         leaves, live.leaves, live.roots = live.leaves, (), ()
         if stage > 0:
+            # The sender waits for one gradient a tensor, so one that the stage did not use gets zeros.
             self._links.give_gradients(
                 stage, i, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             )
@@ -372,17 +379,6 @@ class PipelineRuntime:
             f"stage {stage} of {len(self.placement)} returned {type(output).__name__}: a stage before the last returns "
             "the tuple of tensors that cross to the next one. Return a tuple of tensors."
         )
-
-
-def _tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of a model output, in order: a tensor, or tuples, lists and mappings of them."""
-    if isinstance(output, Tensor):
-        return (output,)
-    if isinstance(output, Mapping):
-        return _tensors_of(tuple(output.values()))
-    if isinstance(output, (tuple, list)):
-        return tuple(tensor for item in output for tensor in _tensors_of(item))
-    return ()
 
 
 def _autocast_mode() -> tuple[Hashable, ...]:

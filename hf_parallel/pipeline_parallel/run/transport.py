@@ -146,6 +146,7 @@ class HostTransport:
 
     def isend(self, tensors: Sequence[Tensor]) -> Message:
         """See `Transport.isend`."""
+        # Pinned on CUDA: a copy from pageable memory would block the host whatever `non_blocking` says.
         staging = tuple(self._buffer(tuple(t.shape), t.dtype).copy_(t, non_blocking=True) for t in tensors)
         if self.device.type == "cuda":
             # gloo reads the staging memory from the CPU: wait for the copies alone, not for the whole device.

@@ -1,10 +1,10 @@
 """Splitting a backward pass: gradients of the inputs now, gradients of the weights later.
 
 Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) fill the pipeline's idle time with weight gradients. Almost all
-of their cost is in the matrix products of linear layers, so those alone are put off: a backward is one ordinary walk
+of their cost is in the matrix products of linear layers, so only those are deferred: a backward is one ordinary pass
 through the graph, in which a linear layer returns the gradient of its input and keeps (input, output gradient) for the
 product that makes the gradient of its weight. Norms, biases, embeddings and experts are done at once; they are right
-without being put off. The graph is walked once, so several payload tensors may share it (shared key-value states do).
+without being deferred. The graph is traversed once, so several payload tensors may share it (shared key-value states do).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.compat.private_torch import Onlooker
+from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks
 
 
 Pending = list[tuple[nn.Parameter, Tensor, Tensor]]
@@ -26,7 +26,7 @@ Pending = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class WeightGradients:
-    """Lets the linear layers of a model put off their weight gradients.
+    """Lets the linear layers of a model defer their weight gradients.
 
     Args:
         model: Its `nn.Linear` and `Conv1D` layers are changed in place: their forward computes the same. A layer whose
@@ -58,7 +58,7 @@ class WeightGradients:
 
 
 def accumulate(pending: Pending) -> None:
-    """Compute the weight gradients that a backward put off and add them to `.grad`; empties the list."""
+    """Compute the weight gradients that a backward deferred and add them to `.grad`; empties the list."""
     with torch.no_grad():
         while pending:
             weight, left, right = pending.pop()
@@ -70,7 +70,7 @@ def accumulate(pending: Pending) -> None:
 
 
 class _Deferring:
-    """Forward of a linear layer that can put off its weight gradient."""
+    """Forward of a linear layer that can defer its weight gradient."""
 
     def __init__(
         self, owner: WeightGradients, layer: nn.Module, forward: Callable[..., Tensor], transposed: bool
@@ -107,19 +107,21 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors  # f[... in], p[out in] or p[in out]
         matrix = weight.to(gradient.dtype)
-        to_input = gradient @ (matrix.t() if ctx.transposed else matrix) if ctx.needs_input_grad[0] else None
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        to_bias = flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        rows = x.reshape(-1, x.shape[-1])
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = gradient @ (matrix.t() if ctx.transposed else matrix)  # f[... out] -> f[... in]
+        flat = gradient.reshape(-1, gradient.shape[-1])  # f[rows out]
+        to_bias = flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None  # f[out]
+        rows = x.reshape(-1, x.shape[-1])  # f[rows in]
         left, right = (rows, flat) if ctx.transposed else (flat, rows)
         pending = ctx.owner.pending
         to_weight = None
         if pending is not None:
             pending.append((ctx.weight, left, right))
         else:
-            to_weight = (left.t() @ right).to(weight.dtype)
+            to_weight = (left.t() @ right).to(weight.dtype)  # of the weight's shape
         return to_input, to_weight, to_bias, None, None
 
 
@@ -128,6 +130,6 @@ def _is_plain(weight: Any) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.requires_grad
-        and all(isinstance(hook, Onlooker) for hook in (weight._backward_hooks or {}).values())
-        and not weight._post_accumulate_grad_hooks
+        and all(isinstance(hook, Onlooker) for hook in gradient_hooks(weight).values())
+        and not accumulation_hooks(weight)
     )

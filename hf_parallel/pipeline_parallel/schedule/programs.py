@@ -53,12 +53,12 @@ class ScheduleChoice:
             raise ScheduleError(
                 f"pipeline.compile_blocks={self.settings.compile_blocks} with pipeline.schedule="
                 f"{self.settings.schedule}: a compiled block computes its weight gradients in its backward, so they "
-                "cannot be put off. Set pipeline.compile_blocks to none, or pipeline.schedule to interleaved_1f1b."
+                "cannot be deferred. Set pipeline.compile_blocks to none, or pipeline.schedule to interleaved_1f1b."
             )
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a training step puts off weight gradients."""
+        """Whether a training step defers weight gradients."""
         if self._file is None:
             return SCHEDULES[self.settings.schedule].splits_backward
         return any(action.kind == "W" for actions in self._file for action in actions)
@@ -66,8 +66,8 @@ class ScheduleChoice:
     @property
     def num_microbatches(self) -> int:
         """Parts that a batch is cut into, at most its rows; "auto" is twice the ranks."""
-        wish = self.settings.num_microbatches
-        return 2 * self.pp_size if wish == "auto" else wish
+        requested = self.settings.num_microbatches
+        return 2 * self.pp_size if requested == "auto" else requested
 
     @property
     def placement(self) -> tuple[int, ...]:

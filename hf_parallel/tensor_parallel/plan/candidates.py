@@ -14,7 +14,7 @@ from hf_parallel.tensor_parallel.shard_plan import LinearPlan, PairPlan
 
 @dataclass
 class Draft:
-    """The plan while it is made; `unrouted` are owners of experts that cannot be shared out whole, and why."""
+    """The plan while it is made; `unrouted` are owners of experts that cannot be distributed whole, and why."""
 
     model: nn.Module
     tp_size: int

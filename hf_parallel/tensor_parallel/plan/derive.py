@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.stack import kind_of
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.plan.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
-from hf_parallel.tensor_parallel.plan.overrides import USERS_WISH, decided, hinted_rows
+from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN, hinted_rows, resolve_overrides
 from hf_parallel.tensor_parallel.plan.propose import Candidate, Proposal, proposals
 from hf_parallel.tensor_parallel.plan.trace import (
     Trace,
@@ -56,7 +57,7 @@ def plan_tensor_parallel(
         sample: Keyword arguments of a forward pass, for instance `input_ids` and `attention_mask` of a tiny batch. A
             few rows of a few tokens are enough; sizes that differ from the model's head counts avoid coincidences.
         overrides: Pattern of module names -> "pair", "gather" or "replicate"; comes before anything derived. Whether
-            the embedding and the head are as wished is checked by `shard_vocabulary`.
+            the embedding and the head are as overridden is checked by `shard_vocabulary`.
         experts: "split" (a part of every expert on each rank) or "whole" (some whole experts, where that verifies).
 
     Returns:
@@ -79,11 +80,11 @@ def plan_tensor_parallel(
         draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
         _refuse_widths(draft)
         ends = find_ends(model).names
-        wanted = decided(overrides or {}, [*linears, *matrix_owners(draft), *ends])
+        overridden = resolve_overrides(overrides or {}, [*linears, *matrix_owners(draft), *ends])
         draft.reasons = _unusable(draft) | {
-            name: f"whole: {USERS_WISH} replicated" if wish == "replicate" else f"gathered: {USERS_WISH}"
-            for name, wish in wanted.items()
-            if wish != "pair" and (name in linears or name not in ends)
+            name: f"whole: {OVERRIDDEN}" if treatment == "replicate" else f"gathered: {OVERRIDDEN}"
+            for name, treatment in overridden.items()
+            if treatment != "pair" and (name in linears or name not in ends)
         }
         draft.hinted = hinted_rows(model, linears)
         _pair_all(draft, sample, experts)
@@ -91,7 +92,7 @@ def plan_tensor_parallel(
     for name in linears:
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
-    _require_pairs(draft, {name: wish for name, wish in wanted.items() if name not in ends})
+    _require_pairs(draft, {name: treatment for name, treatment in overridden.items() if name not in ends})
     return _finish(draft)
 
 
@@ -127,10 +128,14 @@ def _refuse_widths(draft: Draft) -> None:
         )
 
 
-def _require_pairs(draft: Draft, wanted: Mapping[str, Treatment]) -> None:
-    for name, wish in wanted.items():
+def _require_pairs(draft: Draft, overridden: Mapping[str, Treatment]) -> None:
+    for name, treatment in overridden.items():
         paired = name in draft.plans and draft.plans[name].role != "gather"
-        if wish == "pair" and not paired and not any(n.startswith(f"{name}.") for p in draft.pairs for n in p.sliced):
+        if (
+            treatment == "pair"
+            and not paired
+            and not any(n.startswith(f"{name}.") for p in draft.pairs for n in p.sliced)
+        ):
             raise PlanError(
                 f"tensor_parallel.plan wants {name} in a pair with tp_size={draft.tp_size}, but it is "
                 f"{draft.reasons.get(name, 'not shardable')}. Remove its pattern, or choose another tp_size."
@@ -217,7 +222,7 @@ def _share_out_experts(draft: Draft, sample: Mapping[str, Any]) -> None:
     _pair_up(draft, routed_candidates(draft, sample), sample)
     if not any(pair.routing is not None for pair in draft.pairs):
         raise PlanError(
-            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be shared out whole: "
+            f"tensor_parallel.experts: whole with tp_size={draft.tp_size}, but no experts can be placed whole on ranks: "
             f"{why_none(draft)}. Set tensor_parallel.experts to split."
         )
 
@@ -228,15 +233,7 @@ def _is_sliced(draft: Draft, name: str) -> bool:
 
 def _kind(draft: Draft, candidate: Candidate) -> tuple[Any, ...]:
     """Blocks of one kind share a verdict: equal class, names, shapes and settings of their modules."""
-    root = draft.model.get_submodule(candidate.root)
-    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in root.named_parameters())
-    settings = tuple(
-        (path, name, value)
-        for path, module in root.named_modules()
-        for name, value in sorted(vars(module).items())
-        if type(value) in (int, bool, str) and not any(word in name for word in ("idx", "index", "layer_id"))
-    )
-    return type(root), replace(candidate, root=""), shapes, settings
+    return kind_of(draft.model.get_submodule(candidate.root)), replace(candidate, root="")
 
 
 def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> Proposal | str:

@@ -1,4 +1,4 @@
-"""What the user decides about modules, and what the model's own plan suggests."""
+"""Overrides of the derived plan by the user's settings, and hints from the model's own plan."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from hf_parallel.errors import PlanError
 from hf_parallel.settings.sections import Treatment
 
 
-USERS_WISH = "the user wants it"  # in the reason of a module that is gathered or replicated for this only
+OVERRIDDEN = "tensor_parallel.plan says so"  # the reason of a module that is gathered or replicated for this only
 
 
-def wish_for(overrides: Mapping[str, Treatment], name: str) -> Treatment | None:
-    """What the last pattern that matches `name` says."""
-    return next((wish for pattern, wish in reversed(list(overrides.items())) if fnmatchcase(name, pattern)), None)
+def override_for(overrides: Mapping[str, Treatment], name: str) -> Treatment | None:
+    """The value of the last pattern that matches `name`; None if none does."""
+    return next(
+        (treatment for pattern, treatment in reversed(list(overrides.items())) if fnmatchcase(name, pattern)), None
+    )
 
 
-def decided(overrides: Mapping[str, Treatment], names: Iterable[str]) -> dict[str, Treatment]:
-    """Module -> what the user wants; the last matching pattern counts.
+def resolve_overrides(overrides: Mapping[str, Treatment], names: Iterable[str]) -> dict[str, Treatment]:
+    """Module -> its override; the last matching pattern counts.
 
     Args:
         overrides: Pattern of module names (`*` matches any characters) -> "pair" (refuse to do anything else),
@@ -31,14 +33,14 @@ def decided(overrides: Mapping[str, Treatment], names: Iterable[str]) -> dict[st
         names: Names of the modules that can be sharded.
 
     Raises:
-        PlanError: A pattern names none of them, or the wish is unknown.
+        PlanError: A pattern names none of them, or its value is unknown.
     """
     known = sorted(set(names))
-    wanted: dict[str, Treatment] = {}
-    for pattern, wish in overrides.items():
-        if wish not in get_args(Treatment):
+    resolved: dict[str, Treatment] = {}
+    for pattern, treatment in overrides.items():
+        if treatment not in get_args(Treatment):
             raise PlanError(
-                f"tensor_parallel.plan[{pattern!r}]={wish!r}. Choose one of {', '.join(get_args(Treatment))}."
+                f"tensor_parallel.plan[{pattern!r}]={treatment!r}. Choose one of {', '.join(get_args(Treatment))}."
             )
         matching = [name for name in known if fnmatchcase(name, pattern)]
         if not matching:
@@ -47,8 +49,8 @@ def decided(overrides: Mapping[str, Treatment], names: Iterable[str]) -> dict[st
                 f"tensor_parallel.plan[{pattern!r}] names none of the {len(known)} modules that can be sharded. "
                 f"Similar names: {', '.join(close)}."
             )
-        wanted.update(dict.fromkeys(matching, wish))
-    return wanted
+        resolved.update(dict.fromkeys(matching, treatment))
+    return resolved
 
 
 def hinted_rows(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

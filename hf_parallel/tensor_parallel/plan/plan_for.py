@@ -1,8 +1,8 @@
 """The tensor-parallel plan of a model, from the model or from its config alone.
 
-Blocks of one kind get one plan. So a config is planned on a twin: real widths, random weights, and only as many blocks as
-show every kind; what its blocks do is then repeated for the others. Whether blocks are of a kind is read off the full model
-on the meta device, which has no values, so nothing here knows an architecture.
+Blocks of one kind get one plan. So a config is planned with a reduced model: the real widths, random weights, and only as
+many blocks as show every kind; the plan of its blocks is then repeated for the others. Blocks are compared on the full model
+on the meta device, without values, so no code here is for one architecture.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.stack import kind_of
 from hf_parallel.model.support import refuse_model
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.derive import aliases_of
-from hf_parallel.tensor_parallel.plan.overrides import wish_for
+from hf_parallel.tensor_parallel.plan.overrides import override_for
 from hf_parallel.tensor_parallel.shard_plan import TPPlan, in_order
 
 
@@ -64,7 +65,7 @@ def plan_for(
         The plan, plain data: `to_json`, `from_json`, `fingerprint`.
 
     Raises:
-        PlanError: It cannot be made, an override does not hold, or a twin needs more memory than there is.
+        PlanError: It cannot be made, an override does not hold, or a model of random weights needs more memory than is free.
         UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
     """
     settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
@@ -75,25 +76,24 @@ def plan_for(
         source if isinstance(source, Blueprint) else Blueprint(_config_of(source), AutoModelForCausalLM.from_config)
     )
     full = _skeleton(blueprint)
-    cut = _shortened(blueprint, full, overrides or {})
-    twin = _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), tp_size)
-    if cut is not None:
-        plan = _planned(twin, tp_size, sample, settings | {"overrides": _about(overrides or {}, twin, full)})
-        if _is_within_blocks(plan, cut):
-            return _repeated(plan, cut, full)
-        twin = _twin(blueprint, full, tp_size)
-    return _planned(twin, tp_size, sample, settings)
+    reduced = _reduce(blueprint, full, overrides or {})
+    if reduced is not None:
+        model = _with_random_weights(reduced.blueprint, reduced.model, tp_size)
+        plan = _planned(model, tp_size, sample, settings | {"overrides": _about(overrides or {}, model, full)})
+        if _is_within_blocks(plan, reduced):
+            return _repeated(plan, reduced, full)
+    return _planned(_with_random_weights(blueprint, full, tp_size), tp_size, sample, settings)
 
 
-def small_twin(blueprint: Blueprint) -> nn.Module:
-    """A model with random values and as few blocks as show every kind.
+def reduced_model(blueprint: Blueprint) -> nn.Module:
+    """A model with random weights and as few blocks as show every kind.
 
     Raises:
         PlanError: There is not enough memory.
     """
     full = _skeleton(blueprint)
-    cut = _shortened(blueprint, full, {})
-    return _twin(*(cut.blueprint, cut.model) if cut is not None else (blueprint, full), 1)
+    reduced = _reduce(blueprint, full, {})
+    return _with_random_weights(*(reduced.blueprint, reduced.model) if reduced is not None else (blueprint, full), 1)
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def blueprint_of(model: nn.Module) -> Blueprint:
     """The blueprint of a model, whose values are not looked at.
 
     Raises:
-        PlanError: The model is not what its config describes: a twin would be of another model.
+        PlanError: The model is not what its config describes, so a model made from the config would be another one.
     """
     if "forward" in vars(model):
         raise PlanError(
-            f"the forward of this {type(model).__name__} was replaced, and a twin would run that of its class. Plan the "
-            "model with its weights."
+            f"the forward of this {type(model).__name__} was replaced, and a model made from its config would run that of its "
+            "class. Plan the model with its weights."
         )
 
     def build(config: PretrainedConfig, dtype: torch.dtype | None = None) -> nn.Module:
@@ -131,8 +131,8 @@ def blueprint_of(model: nn.Module) -> Blueprint:
     odd = sorted(described ^ {(name, tuple(p.shape)) for name, p in model.named_parameters()})
     if odd:
         raise PlanError(
-            f"{type(model).__name__} is not what its config describes (first difference: {odd[0][0]}), so a twin would be of "
-            "another model. Plan the model with its weights."
+            f"{type(model).__name__} is not what its config describes (first difference: {odd[0][0]}), so a model made from "
+            "it would be another one. Plan the model with its weights."
         )
     return blueprint
 
@@ -145,20 +145,20 @@ def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, s
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A model with fewer blocks.
+class _Reduced:
+    """A model with fewer blocks, which show every kind.
 
     Args:
         blueprint: Of a config with fewer blocks.
         model: Its model on the meta device.
         stacks: Names of the lists of blocks.
-        twins: Block of the full model -> the block that stands for it.
+        represented_by: Block of the full model -> the block of the same kind in this one.
     """
 
     blueprint: Blueprint
     model: nn.Module
     stacks: tuple[str, ...]
-    twins: tuple[int, ...]
+    represented_by: tuple[int, ...]
 
     @property
     def depth(self) -> int:
@@ -181,8 +181,8 @@ def _skeleton(blueprint: Blueprint) -> nn.Module:
         return blueprint.build(copy.deepcopy(blueprint.config))
 
 
-def _twin(blueprint: Blueprint, skeleton: nn.Module, tp_size: int) -> nn.Module:
-    """A model with random weights in fp32, the same in every call.
+def _with_random_weights(blueprint: Blueprint, skeleton: nn.Module, tp_size: int) -> nn.Module:
+    """The model with random fp32 weights, the same in every call.
 
     Raises:
         PlanError: It and the copies of its parts need more memory than is free.
@@ -190,7 +190,7 @@ def _twin(blueprint: Blueprint, skeleton: nn.Module, tp_size: int) -> nn.Module:
     needed, free = _bytes_needed(skeleton, tp_size), _free_bytes()
     if needed > free:
         raise PlanError(
-            f"plan_for: a twin of {type(skeleton).__name__} with its real widths needs {needed / 2**30:.1f} GiB "
+            f"plan_for: a {type(skeleton).__name__} of random weights with its real widths needs {needed / 2**30:.1f} GiB "
             f"({_size(skeleton) / 1e9:.2f} billion parameters in fp32 and copies of a block), {free / 2**30:.1f} GiB are "
             "free. Plan where there is more memory, and keep the plan: TPPlan.to_json, TPPlan.from_json."
         )
@@ -214,17 +214,17 @@ def _free_bytes() -> int:
     return free_ram()
 
 
-def _about(overrides: Mapping[str, Treatment], twin: nn.Module, full: nn.Module) -> dict[str, Treatment]:
+def _about(overrides: Mapping[str, Treatment], reduced: nn.Module, full: nn.Module) -> dict[str, Treatment]:
     """Without the patterns that name other blocks of the full model only."""
-    here, there = ([name for name, _ in model.named_modules()] for model in (twin, full))
+    here, there = ([name for name, _ in model.named_modules()] for model in (reduced, full))
     return {
-        pattern: wish
-        for pattern, wish in overrides.items()
+        pattern: treatment
+        for pattern, treatment in overrides.items()
         if any(fnmatchcase(name, pattern) for name in here) or not any(fnmatchcase(name, pattern) for name in there)
     }
 
 
-def _shortened(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treatment]) -> _Cut | None:
+def _reduce(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treatment]) -> _Reduced | None:
     """The fewest blocks that show every kind, where leaving blocks out changes nothing else; None: keep all."""
     depth = getattr(blueprint.config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(depth, int):
@@ -245,7 +245,7 @@ def _shortened(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Tr
         return None
     last = kinds[depth - 1] == kinds[shown - 1]
     middle = tuple(block if block < shown - 1 else first[block] for block in range(depth - 1))
-    return _Cut(shorter, model, stacks, (*middle, shown - 1 if last else first[depth - 1]))
+    return _Reduced(shorter, model, stacks, (*middle, shown - 1 if last else first[depth - 1]))
 
 
 def _stacks(model: nn.Module, depth: int) -> tuple[str, ...]:
@@ -261,25 +261,13 @@ def _stacks(model: nn.Module, depth: int) -> tuple[str, ...]:
 def _kind_of_block(
     model: nn.Module, stacks: Sequence[str], block: int, overrides: Mapping[str, Treatment]
 ) -> tuple[Any, ...]:
-    """Equal for blocks with the same modules, shapes and settings, of which the user wants the same."""
+    """Equal for blocks with the same modules, shapes and settings, and the same overrides."""
     kinds: list[Any] = []
     for stack in stacks:
         module = model.get_submodule(f"{stack}.{block}")
-        wishes = tuple(wish_for(overrides, f"{stack}.{block}.{name}") for name, _ in module.named_modules())
-        kinds += [_kind(module), wishes]
+        treatments = tuple(override_for(overrides, f"{stack}.{block}.{name}") for name, _ in module.named_modules())
+        kinds += [kind_of(module), treatments]
     return tuple(kinds)
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    shapes = tuple((name, tuple(parameter.shape), parameter.dtype) for name, parameter in module.named_parameters())
-    settings = tuple(
-        (path, type(part), name, value)
-        for path, part in module.named_modules()
-        for name, value in sorted(vars(part).items())
-        if type(value) in (int, bool, str, type(None))
-        and not any(word in name for word in ("idx", "index", "layer_id"))
-    )
-    return type(module), shapes, settings
 
 
 def _outside(model: nn.Module, stacks: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
@@ -300,46 +288,47 @@ def _with_depth(config: PretrainedConfig, depth: int, shown: int) -> PretrainedC
     return shorter
 
 
-def _is_within_blocks(plan: TPPlan, cut: _Cut) -> bool:
+def _is_within_blocks(plan: TPPlan, reduced: _Reduced) -> bool:
     """Whether every pair lies in one block, or outside of all."""
     data = plan.to_json()
-    return all(len(set(_blocks_named(pair, cut))) <= 1 for pair in data["pairs"]) and not any(
-        pair["root"] in cut.stacks for pair in data["pairs"]
+    return all(len(set(_blocks_named(pair, reduced))) <= 1 for pair in data["pairs"]) and not any(
+        pair["root"] in reduced.stacks for pair in data["pairs"]
     )
 
 
-def _blocks_named(value: Any, cut: _Cut) -> Iterator[int]:
-    stacks = "|".join(re.escape(stack) for stack in cut.stacks)
+def _blocks_named(value: Any, reduced: _Reduced) -> Iterator[int]:
+    stacks = "|".join(re.escape(stack) for stack in reduced.stacks)
     for found in re.finditer(rf"(?<![\w.])(?:{stacks})\.(\d+)(?!\w)", repr(value)):
         yield int(found.group(1))
 
 
-def _repeated(plan: TPPlan, cut: _Cut, full: nn.Module) -> TPPlan:
-    """The plan of the full model, whose other blocks do what their twins do."""
+def _repeated(plan: TPPlan, reduced: _Reduced, full: nn.Module) -> TPPlan:
+    """The plan of the full model, each block of which gets the plan of the block that represents it."""
     data = plan.to_json()
     for section in ("linears", "fallbacks", "whole", "flops"):
         entries = [
-            entry for name, value in data[section].items() for entry in _for_all_blocks(name, [name, value], cut)
+            entry for name, value in data[section].items() for entry in _for_all_blocks(name, [name, value], reduced)
         ]
         data[section] = dict(entries)
     if data["sequence"] is not None:
         blocks = [
-            copied for block in data["sequence"]["blocks"] for copied in _for_all_blocks(block["name"], block, cut)
+            copied for block in data["sequence"]["blocks"] for copied in _for_all_blocks(block["name"], block, reduced)
         ]
-        data["sequence"]["blocks"] = sorted(blocks, key=lambda block: next(_blocks_named(block["name"], cut), 0))
-    data["pairs"] = [copied for pair in data["pairs"] for copied in _for_all_blocks(pair["row"], pair, cut)]
+        data["sequence"]["blocks"] = sorted(blocks, key=lambda block: next(_blocks_named(block["name"], reduced), 0))
+    data["pairs"] = [copied for pair in data["pairs"] for copied in _for_all_blocks(pair["row"], pair, reduced)]
     data["numel"] = {name: parameter.numel() for name, parameter in full.named_parameters()}
     data["aliases"] = {}
     made = TPPlan.from_json(data)
     return replace(made, pairs=in_order(made.pairs), aliases=aliases_of(full, made.shard_specs()))
 
 
-def _for_all_blocks(name: str, entry: Any, cut: _Cut) -> list[Any]:
-    """The entry of a module for every block that the module's block stands for."""
-    twin = next(_blocks_named(name, cut), None)
-    if twin is None:
+def _for_all_blocks(name: str, entry: Any, reduced: _Reduced) -> list[Any]:
+    """The entry of a module for every block that the module's block represents."""
+    shown = next(_blocks_named(name, reduced), None)
+    if shown is None:
         return [entry]
-    return [_renamed(entry, cut.named(twin), block) for block, other in enumerate(cut.twins) if other == twin]
+    pattern = reduced.named(shown)
+    return [_renamed(entry, pattern, block) for block, by in enumerate(reduced.represented_by) if by == shown]
 
 
 def _renamed(value: Any, pattern: re.Pattern[str], block: int) -> Any:

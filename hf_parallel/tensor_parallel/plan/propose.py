@@ -47,7 +47,7 @@ class Candidate:
         row: The row linear, or the module whose output is a sum over what `parameter` holds.
         feeds: Per column, those of the columns that reach its input.
         parameter: The parameter that acts as the row of fused experts; empty if the row is a linear.
-        routed: Whether whole experts are to be shared out.
+        routed: Whether whole experts are to be distributed.
     """
 
     root: str

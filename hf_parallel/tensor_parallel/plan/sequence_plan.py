@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.model.stack import kind_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
-from hf_parallel.tensor_parallel.plan.sequence_trace import Travel, plan_of_block, refusal, trace_stack
+from hf_parallel.tensor_parallel.plan.sequence_trace import HiddenFlow, plan_of_block, refusal, trace_stack
 from hf_parallel.tensor_parallel.plan.trace import agree, capture_inputs, private_copy, undisturbed
 from hf_parallel.tensor_parallel.plan.verify_layer import RANK_TIMEOUT_S, RejectedError, cotangent
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_sharded
@@ -43,27 +44,27 @@ def shard_sequence(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) ->
         The plan; blocks that run on the whole sequence say why.
 
     Raises:
-        PlanError: The model's own code works on what its blocks hand on, or no block verifies.
+        PlanError: The model's own code uses the hidden states between its blocks, or no block verifies.
     """
     sample = _long_enough(sample, plan.tp_size)
     with undisturbed(model):
-        travel = trace_stack(model, plan, sample)
-        kinds = {name: _kind(model, plan, travel, name) for name in travel.blocks}
+        flow = trace_stack(model, plan, sample)
+        kinds = {name: _kind(model, plan, flow, name) for name in flow.blocks}
         firsts = {kind: name for name, kind in reversed(kinds.items())}
         arguments = capture_inputs(model, sorted(firsts.values()), sample)
-        verdicts = {kind: _judge(model, plan, travel, name, arguments[name]) for kind, name in firsts.items()}
+        verdicts = {kind: _judge(model, plan, flow, name, arguments[name]) for kind, name in firsts.items()}
     blocks = []
-    for name, (given, returned) in travel.blocks.items():
+    for name, (given, returned) in flow.blocks.items():
         blocks.append(replace(verdicts[kinds[name]], name=name, inputs=given, outputs=returned))
     if all(block.whole for block in blocks):
         raise refusal(model, blocks[0].name, blocks[0].whole)
-    return replace(plan, sequence=SequencePlan(travel.stack, travel.dim, travel.width, tuple(blocks)))
+    return replace(plan, sequence=SequencePlan(flow.stack, flow.dim, flow.width, tuple(blocks)))
 
 
-def _read_in(travel: Travel, name: str) -> tuple[tuple[str, Place], ...]:
+def _read_in(flow: HiddenFlow, name: str) -> tuple[tuple[str, Place], ...]:
     """What of a block is read outside of it beside its hidden states, by relative names."""
     prefix = f"{name}."
-    return tuple((m.removeprefix(prefix), place) for m, place in travel.read if m.startswith(prefix))
+    return tuple((m.removeprefix(prefix), place) for m, place in flow.read if m.startswith(prefix))
 
 
 def _is_part(block: BlockSequence, module: str, place: Place) -> bool:
@@ -90,26 +91,23 @@ def _long_enough(sample: Mapping[str, Any], tp_size: int) -> dict[str, Any]:
     return {key: repeated(value) for key, value in sample.items()}
 
 
-def _kind(model: nn.Module, plan: TPPlan, travel: Travel, name: str) -> tuple[Any, ...]:
+def _kind(model: nn.Module, plan: TPPlan, flow: HiddenFlow, name: str) -> tuple[Any, ...]:
     """Blocks of one kind share a verdict: equal class, shapes, settings, and parts of the plan."""
-    block = model.get_submodule(name)
-    shapes = tuple((key, tuple(parameter.shape), parameter.dtype) for key, parameter in block.named_parameters())
-    settings = tuple(
-        (path, key, value)
-        for path, module in block.named_modules()
-        for key, value in sorted(vars(module).items())
-        if type(value) in (int, bool, str) and not any(word in key for word in ("idx", "index", "layer_id"))
+    return (
+        kind_of(model.get_submodule(name)),
+        repr(plan_of_block(plan, name)),
+        flow.blocks[name],
+        _read_in(flow, name),
     )
-    return type(block), shapes, settings, repr(plan_of_block(plan, name)), travel.blocks[name], _read_in(travel, name)
 
 
-def _judge(model: nn.Module, plan: TPPlan, travel: Travel, name: str, arguments: Arguments) -> BlockSequence:
+def _judge(model: nn.Module, plan: TPPlan, flow: HiddenFlow, name: str, arguments: Arguments) -> BlockSequence:
     """The regions of a block, or why it runs on the whole sequence."""
-    given, returned = travel.blocks[name]
+    given, returned = flow.blocks[name]
     whole = BlockSequence("", given, returned)
     try:
         block = Block.copied(model.get_submodule(name), {}, arguments)
-        trial = _Trial(block, plan_of_block(plan, name), travel, name)
+        trial = _Trial(block, plan_of_block(plan, name), flow, name)
         return trial.best(whole)
     except RejectedError as rejection:
         return replace(whole, whole=str(rejection))
@@ -132,13 +130,13 @@ class _Trial:
     Args:
         block: A copy of it.
         plan: Its part of the plan, by relative names.
-        travel: Where the hidden states are.
+        flow: Where the hidden states are.
         name: Of the block in the model.
     """
 
-    def __init__(self, block: Block, plan: TPPlan, travel: Travel, name: str) -> None:
-        self.block, self.plan, self.travel = block, plan, travel
-        self.given, self.read = travel.blocks[name][0], _read_in(travel, name)
+    def __init__(self, block: Block, plan: TPPlan, flow: HiddenFlow, name: str) -> None:
+        self.block, self.plan, self.flow = block, plan, flow
+        self.given, self.read = flow.blocks[name][0], _read_in(flow, name)
         # Module -> where it gets tensors of the sequence, returns them as wide as the hidden states, and returns any.
         self.calls: dict[str, tuple[tuple[Place, ...], tuple[Place, ...], tuple[Place, ...]]] = {}
         self.compared: list[int] | None = None
@@ -282,8 +280,8 @@ class _Trial:
         """As all ranks; without sequence parallelism if there is no proposal."""
         plan = self.plan
         if proposal is not None:
-            travel = self.travel
-            plan = replace(plan, sequence=SequencePlan(travel.stack, travel.dim, travel.width, (proposal,)))
+            flow = self.flow
+            plan = replace(plan, sequence=SequencePlan(flow.stack, flow.dim, flow.width, (proposal,)))
         try:
             return run_sharded(lambda: private_copy(self.block.module), plan, RANK_TIMEOUT_S, self._run)
         except Exception as error:  # the block's own code, run on parts, may raise anything
@@ -318,7 +316,7 @@ class _Trial:
 
     def _watch(self, module: nn.Module) -> list[Any]:
         """Note where the modules of the block get and return tensors of the whole sequence."""
-        dim = self.travel.dim
+        dim = self.flow.dim
         hidden: list[Tensor] = []
         for part in self.block.arguments:
             map_tensors(lambda place, x: hidden.append(x) if place in self.given else x, part)

@@ -1,6 +1,6 @@
-"""How hidden states travel through the stack of blocks: read from one forward pass of the plain model.
+"""How hidden states flow through the stack of blocks: read from one forward pass of the plain model.
 
-Blocks may work on parts of the sequence only if nothing but blocks reads what blocks hand on to each other.
+Blocks may work on parts of the sequence only if no code but the blocks reads the hidden states between them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Travel:
-    """Where the hidden states are.
+class HiddenFlow:
+    """Where hidden states are among the arguments and results of each block.
 
     Args:
         stack: Name of the list of blocks.
@@ -55,19 +55,19 @@ class Travel:
     read: tuple[tuple[str, Place], ...] = ()
 
 
-def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Travel:
+def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> HiddenFlow:
     """Follow the hidden states through the stack that holds the pairs of `plan`.
 
     Call inside `undisturbed(model)`.
 
     Raises:
-        PlanError: There is no such stack, or the model itself uses what its blocks hand on; names the block.
+        PlanError: There is no such stack, or the model itself uses the hidden states between its blocks; names the block.
     """
     stack = find_stack(model, plan)
     calls, used, made, output = _calls_of(model, stack, sample)
     hidden = _hidden_of(model, stack, calls)
-    given = [[p for p, t in call.given.items() if _travels(t, hidden)] for call in calls]
-    returned = [[p for p, t in call.returned.items() if _travels(t, hidden)] for call in calls]
+    given = [[p for p, t in call.given.items() if _is_hidden(t, hidden)] for call in calls]
+    returned = [[p for p, t in call.returned.items() if _is_hidden(t, hidden)] for call in calls]
     for i, (before, after) in enumerate(itertools.pairwise(calls)):
         left = {id(before.returned[place]) for place in returned[i]}
         given[i + 1] = [place for place in given[i + 1] if id(after.given[place]) in left]
@@ -86,7 +86,7 @@ def trace_stack(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> Tr
     ends = zip(calls, given, returned, strict=True)
     blocks = {call.name: (tuple(taken), tuple(left)) for call, taken, left in ends}
     last = {calls[-1].returned[place].grad_fn for place in returned[-1]}
-    return Travel(stack, sequence_dim(hidden, sample), hidden.shape[-1], blocks, _read(output, last, made))
+    return HiddenFlow(stack, sequence_dim(hidden, sample), hidden.shape[-1], blocks, _read(output, last, made))
 
 
 def _read(output: Any, last: Collection[Any], made: Mapping[Any, tuple[str, Place]]) -> tuple[tuple[str, Place], ...]:
@@ -155,12 +155,12 @@ def refusal(model: nn.Module, name: str, why: str) -> PlanError:
     )
 
 
-def _travels(tensor: Tensor, hidden: Tensor) -> bool:
+def _is_hidden(tensor: Tensor, hidden: Tensor) -> bool:
     return tensor.shape == hidden.shape and tensor.requires_grad
 
 
 def _hidden_of(model: nn.Module, stack: str, calls: list[Call]) -> Tensor:
-    """The first tensor that the first block hands on to the second, or gets if there is one block only."""
+    """The first tensor that the first block passes to the second, or gets if there is only one block."""
     handed = (
         {id(t) for t in calls[0].returned.values()} if len(calls) > 1 else {id(t) for t in calls[0].given.values()}
     )

@@ -20,7 +20,7 @@ def plan_on_one_rank(make: Callable[[], TPPlan], waiting: Waiting | None = None)
         waiting: Marks a block that waits for other ranks.
 
     Raises:
-        PlanError: `make` failed on rank 0 (every rank hears why), or the plan changed on its way.
+        PlanError: `make` failed on rank 0 (with the same error on every rank), or the ranks received different plans.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
+from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.autograd_graph import met_first
 
@@ -99,20 +100,11 @@ def widen(module: nn.Module) -> nn.Module:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run `model` inside: in eval mode, every float parameter asking for gradients; all state is restored after.
 
-    Restored: training flags, `requires_grad`, buffers (objects and values), tensors kept as plain attributes, and the
-    random state of the CPU and of the devices the model is on.
+    Restored: training flags, `requires_grad`, and what `unchanged` restores.
     """
     training = {module: module.training for module in model.modules()}
     parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    devices = sorted({parameter.device.index or 0 for parameter, _ in parameters if parameter.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with unchanged(model):
         try:
             model.eval()
             for parameter, _ in parameters:
@@ -121,25 +113,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             for module, mode in training.items():
                 module.training = mode
-                _restore_tensors(module, attributes[module])
             for parameter, required in parameters:
                 parameter.requires_grad_(required)
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer.copy_(value)
-
-
-def _restore_tensors(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Undo changes of plain attributes that hold tensors: a recurrent state would keep the whole graph alive."""
-    missing = object()
-    for name, value in list(vars(module).items()):
-        old = before.get(name, missing)
-        if value is old or not isinstance(value, Tensor):
-            continue
-        if old is missing:
-            delattr(module, name)
-        else:
-            vars(module)[name] = old
 
 
 def run(model: nn.Module, sample: Mapping[str, Any]) -> Any:
@@ -164,7 +139,7 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
         if weight.is_meta:
             raise PlanError(
                 f"parameter {name}.weight is on the meta device: a tensor-parallel plan is verified by numbers. "
-                "Plan on a model, or a smaller twin of it, with materialised weights."
+                "Give the model weights before it is planned, or plan it by its config: plan_for(model.config, tp_size)."
             )
         scalars = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and k != "training")
         patched = id(module) if "forward" in vars(module) else None
@@ -184,9 +159,9 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
     has_bias = module._parameters.get("bias") is not None
     if type(module) is nn.Linear and "forward" not in vars(module):
         return LinearInfo(False, weight.shape[0], weight.shape[1], has_bias)  # known; spares a copy of a large head
-    twin = widen(copy.deepcopy(module)).eval()
-    perturb(twin)
-    matrix, bias = twin._parameters["weight"], twin._parameters.get("bias")
+    probe = widen(copy.deepcopy(module)).eval()
+    perturb(probe)
+    matrix, bias = probe._parameters["weight"], probe._parameters.get("bias")
     if matrix is None:
         return None
     generator = torch.Generator().manual_seed(NOISE_SEED)
@@ -195,7 +170,7 @@ def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
         x = torch.randn(1, 3, full.shape[0], generator=generator).to(matrix.device, matrix.dtype)
         with torch.no_grad():
             try:
-                result = twin(x)
+                result = probe(x)
             except Exception:  # noqa: BLE001  a module of unknown class may refuse this input in any way: not a linear
                 continue
             expected = x @ full if bias is None else x @ full + bias

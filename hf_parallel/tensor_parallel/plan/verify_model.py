@@ -32,7 +32,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
 
     Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
-    it is meant for a small twin. Constant parameters are perturbed, the same way in all copies.
+    it is meant for a small copy of the model. Constant parameters are perturbed, the same way in all copies.
 
     Args:
         model: The full model, before the plan is applied.
@@ -66,27 +66,27 @@ def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[b
 
 
 def _verify(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], trains: bool) -> None:
-    reference = _outputs_and_grads(_twin(model, trains).cpu(), sample)
+    reference = _outputs_and_grads(_copied(model, trains).cpu(), sample)
     if plan.tp_size == 1:
         return
     groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
-    twins = []
+    shards = []
     for rank, group in enumerate(groups):
-        twins.append(_twin(model, trains).cpu())
-        apply_tensor_parallel(twins[rank], plan, group, rank, lambda name: True)
+        shards.append(_copied(model, trains).cpu())
+        apply_tensor_parallel(shards[rank], plan, group, rank, lambda name: True)
     try:
-        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(twins[rank], sample))
+        results = run_virtual_ranks(groups, lambda rank: _outputs_and_grads(shards[rank], sample))
     except Exception as error:  # the model's own code, on shards: may raise anything
         raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
     _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
 
 
-def _twin(model: nn.Module, trains: bool) -> nn.Module:
+def _copied(model: nn.Module, trains: bool) -> nn.Module:
     with undisturbed(model):
-        twin = widen(copy.deepcopy(model)).eval()
-    perturb(twin, only_constant=True)
-    twin.training = trains  # the model alone, not its modules: no dropout
-    return twin
+        copied = widen(copy.deepcopy(model)).eval()
+    perturb(copied, only_constant=True)
+    copied.training = trains  # the model alone, not its modules: no dropout
+    return copied
 
 
 def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any]) -> Result:

@@ -25,7 +25,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import only_tensor
 from hf_parallel.settings.sections import Treatment
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
-from hf_parallel.tensor_parallel.plan.overrides import USERS_WISH, wish_for
+from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN, override_for
 from hf_parallel.tensor_parallel.plan.trace import (
     NOISE_SEED,
     LinearInfo,
@@ -78,7 +78,7 @@ def shard_vocabulary(
     model: nn.Module,
     plan: TPPlan,
     sample: Mapping[str, Any],
-    wish: Literal["auto"] | bool = "auto",
+    parallel_loss: Literal["auto"] | bool = "auto",
     overrides: Mapping[str, Treatment] | None = None,
 ) -> TPPlan:
     """Add the roles `vocab_embedding` and `vocab_head` to a plan, where they verify.
@@ -89,21 +89,21 @@ def shard_vocabulary(
         model: The full model with materialised weights that the plan was made for.
         plan: From `plan_tensor_parallel`.
         sample: Keyword arguments of a forward pass; `input_ids` serve as labels if there are none.
-        wish: `tensor_parallel.vocab_parallel_loss`: False leaves the plan as it is; True insists on the loss.
+        parallel_loss: `tensor_parallel.vocab_parallel_loss`: False leaves the plan as it is; True insists on the loss.
         overrides: Pattern of module names -> "pair" (refuse to do without), "gather" (whole logits) or "replicate".
 
     Returns:
         The plan; what stays gathered or replicated has the reason in `fallbacks`.
 
     Raises:
-        PlanError: `wish` is True and the loss does not verify, or an override insists on what does not.
+        PlanError: `parallel_loss` is True and the loss does not verify, or an override asks for what does not verify.
     """
     if plan.tp_size == 1:
         return plan
     ends = find_ends(model)
-    wishes = {name: wish_for(overrides or {}, name) for name in ends.names}
-    if wish is False:
-        _require(wishes, ends, dict.fromkeys(("embedding", "head"), "vocab_parallel_loss is false"))
+    treatments = {name: override_for(overrides or {}, name) for name in ends.names}
+    if parallel_loss is False:
+        _require(treatments, ends, dict.fromkeys(("embedding", "head"), "vocab_parallel_loss is false"))
         return plan
     with undisturbed(model):
         storage = {
@@ -112,14 +112,13 @@ def shard_vocabulary(
         }
         if any(ends.head in (*pair.columns, pair.row) for pair in plan.pairs):
             storage["head"] = "it belongs to a pair, which cuts it along its other dim"
-        replicated = f"{USERS_WISH} replicated"
-        storage |= {end: replicated for end in storage if wishes.get(getattr(ends, end)) == "replicate"}
+        storage |= {end: OVERRIDDEN for end in storage if treatments.get(getattr(ends, end)) == "replicate"}
         if ends.tied and any(storage.values()):
             storage = dict.fromkeys(storage, storage["embedding"] or storage["head"])
-        loss = storage["head"] or (USERS_WISH if wishes.get(ends.head) == "gather" else "")
+        loss = storage["head"] or (OVERRIDDEN if treatments.get(ends.head) == "gather" else "")
         loss = loss or _reason(lambda: _check_loss(model, ends.head, plan.tp_size, sample))
-    _require(wishes, ends, {"embedding": storage["embedding"], "head": loss})
-    if loss and wish is True:
+    _require(treatments, ends, {"embedding": storage["embedding"], "head": loss})
+    if loss and parallel_loss is True:
         raise PlanError(
             f"tensor_parallel.vocab_parallel_loss: true, but {ends.head or 'the head'} needs whole logits: {loss}. Set "
             "it to auto to gather them."
@@ -127,10 +126,10 @@ def shard_vocabulary(
     return _extended(model, plan, ends, storage, loss)
 
 
-def _require(wishes: Mapping[str, Treatment | None], ends: Ends, reasons: Mapping[str, str]) -> None:
+def _require(treatments: Mapping[str, Treatment | None], ends: Ends, reasons: Mapping[str, str]) -> None:
     for end, reason in reasons.items():
         name = getattr(ends, end)
-        if reason and wishes.get(name) == "pair":
+        if reason and treatments.get(name) == "pair":
             raise PlanError(
                 f"tensor_parallel.plan wants {name} sharded over the vocabulary, but: {reason}. Remove its pattern."
             )
@@ -167,7 +166,7 @@ def _extended(model: nn.Module, plan: TPPlan, ends: Ends, storage: Mapping[str, 
         kept = {None: "replicated", "row": "paired"}.get(
             linears[ends.head].role if ends.head in linears else None, "gathered"
         )
-        reasons[ends.head] = f"{kept}: {loss}" if USERS_WISH in loss else f"{kept}: {WHOLE_LOGITS}: {loss}"
+        reasons[ends.head] = f"{kept}: {loss}" if OVERRIDDEN in loss else f"{kept}: {WHOLE_LOGITS}: {loss}"
     return replace(plan, linears=linears, fallbacks=reasons)
 
 
@@ -183,7 +182,7 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
-    """The weight can be cut by rows: nobody but the two ends reads it, and every rank gets some."""
+    """The weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
     module = model.get_submodule(name)
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
     allowed = {id(model.get_submodule(other)) for other in (ends.embedding, ends.head) if other}
@@ -245,7 +244,7 @@ def _check_head(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str,
 
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
-    """The tail of the model, run as every rank, gives the parts of what it gives as a whole."""
+    """The code after the head, run as every rank, gives the parts of the whole result."""
     if not callable(getattr(model, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
     _check_loss_function(model.loss_function)  # type: ignore[arg-type]

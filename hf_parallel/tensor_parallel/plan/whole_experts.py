@@ -1,4 +1,4 @@
-"""Which modules of experts can be shared out expert by expert, and the proposal that does it; `verify` decides."""
+"""Which modules of experts can be distributed expert by expert, and the proposal that does it; `verify` decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_parallel.tensor_parallel.shard_plan import AttributeRewrite, PairPlan, R
 
 
 def routed_candidates(draft: Draft, sample: Mapping[str, Any]) -> list[Candidate]:
-    """Modules whose experts could be shared out; `draft.unrouted` gets those with fewer experts than ranks."""
+    """Modules whose experts could be distributed over ranks; `draft.unrouted` gets those with fewer experts than ranks."""
     owners = expert_owners(draft)
     names = sorted({*owners, *(name.rpartition(".")[0] for name in owners)} - {""})
     arguments = capture_inputs(draft.model, names, sample)
@@ -36,7 +36,7 @@ def routed_candidates(draft: Draft, sample: Mapping[str, Any]) -> list[Candidate
 
 
 def why_none(draft: Draft) -> str:
-    """Why no experts are shared out."""
+    """Why no experts are distributed."""
     owner = next(iter(expert_owners(draft)), None)
     if draft.unrouted:
         return next(iter(draft.unrouted.values()))
@@ -76,7 +76,7 @@ def _rows(tensor: Tensor) -> int:
 
 
 def routed_proposals(block: Block, candidate: Candidate, tp_size: int) -> Iterator[Proposal]:
-    """The experts of the root `block` shared out, with less and less of what counts them rewritten."""
+    """The experts of the root `block` distributed over the ranks, with less and less of what counts them rewritten."""
     owner, _, _ = candidate.parameter.rpartition(".")
     for experts in _expert_counts(block.module, owner, ""):
         rule = _rule(block.arguments, experts)

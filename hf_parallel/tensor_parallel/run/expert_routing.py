@@ -9,13 +9,13 @@ product), so no marker for absent experts is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.tensor_parallel.layout import split_units
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.shard_plan import Routing
 
 
@@ -29,7 +29,7 @@ class _RoutedState:
 
 
 def install_routing(module: nn.Module, rule: Routing, tp_size: int, tp_rank: int) -> None:
-    """Make a module whose parameters are those of this rank's experts answer for these alone. In place.
+    """Let a module compute only the experts of this rank, whose parameters it holds. In place.
 
     Args:
         module: Takes hidden states, indices i[N K] and weights f[N K].
@@ -38,10 +38,8 @@ def install_routing(module: nn.Module, rule: Routing, tp_size: int, tp_rank: int
         tp_rank: This rank.
     """
     sizes = split_units(rule.experts, tp_size, 0)
-    vars(module)["tp_routed_inner"] = module.forward
     stop = None if tp_rank == tp_size - 1 else sum(sizes[: tp_rank + 1])
-    vars(module)["tp_routed"] = _RoutedState(rule, sum(sizes[:tp_rank]), stop)
-    vars(module)["forward"] = MethodType(_routed_forward, module)
+    put_over(module, "tp_routed", _RoutedState(rule, sum(sizes[:tp_rank]), stop), _routed_forward)
 
 
 def _routed_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -51,11 +49,12 @@ def _routed_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     rule = state.rule
     hidden, index, weights = given[rule.hidden], given[rule.index], given[rule.weights]
     held = index < state.stop if state.stop is not None else torch.ones_like(index, dtype=torch.bool)
-    token, choice = (held & (index >= state.start) if state.start else held).nonzero(as_tuple=True)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    given[rule.hidden] = rows = flat[token]
-    given[rule.index] = index[token, choice].unsqueeze(-1) - state.start
-    given[rule.weights] = chosen = weights[token, choice].unsqueeze(-1)
+    # index and weights are (tokens, top_k); n is the number of choices that are experts of this rank.
+    token, choice = (held & (index >= state.start) if state.start else held).nonzero(as_tuple=True)  # (n,) each
+    flat = hidden.reshape(-1, hidden.shape[-1])  # (tokens, hidden)
+    given[rule.hidden] = rows = flat[token]  # (n, hidden)
+    given[rule.index] = index[token, choice].unsqueeze(-1) - state.start  # (n, 1)
+    given[rule.weights] = chosen = weights[token, choice].unsqueeze(-1)  # (n, 1)
     if token.numel():
         rows = self.tp_routed_inner(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
     else:  # its gradients are zero, not absent: other ranks wait for those of the inputs

@@ -1,4 +1,4 @@
-"""What is computed from a tensor by code that nobody here wrote."""
+"""Tracks what user code computes from a tensor."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class VirtualGroup:
         return self._tp_rank
 
     def abort(self) -> None:
-        """Let the ranks that wait for this one give up."""
+        """End the waits of the other ranks with an error."""
         self._barrier.abort()
 
     def exchange(self, x: Tensor) -> list[Tensor]:
@@ -121,16 +121,16 @@ def take_heads(x: Tensor, dim: int, heads: int, tp_size: int, tp_rank: int) -> T
     start, local = sum(sizes[:tp_rank]), sizes[tp_rank]
     if dim:
         return x.narrow(dim, start, local)
-    folded = x.reshape(-1, heads, *x.shape[1:])
-    return folded.narrow(1, start, local).flatten(0, 1)
+    folded = x.reshape(-1, heads, *x.shape[1:])  # (batch, heads, ...)
+    return folded.narrow(1, start, local).flatten(0, 1)  # (batch * heads / tp, ...)
 
 
 class Deferral(Protocol):
-    """What puts weight gradients off to a later time, for schedules that split backward passes."""
+    """Delays weight gradients, for schedules that split backward passes."""
 
     @property
     def pending(self) -> list[tuple[nn.Parameter, Tensor, Tensor]] | None:
-        """Where to leave (weight, left, right) for `weight.grad += left.T @ right`; None: compute it at once."""
+        """List of (weight, left, right) for a later `weight.grad += left.T @ right`; None: compute it at once."""
 
 
 class Entered(Protocol):
@@ -153,9 +153,9 @@ class Entered(Protocol):
 
 
 class WideSum:
-    """Where the layers that read one tensor add up its gradient in fp32, for the one that sums it over the ranks.
+    """Accumulates in fp32 the gradient of a tensor from the layers that read it, until one of them sums it over the ranks.
 
-    Their gradients would otherwise be rounded to the tensor's dtype one by one, on each rank.
+    Otherwise each rank would round every layer's gradient to the dtype of the tensor.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class WideSum:
         self._total = gradient if self._total is None else self._total.add_(gradient)
 
     def take(self, *more: Tensor | None) -> Tensor | None:
-        """The sum so far and of `more`, in memory of its own; begins anew."""
+        """The sum so far plus `more`, in new memory; the next sum starts at zero."""
         for gradient in more:
             if gradient is not None:
                 self.add(gradient.to(torch.float32, copy=self._total is None))
@@ -177,9 +177,9 @@ class WideSum:
 class SharedCopy:
     """`copy_to_tp` once per distinct tensor: consecutive linears that read one tensor share one backward all-reduce.
 
-    A single slot, because the readers of a tensor run one after the other. The copy is a view that keeps its tensor
-    alive, so the backward pass empties the slot and no activation outlives its step; a forward pass that is never
-    differentiated pins one tensor until the next.
+    One slot is enough, because the readers of a tensor run one after the other. The copy is a view that keeps its tensor
+    alive, so the backward pass empties the slot; otherwise an activation would stay in memory after its step. After a forward
+    pass without a backward pass one tensor stays until the next forward pass.
 
     Args:
         group: The tensor-parallel group.
@@ -221,7 +221,7 @@ class SharedCopy:
         self._copy, self._source, self._version, self.wide = copy, weakref.ref(x), x._version, wide
 
     def partial_of(self, x: Tensor) -> Tensor | None:
-        """What computes with parts should read in place of `x`, if that is the gathered input of a region."""
+        """The tensor that sharded layers read in place of `x`, if `x` is the gathered input of a region."""
         return None if self.entered is None else self.entered.find(x)
 
     def clear(self) -> None:
@@ -290,7 +290,7 @@ class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup, widens: bool, shared: SharedCopy | None) -> Tensor:
         ctx.group, ctx.widens, ctx.shared = group, widens, shared
-        return x.view_as(x)
+        return x.view_as(x)  # not `x`: the readers need a tensor of its own whose gradient is summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -315,9 +315,9 @@ class _GatherFromTP(torch.autograd.Function):
         rank = group.rank()
         ctx.start, ctx.length = sum(sizes[:rank]), sizes[rank]
         # all_gather needs equal shapes on every rank: pad the short ones.
-        parts = gather_over(F.pad(x, (0, max(sizes) - sizes[rank])), group)
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        parts = gather_over(F.pad(x, (0, max(sizes) - sizes[rank])), group)  # tp times (..., max(sizes))
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)  # (..., out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(-1, ctx.start, ctx.length).contiguous(), None, None
+        return grads[0].narrow(-1, ctx.start, ctx.length).contiguous(), None, None  # (..., out / tp)

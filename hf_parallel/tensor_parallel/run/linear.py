@@ -1,4 +1,4 @@
-"""Matrix products of sharded linear layers, with what their backward passes do beside autograd's own.
+"""Matrix products of sharded linear layers, with the collectives of their backward passes.
 
 A column layer sums the gradient of its input over the ranks. The first of the layers that read one tensor does so for
 all of them: autograd runs it last, with the gradients of the others in hand. It starts the all-reduce, computes the
@@ -7,7 +7,9 @@ arXiv:2104.04473). In a region that gathers a sequence the sum is the region's, 
 this rank's part of the input, gathered again there.
 
 Where partial sums are made in fp32 (`SharedCopy.widens`), the products of half-precision factors that will be summed over
-the ranks are not rounded before: one process rounds a sum once, so do the ranks.
+the ranks are not rounded before: one process rounds a sum once, and so do the ranks.
+
+Shapes are those of one rank: a column layer has (..., in) -> (..., out / tp), a row layer (..., in / tp) -> (..., out).
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def row_product(shared: SharedCopy, x: Tensor, weight: Tensor, transposed: bool,
 def row_sum(shared: SharedCopy, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
     """The output of a row: the sum of all ranks' `row_product`."""
     dtype = rounded_to(shared, x)
-    partial = row_product(shared, x, weight, transposed, is_wide=dtype is not None)
+    partial = row_product(shared, x, weight, transposed, is_wide=dtype is not None)  # (..., out), one of tp summands
     return reduce_from_tp(partial, shared.group, dtype=dtype)
 
 
@@ -111,7 +113,7 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """
     with torch.autocast(left.device.type, enabled=False):
         if left.is_cuda:
-            flat = torch.mm(left.reshape(-1, left.shape[-1]), right, out_dtype=torch.float32)
+            flat = torch.mm(left.reshape(-1, left.shape[-1]), right, out_dtype=torch.float32)  # (rows, N)
             return flat.view(*left.shape[:-1], right.shape[-1])
         return left.float() @ right.float()
 
@@ -123,7 +125,8 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, shared: SharedCopy, job: _Job
     ) -> tuple[Tensor, Tensor]:
-        # Autocast would remember a cast weight that was made in here, without a graph, for the use of everybody.
+        # Cast by hand: autocast caches the weights that it casts, and one that is cast in here has no graph. Later layers
+        # that read the weight from the cache would get no gradient.
         dtype = _autocast_dtype(x)
         entry, matrix = x.to(dtype), weight.to(dtype if weight.dtype != torch.float64 else weight.dtype)
         ctx.save_for_backward(entry if job.entered is None else job.entered.shard, weight)
@@ -136,6 +139,7 @@ class _Product(torch.autograd.Function):
             out = wide_product(entry, matrix if transposed else matrix.t())
         else:
             out = F.linear(entry, matrix.t() if transposed else matrix, None if bias is None else bias.to(dtype))
+        # A view, because an output that is the input itself is no node of the graph: the other readers would bypass it.
         return out, x.view_as(x)
 
     @staticmethod
@@ -147,7 +151,9 @@ class _Product(torch.autograd.Function):
         gradient, others = grads
         if gradient is not None and job.leaves_wide:
             gradient = gradient.to(ctx.entry_dtype)  # as it came; autograd widens it like the output
-        x, weight = ctx.saved_tensors  # once: recomputed activations are handed out a single time
+        x, weight = (
+            ctx.saved_tensors
+        )  # only once: activation checkpointing gives a recomputed tensor to the first reader
         to_input = _input_gradient(ctx, weight, gradient, others)
         wait = start_sum(to_input, ctx.shared.group) if job.reduces and to_input is not None else None
         if ctx.again is not None and gradient is not None and ctx.needs_input_grad[1]:
@@ -158,7 +164,7 @@ class _Product(torch.autograd.Function):
 
 
 def _input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: Tensor | None) -> Tensor | None:
-    """In memory of its own, which may be written to; `others` is what the other readers of the input want of it."""
+    """In new memory, which may be written to; `others` is the sum of the gradients of the other readers of the input."""
     if not ctx.needs_input_grad[0]:
         return None
     if ctx.job.wide is not None:
@@ -166,13 +172,13 @@ def _input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: T
     if gradient is None:
         return None if others is None else others.clone()
     matrix = weight.to(gradient.dtype)
-    own = (gradient @ (matrix.t() if ctx.transposed else matrix)).to(ctx.dtype)
+    own = (gradient @ (matrix.t() if ctx.transposed else matrix)).to(ctx.dtype)  # (..., out) @ (out, in) -> (..., in)
     total: Tensor = own if others is None else own.add_(others)
     return total
 
 
 def _wide_input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, others: Tensor | None) -> Tensor | None:
-    """The same in fp32 for the layer that sums over the ranks; the others leave theirs where it looks."""
+    """The same in fp32, for the layer that sums over the ranks; the other layers add theirs to `job.wide`."""
     wide: WideSum = ctx.job.wide
     if gradient is not None:
         matrix = weight.to(gradient.dtype)
@@ -181,13 +187,13 @@ def _wide_input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, othe
 
 
 def _parameter_gradients(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # (rows, out), (rows, in)
     to_weight = None
     if ctx.needs_input_grad[1]:
         left, right = (rows, flat) if ctx.transposed else (flat, rows)
         pending = None if ctx.shared.deferral is None or ctx.weight is None else ctx.shared.deferral.pending
         if pending is None:
-            to_weight = (left.t() @ right).to(weight.dtype)
+            to_weight = (left.t() @ right).to(weight.dtype)  # (out, in), or (in, out) if transposed
         else:
             pending.append((ctx.weight, left, right))
     to_bias = flat.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None and ctx.needs_input_grad[2] else None
@@ -202,5 +208,5 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a weight is a parameter that nobody watches, so that its gradient may be added to later."""
+    """Whether a weight is a parameter without hooks, so that its gradient may be completed later."""
     return type(weight) is nn.Parameter and not weight._backward_hooks and not weight._post_accumulate_grad_hooks

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_parallel.compat.private_torch import no_torch_function
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.tensor_parallel.run.reads import Owned, gathered
+from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered
 
 
 # Where a reduction has the dimensions that it is over, if not by name.

@@ -1,100 +1,31 @@
 """Reads of a sharded parameter by code outside of the module that owns it.
 
-A module's own sharded forward works on this rank's part. Anybody else who reads `module.weight` (a patched forward, a loss,
-a regulariser) means the whole tensor and gets a stand-in of its shape: inside a forward that all ranks run, its values are
-gathered when they are first used, and its gradient is cut to this rank's part; anywhere else, where a collective could wait
-for ever, using them is an error that names the parameter. Shape, dtype and device can be read everywhere.
+A module's own sharded forward works on this rank's part. Any other code that reads `module.weight` (a patched forward, a loss,
+a regulariser) expects the whole tensor and gets a stand-in of its shape (`whole_tensors`). In a forward that all ranks run, its
+values are gathered when they are first used, and each rank keeps its part of the gradient. Anywhere else a collective could
+wait forever, so using the values is an error that names the parameter. Shape, dtype and device can be read everywhere.
 
-Optimizers, checkpoints and callbacks take the parts themselves from `parameters()` and `named_parameters()`. Inside a loss
-of the user's these give the stand-ins: a penalty over all parameters means the whole ones.
+Optimizers, checkpoints and callbacks get the parts themselves from `parameters()` and `named_parameters()`. Inside a loss
+of the user's these give the stand-ins: a penalty over all parameters refers to whole ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, not_overridden
-from hf_parallel.compat.torch_tools import pytree
-from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over
+from hf_parallel.tensor_parallel.run.forwards import put_over
+from hf_parallel.tensor_parallel.run.functions import SharedCopy
+from hf_parallel.tensor_parallel.run.whole_tensors import Owned, Reads, Scope, stand_in
 
 
-logger = logging.getLogger(__name__)
-
-FULLY_SHARD = "torch.distributed.fsdp."  # it exchanges the parameters of modules, and means what is there
-
-# What a tensor tells without its values.
-METADATA = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes")
-) | {
-    getattr(Tensor, name)
-    for name in (
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_contiguous"),
-        *("is_floating_point", "is_complex", "get_device", "__len__", "__hash__"),
-    )
-}
-
-
-@dataclass
-class Scope:
-    """Code that may work on this rank's part, while `depth` is above zero."""
-
-    depth: int = 0
-
-
-@dataclass
-class Reads:
-    """What the sharded modules of a model have in common; kept as `tp_reads` on the model.
-
-    Args:
-        copy: For the group.
-        tp_rank: This rank.
-        depth: Calls that are running which all ranks of the group make alike.
-        reports: Whether this rank says who reads what.
-        in_loss: Whether a loss of the user's runs now, outside of the model's forward.
-    """
-
-    copy: SharedCopy
-    tp_rank: int
-    depth: int = 0
-    in_loss: bool = False
-    reports: bool = False
-    inside: dict[int, Tensor] = field(default_factory=dict)
-    outside: dict[int, Tensor] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reads:
-        """A copy of a model communicates over the same group, with a state of its own."""
-        return Reads(self.copy, self.tp_rank)
-
-
-@dataclass
-class Owned:
-    """A sharded parameter or buffer, kept by key as `tp_owned` of its module.
-
-    Args:
-        name: Its first name in the model.
-        spec: How it is sharded.
-        reads: Of the model.
-        scope: Where the part itself is meant.
-    """
-
-    name: str
-    spec: ShardSpec
-    reads: Reads
-    scope: Scope
+FULLY_SHARD = "torch.distributed.fsdp."  # it replaces parameters of modules, and needs the parts themselves
 
 
 def install_reads(
@@ -150,8 +81,7 @@ def _named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[st
 
 def open_in(module: nn.Module, scope: Scope) -> None:
     """Let `module`'s forward work on parts. In place."""
-    vars(module)["tp_scope_inner"], vars(module)["tp_scope"] = module.forward, scope
-    vars(module)["forward"] = MethodType(_scoped_forward, module)
+    put_over(module, "tp_scope", scope, _scoped_forward)
 
 
 def own(module: nn.Module, key: str) -> Any:
@@ -211,193 +141,3 @@ def _scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.tp_scope_inner(*args, **kwargs)
     finally:
         scope.depth -= 1
-
-
-def stand_in(owned: Owned, part: Tensor) -> Tensor:
-    """What a reader from outside gets for `part`: a tensor of the whole shape."""
-    reads = owned.reads
-    running = reads.depth > 0 or in_backward_pass()  # there a checkpointed forward runs again
-    known = reads.inside if running else reads.outside
-    key = id(part)
-    cached = known.get(key)
-    if cached is not None and _part_of(cached) is part and (not running or _is_traced(cached) == _wanted(part)):
-        return cached
-    if not running:
-        known[key] = Refused(owned, part)
-        return known[key]
-    if _wanted(part):
-        result: Tensor = _StandIn.apply(part, owned)  # type: ignore[no-untyped-call]
-    else:  # a parameter says that it is trained where no gradients are recorded, too
-        result = Whole(owned, part).requires_grad_(part.requires_grad and part.is_leaf)
-    if reads.depth:
-        known[key] = result
-    return result
-
-
-def _wanted(part: Tensor) -> bool:
-    return torch.is_grad_enabled() and part.requires_grad
-
-
-def _is_traced(tensor: Tensor) -> bool:
-    return tensor.grad_fn is not None
-
-
-def _part_of(tensor: Tensor) -> Tensor:
-    part: Tensor = tensor.__dict__["tp_part"]
-    return part
-
-
-def _tell(owned: Owned) -> None:
-    """Say once who reads a sharded parameter: it costs an all-gather a forward."""
-    if not owned.reads.reports or owned.name in owned.reads.told:
-        return
-    owned.reads.told.add(owned.name)
-    logger.warning(
-        "hf_parallel: %s is sharded over tensor-parallel ranks and read by %s, outside of its module: it is gathered in "
-        "each forward that does. Set tensor_parallel.plan: {%s: replicate} to keep it whole.",
-        *(owned.name, _reader(), owned.name.rpartition(".")[0]),
-    )
-
-
-def _reader() -> str:
-    """The function outside of torch and of this module that reads."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_globals.get("__name__", "") + ".").startswith(
-        (f"{__name__}.", "torch.")
-    ):
-        frame = frame.f_back
-    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name} (line {frame.f_lineno})"
-
-
-def _full_shape(owned: Owned, part: Tensor) -> list[int]:
-    shape = list(part.shape)
-    shape[owned.spec.dim] = owned.spec.full_size
-    return shape
-
-
-def _wrapper(kind: Any, owned: Owned, part: Tensor) -> Any:
-    made = Tensor._make_wrapper_subclass(kind, _full_shape(owned, part), dtype=part.dtype, device=part.device)
-    made.__dict__.update(tp_part=part, tp_owned=owned, tp_whole=None)
-    return made
-
-
-class Whole(Tensor):
-    """The whole of a sharded tensor, gathered when its values are first used."""
-
-    __torch_function__ = not_overridden()
-
-    @staticmethod
-    def __new__(cls: type[Whole], owned: Owned, part: Tensor) -> Whole:
-        made: Whole = _wrapper(cls, owned, part)
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Whole({self.__dict__['tp_owned'].name}, shape={tuple(self.shape)})"
-
-    def values(self) -> Tensor:
-        """The whole tensor, outside autograd; the first call is collective over the tensor-parallel group."""
-        known: Tensor | None = self.__dict__["tp_whole"]
-        if known is None:
-            _tell(self.__dict__["tp_owned"])
-            known = self.__dict__["tp_whole"] = gathered(self.__dict__["tp_owned"], self.__dict__["tp_part"].detach())
-        return known
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable and any(isinstance(arg, Whole) for arg in args[:1]):
-            _refuse(args[0].__dict__["tp_owned"], "changed in place", _reader())
-        args, kwargs = pytree.tree_map(
-            lambda value: value.values() if isinstance(value, Whole) else value, (args, kwargs or {})
-        )
-        return func(*args, **kwargs)
-
-
-def gathered(owned: Owned, part: Tensor) -> Tensor:
-    """The whole tensor on every rank, from each rank's `part`; collective over the tensor-parallel group."""
-    group, spec = owned.reads.copy.group, owned.spec
-    if type(part) is not Tensor and type(part) is not nn.Parameter:
-        raise UnsupportedError(
-            f"{owned.name} is read outside of its module while zero.stage: 3 has not gathered it. Read it inside of the model's "
-            "forward, or set zero.stage to 1 or 2."
-        )
-    lengths = [spec.local_size(group.size(), rank) for rank in range(group.size())]
-    moved = part.movedim(spec.dim, -1)
-    padded = F.pad(moved, (0, max(lengths) - moved.shape[-1]))  # all_gather needs equal shapes on every rank
-    parts = gather_over(padded, group)
-    return spec.assemble([p[..., :length].movedim(-1, spec.dim) for p, length in zip(parts, lengths, strict=True)])
-
-
-class _StandIn(torch.autograd.Function):
-    """A `Whole` of a parameter; readers compute alike on every rank, so the gradient is this rank's slice, without a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, owned: Owned) -> Tensor:
-        ctx.owned = owned
-        return Whole(owned, part)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        reads: Reads = ctx.owned.reads
-        return ctx.owned.spec.shard(grads[0], reads.copy.group.size(), reads.tp_rank), None
-
-
-class Refused(Tensor):
-    """What stands for a sharded tensor outside of every forward: its metadata, and an error for all else."""
-
-    @staticmethod
-    def __new__(cls: type[Refused], owned: Owned, part: Tensor) -> Refused:
-        made: Refused = _wrapper(cls, owned, part)
-        return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with no_torch_function():
-            return f"Refused({self.__dict__['tp_owned'].name}, shape={tuple(self.shape)})"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["tp_part"], name)  # what somebody has attached to the parameter
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("grad", "data"):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.__dict__["tp_part"], name, value)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
-            with no_torch_function():
-                return func(*args, **(kwargs or {}))
-        read: Callable[..., Any] | None = ON_THE_PART.get(func)
-        if read is not None and isinstance(args[0], Refused):
-            return read(args[0].__dict__["tp_part"], *args[1:], **(kwargs or {}))
-        found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Refused))
-        owned: Owned = found.__dict__["tp_owned"]
-        if func == Tensor.grad.__get__ and found.__dict__["tp_part"].grad is None:  # type: ignore[union-attr]
-            return None
-        used = getattr(func, "__name__", str(func))
-        accessor = getattr(getattr(func, "__self__", None), "__name__", "")
-        return _refuse(owned, f"used ({accessor if used in ('__get__', '__set__') else used})", _reader())
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        found = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Refused))
-        return _refuse(found.__dict__["tp_owned"], f"used ({func})", _reader())
-
-
-# Whether it is trained, and what it is called, is the same for the part.
-ON_THE_PART: dict[Any, Callable[..., Any]] = {
-    Tensor.requires_grad.__get__: lambda part: part.requires_grad,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__: lambda part, value: part.requires_grad_(value),  # type: ignore[attr-defined]
-    Tensor.requires_grad_: lambda part, value=True: part.requires_grad_(value),
-    Tensor.is_leaf.__get__: lambda part: part.is_leaf,  # type: ignore[attr-defined]
-}
-
-
-def _refuse(owned: Owned, what: str, reader: str) -> NoReturn:
-    module = owned.name.rpartition(".")[0]
-    raise UnsupportedError(
-        f"{owned.name} is {what} by {reader}, outside of the model's forward, where this rank has only its part of it (cut along "
-        f"dim {owned.spec.dim}, {owned.spec.full_size} in all). Read it in the model's forward or in a Trainer's compute_loss, "
-        f"which gather it; take whole weights from accelerator.get_state_dict(model) on all ranks; or set "
-        f"tensor_parallel.plan: {{{module}: replicate}} to keep it whole."
-    )

@@ -2,7 +2,7 @@
 
 The first block of the stack narrows the hidden states to this rank's positions, the last one gathers them, so nothing
 outside the stack changes. Inside a block everything runs on the part but the regions of the plan, which gather their
-input and reduce-scatter (or narrow) their output. Inside a region all is as it is without sequence parallelism.
+input and reduce-scatter (or narrow) their output. Inside a region nothing differs from a run without sequence parallelism.
 
 A sequence shorter than the number of ranks, and a call that asks for all hidden states, take the ordinary path.
 """
@@ -14,7 +14,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.compat.private_transformers import run_inside_checkpoint
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import map_tensors
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, TPGroup
 from hf_parallel.tensor_parallel.run.linear import rounded_to, row_product
 from hf_parallel.tensor_parallel.run.reads import own
@@ -44,7 +44,7 @@ MOST_REMEMBERED = 65536  # inputs of blocks; more than a schedule keeps alive fo
 
 
 class SequenceMode:
-    """What the blocks of a stack have to know about the forward in progress; one a model, kept as `tp_sequence`.
+    """State of the forward in progress that the blocks of a stack share; one for each model, kept as `tp_sequence`.
 
     Args:
         group: The tensor-parallel group.
@@ -68,10 +68,10 @@ class SequenceMode:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceMode:
         """A copy of a model communicates over the same group, with a state of its own."""
-        twin = SequenceMode(self.group, self.dim)
-        twin.widens = self.widens
-        twin.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
-        return twin
+        copied = SequenceMode(self.group, self.dim)
+        copied.widens = self.widens
+        copied.draws.pairs = copy.deepcopy(self.draws.pairs, memo)
+        return copied
 
     def length_for(self, hidden: Tensor, *, is_first: bool) -> int:
         """The full length in a call of a block with `hidden`; 0 on the ordinary path.
@@ -86,8 +86,8 @@ class SequenceMode:
         if in_backward_pass():
             if hidden.data_ptr() not in self._remembered:
                 raise PlanError(
-                    "a block is run again in the backward pass with a copy of its input, which does not tell how long "
-                    "the sequence is. Set tensor_parallel.sequence_parallel: false, or keep activations where they are."
+                    "a block is run again in the backward pass with a copy of its input, whose full sequence length is "
+                    "not known. Set tensor_parallel.sequence_parallel: false, or do not offload activations."
                 )
             return self._remembered[hidden.data_ptr()]
         if is_first:
@@ -149,7 +149,7 @@ class _RowState:
 def install_blocks(
     model: nn.Module, plan: SequencePlan, group: TPGroup, sections: Sequence[range] | None = None
 ) -> SequenceMode:
-    """Let the blocks of each section hand on parts of the sequence; `install_regions` has to follow. In place.
+    """Let the blocks of each section pass parts of the sequence to each other; `install_regions` has to follow. In place.
 
     Call before anything else is put over the blocks' forwards (stages, recomputation), so that it stays outside.
 
@@ -170,7 +170,7 @@ def install_blocks(
         inside = [block for block, index in zip(plan.blocks, indices, strict=True) if index in section]
         for block in inside:
             state = _BlockState(mode, block, block is inside[0], block is inside[-1])
-            _put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
+            put_over(model.get_submodule(block.name), "tp_block", state, _block_forward)
     return mode
 
 
@@ -196,20 +196,14 @@ def install_regions(
         if not any(holds(prefix + name) for name, _ in root.named_parameters()):
             continue
         for region in block.regions:
-            _put_over(
+            put_over(
                 root.get_submodule(region.module), "tp_region", _RegionState(mode, shared, region), _region_forward
             )
             for row in region.rows:
                 module = root.get_submodule(row)
                 vars(module)["tp_scatter"] = _RowState(mode, region.exit == "row")
                 if "tp_linear" in vars(module):
-                    _put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
-
-
-def _put_over(module: nn.Module, key: str, state: Any, forward: Callable[..., Any]) -> None:
-    vars(module)[f"{key}_inner"] = module.forward
-    vars(module)[key] = state
-    vars(module)["forward"] = MethodType(forward, module)
+                    put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
 
 
 def _see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Random numbers of blocks that run on parts of a sequence.
 
 Ranks draw equal numbers where they compute the same, and must stay in step there whatever the size of their part. Where
-each has a part of the sequence they must draw different ones: those are different tokens. So the part of a block draws
-from a stream of its own, seeded from the state of the common one and the rank; the common stream goes on in regions and
-after the block. A block that is recomputed from the same state draws the same again.
+each has a part of the sequence they must draw different ones, because those are different tokens. So the part of a block draws
+from a stream of its own, seeded from the state of the common one and the rank; regions, and code after the block, use the
+common stream. A block that is recomputed from the same state draws the same again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Draws:
 
     Args:
         group: The tensor-parallel group.
-        pairs: What sets a stream aside while a pair runs: the streams are exchanged behind it.
+        pairs: Saves the random state while a pair runs; the streams are exchanged in what it saved.
     """
 
     def __init__(self, group: TPGroup, pairs: PairSeeds | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Functions that cut and gather a sequence over tensor-parallel ranks, with the backward that each place needs.
+"""Autograd functions that scatter and gather a sequence over tensor-parallel ranks.
 
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4.2.2): an all-reduce is a reduce-scatter and an all-gather, and
-between the two each rank needs a part of the sequence only. Parts may differ in size; what travels is padded to the
+between the two each rank needs a part of the sequence only. Parts may differ in size; collectives pad them to the
 largest. Every collective of a sequence goes through `all_gather_along` and `reduce_scatter_along`.
 """
 
@@ -135,8 +135,9 @@ def all_gather_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) 
 
     `x` may have batch and sequence folded into its first dim, [B * sizes[rank], H], with `dim` 1; so has the result.
     """
-    whole = unfolded(x, dim, sizes[group.rank()])
+    whole = unfolded(x, dim, sizes[group.rank()])  # (batch, seq / tp, hidden)
     parts = gather_over(_padded(whole, dim, max(sizes)), group)
+    # Without the padding: (batch, seq, hidden).
     full = torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
     return full if whole is x else full.flatten(0, 1)
 
@@ -150,9 +151,9 @@ def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[in
         return reduce_scatter_along(x.float(), group, dim, sizes).to(x.dtype)
     if isinstance(group, VirtualGroup):
         return _own(sum_over(x, group), group, dim, sizes)
-    whole = unfolded(x, dim, sum(sizes))
+    whole = unfolded(x, dim, sum(sizes))  # (batch, seq, hidden)
     pieces = torch.stack([_padded(piece, dim, max(sizes)) for piece in whole.split(list(sizes), dim)])
-    total = torch.empty_like(pieces[0])
+    total = torch.empty_like(pieces[0])  # pieces (tp, batch, longest part, hidden), total one of them
     work = reduce_scatter_flat(total.view(-1), pieces.view(-1), group)
     if work is not None:
         work.wait()
@@ -188,7 +189,9 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TPGroup, dim: int, sizes: Sequence[int]) -> Tensor:
         ctx.along = group, dim, sizes
-        return _own(x, group, dim, sizes).detach()  # no view: a model may write to it
+        return _own(
+            x, group, dim, sizes
+        ).detach()  # new memory: a model may change it in place, which views of `x` forbid
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -226,7 +229,7 @@ class _Enter(torch.autograd.Function):
         ctx.again, ctx.wide, ctx.dtype = again, wide, x.dtype
         ctx.set_materialize_grads(False)
         full = all_gather_along(x, again.group, again.dim, again.sizes)
-        return full, full.detach()
+        return full, full.detach()  # two outputs of one memory: each has a gradient of its own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:

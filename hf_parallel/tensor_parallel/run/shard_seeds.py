@@ -1,9 +1,9 @@
-"""Random numbers inside a pair: each rank draws its own there, and all ranks draw alike again behind it.
+"""Random numbers inside a pair: each rank draws its own there, and after it all ranks draw the same again.
 
 Between the first column and the row of a pair every rank works on its own heads or channels: their dropout masks should
 be independent, and where the ranks have different numbers of heads they draw differently often. Everywhere else the
-ranks hold the same tensors and must draw the same masks. So the random state is set aside when a pair is entered and
-put back at its row, as with Megatron-LM's model-parallel generator (Shoeybi et al. 2019, arXiv:1909.08053, appendix B.2).
+ranks hold the same tensors and must draw the same masks. So the random state is saved when a pair is entered and
+restored at its row, as with Megatron-LM's model-parallel generator (Shoeybi et al. 2019, arXiv:1909.08053, appendix B.2).
 
 The seed inside comes from the CPU generator, which all ranks advance alike. Whatever restores that generator (a
 checkpointed block that runs again, a resumed run, a stage that seeds its microbatches) restores these masks too.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from torch import Tensor, nn
 from hf_parallel.compat.torch_tools import DropoutModule
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.random_streams import generators_of
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.shard_plan import PairPlan
 
 
 class PairSeeds:
-    """The random state that is set aside while a pair of a model runs; one object a model.
+    """The random state that is saved while a pair of a model runs; one object for each model.
 
     Args:
         tp_size: Number of ranks.
@@ -69,7 +69,7 @@ class PairSeeds:
         self._kept = []
 
     def exchange(self, generator: torch.Generator, state: Tensor) -> Tensor | None:
-        """Put `state` in the place of what is set aside of `generator`, and return that; None outside of pairs."""
+        """Replace the saved state of `generator` by `state` and return the old one; None outside of pairs."""
         for index, (kept, before) in enumerate(self._kept):
             if kept is generator:
                 self._kept[index] = kept, state
@@ -78,13 +78,13 @@ class PairSeeds:
 
 
 def install_seeds(model: nn.Module, pair: PairPlan, seeds: PairSeeds, *, row_is_linear: bool) -> None:
-    """Let the ranks draw different random numbers inside a pair; nothing is changed where nothing is drawn.
+    """Let the ranks draw different random numbers inside a pair; a pair without dropout is not changed.
 
     Args:
         model: The model that has the pair.
         pair: The pair.
         seeds: The model's.
-        row_is_linear: Whether the pair ends before its row runs, or (experts) behind it.
+        row_is_linear: Whether the pair ends before its row runs, or (experts) after it.
     """
     root = model.get_submodule(pair.root)
     if not draws(root):
@@ -96,7 +96,9 @@ def install_seeds(model: nn.Module, pair: PairPlan, seeds: PairSeeds, *, row_is_
         row.register_forward_pre_hook(partial(seeds.leave, pair.row))
     else:
         _leave_after(row, seeds, pair.row)
-    _leave_after(root, seeds, pair.row)  # in case that it raises: recomputation ends so
+    _leave_after(
+        root, seeds, pair.row
+    )  # also if it raises: activation checkpointing ends a recomputation by an exception
 
 
 def draws(root: nn.Module) -> bool:
@@ -119,9 +121,7 @@ def _rates(module: nn.Module) -> Iterator[float]:
 def _leave_after(module: nn.Module, seeds: PairSeeds, row: str) -> None:
     """Leave the pair when `module` returns or raises. No hook: hooks do not run after every kind of exception."""
     if "tp_rows" not in vars(module):
-        vars(module)["tp_rows_inner"] = module.forward
-        vars(module)["tp_rows"] = {}
-        vars(module)["forward"] = MethodType(_leaving_forward, module)
+        put_over(module, "tp_rows", {}, _leaving_forward)
     vars(module)["tp_rows"][row] = seeds
 
 

@@ -22,6 +22,7 @@ from transformers.utils.generic import ModelOutput
 
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
+from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_from_tp, reduce_from_tp
 from hf_parallel.tensor_parallel.run.vocab_loss import vocab_parallel_loss
 from hf_parallel.tensor_parallel.run.vocab_watch import LogitsWatch, VocabMode, on_all
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 class LabelledOutput(ModelOutput):
     """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only.
 
-    They are gathered for who asks for them, once an engine has said how.
+    An engine sets how they are gathered when user code reads them.
     """
 
     loss: Tensor | None = None
@@ -128,9 +129,7 @@ class VocabLoss:
 
 def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length: int) -> None:
     """Make an embedding whose weight is rows [start, start + length) look up any token. In place."""
-    vars(module)["tp_embedding"] = _EmbeddingState(shared, start, length)
-    vars(module)["tp_whole_forward"] = module.forward
-    vars(module)["forward"] = MethodType(_embedding_forward, module)
+    put_over(module, "tp_embedding", _EmbeddingState(shared, start, length), _embedding_forward)
 
 
 def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: int) -> None:
@@ -187,7 +186,7 @@ def rows_of(forward: Callable[[Tensor], Tensor], module: nn.Module, tokens: Tens
 def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: _EmbeddingState = self.tp_embedding
     tokens = args[0] if args else next(iter(named.values()))
-    rows = rows_of(self.tp_whole_forward, self, tokens, state.start, state.length)
+    rows = rows_of(self.tp_embedding_inner, self, tokens, state.start, state.length)
     return reduce_from_tp(rows, state.copy.group)
 
 
@@ -260,8 +259,8 @@ def _is_ours(model: nn.Module, mode: VocabMode) -> bool:
     loss = getattr(model, "loss_function", None)
     if isinstance(loss, VocabLoss) and loss.mode is mode and is_causal_loss(loss.whole):
         return True
-    if not mode.told:
-        mode.told = True
+    if not mode.warned:
+        mode.warned = True
         logger.warning(
             "hf_parallel: the loss function of %s was replaced after its head was sharded over the vocabulary, so the "
             "logits are gathered for it in every forward.",
@@ -274,7 +273,7 @@ def _refuse_part(model: nn.Module, names: frozenset[str], hides: bool, error: Ex
     """Say that the head is gathered for such calls; a stage of a pipeline cannot run again for it."""
     text = (
         f"with the arguments {', '.join(sorted(names))} the forward of {type(model).__name__} does more with the logits in "
-        "training than to hand them to model.loss_function once, so they cannot be parts of the vocabulary"
+        "training than to pass them to model.loss_function once, so they cannot be parts of the vocabulary"
     )
     if not hides:
         raise PlanError(f"{text}. Set tensor_parallel.vocab_parallel_loss: false.") from error

@@ -50,12 +50,12 @@ def vocab_parallel_loss(
         if labels is None:
             raise TypeError("the loss needs labels or shift_labels")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
+    targets = shift_labels.reshape(-1).to(logits.device)  # (batch * seq,)
     ignored = targets == ignore_index
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, logits.shape[-1]), targets, group, start
     )
-    total = losses.masked_fill(ignored, 0.0).sum()
+    total = losses.masked_fill(ignored, 0.0).sum()  # not losses * mask: an ignored label may give nan
     if num_items_in_batch is None:
         return total / (~ignored).sum()
     return total / (
@@ -71,13 +71,16 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: TPGroup, start: int) -> Tensor:
+        # logits (tokens, vocab / tp); everything below is (tokens,), so the collectives are small.
         top = max_over(torch.cat([part.float().amax(-1) for part, _ in _chunks(logits)]), group)
         sums = [(part.float() - top[rows, None]).exp_().sum(-1) for part, rows in _chunks(logits)]
         column = targets - start
-        held = (column >= 0) & (column < logits.shape[-1])
+        held = (column >= 0) & (column < logits.shape[-1])  # whether the target is one of this rank's columns
         column = torch.where(held, column, 0)
         picked = logits.gather(-1, column[:, None]).squeeze(-1).float().masked_fill(~held, 0.0)
-        total, target, holders = sum_over(torch.stack([torch.cat(sums), picked, held.float()]), group).unbind()
+        total, target, holders = sum_over(
+            torch.stack([torch.cat(sums), picked, held.float()]), group
+        ).unbind()  # (3, tokens)
         log_sum = total.log() + top
         ctx.save_for_backward(logits, log_sum, column, held)
         return torch.where(holders > 0, log_sum - target, torch.nan)
@@ -86,11 +89,13 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, log_sum, column, held = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
+        gradient = torch.empty_like(
+            logits
+        )  # (tokens, vocab / tp): softmax minus one-hot, times the gradient of the loss
         for part, rows in _chunks(logits):
             probability, scale = _less(part, log_sum[rows, None], gradient[rows]).exp_(), grads[0][rows, None]
             probability.scatter_add_(-1, column[rows, None], -held[rows, None].float())
-            # Not only a product: an ignored token may have nan for a loss.
+            # masked_fill_ beside the product: the loss of an ignored token may be nan, and 0 * nan is nan.
             probability.mul_(scale).masked_fill_(scale == 0, 0.0)
             if logits.dtype != torch.float32:
                 gradient[rows] = probability

@@ -1,4 +1,4 @@
-"""Whether the local logits of a training forward go where they were planned to go: into the loss function alone.
+"""Checks that the loss function alone uses the local logits of a training forward, as planned.
 
 A plan is verified with the arguments of its sample. Code that training alone reaches (an argument of its own, a forward
 that somebody patched) may do other things to the head's output, which is a part of the vocabulary then. The first forward
@@ -29,7 +29,7 @@ class VocabMode:
         losses: Calls of the loss function in it.
         fits: Names of arguments -> whether a forward with them uses local logits for the loss function alone.
         watch: Of a forward that is watched.
-        told: Whether it was said that the loss function is another one now.
+        warned: Whether the warning about a replaced loss function was given.
     """
 
     local: bool = False
@@ -37,7 +37,7 @@ class VocabMode:
     losses: int = 0
     fits: dict[frozenset[str], bool] = field(default_factory=dict)
     watch: LogitsWatch | None = None
-    told: bool = False
+    warned: bool = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
