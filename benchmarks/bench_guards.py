@@ -26,8 +26,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
-from transformers import LlamaConfig, LlamaForCausalLM
+from timing import (
+    Clock,
+    Rounds,
+    Sample,
+    all_samples,
+    check_agreement,
+    llama_config,
+    parser_of,
+    run_both_ranks,
+    write_report,
+)
+from transformers import LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
@@ -165,15 +175,7 @@ class Bench:
     def _model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
         settings = self.settings
-        config = LlamaConfig(
-            hidden_size=settings.hidden,
-            intermediate_size=settings.hidden * 11 // 4,
-            num_hidden_layers=settings.blocks,
-            num_attention_heads=max(2, settings.hidden // 64),
-            num_key_value_heads=max(2, settings.hidden // 64),
-            vocab_size=settings.vocab,
-            max_position_embeddings=settings.length,
-        )
+        config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
         return LlamaForCausalLM(config).train()
 
     def step(self) -> float:

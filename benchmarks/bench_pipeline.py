@@ -21,7 +21,17 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from timing import (
+    Clock,
+    Rounds,
+    Sample,
+    all_samples,
+    check_agreement,
+    llama_config,
+    parser_of,
+    run_both_ranks,
+    write_report,
+)
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,16 +69,7 @@ class Settings:
 
     def config(self) -> LlamaConfig:
         """Return the model: Llama-shaped, 28M parameters at the default sizes."""
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.hidden * 11 // 4,
-            num_hidden_layers=self.blocks,
-            num_attention_heads=max(2, self.hidden // 64),
-            num_key_value_heads=max(2, self.hidden // 64),
-            vocab_size=self.vocab,
-            max_position_embeddings=self.length,
-            tie_word_embeddings=False,
-        )
+        return llama_config(self.hidden, self.blocks, self.vocab, self.length)
 
 
 class FirstStage(nn.Module):

@@ -20,10 +20,20 @@ import torch.distributed as dist
 from results_page import markdown_table, write_section
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from timing import (
+    Clock,
+    Rounds,
+    Sample,
+    all_samples,
+    check_agreement,
+    llama_config,
+    parser_of,
+    run_both_ranks,
+    write_report,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
@@ -67,15 +77,7 @@ class Bench:
     def _model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
         settings = self.settings
-        config = LlamaConfig(
-            hidden_size=settings.hidden,
-            intermediate_size=settings.hidden * 11 // 4,
-            num_hidden_layers=settings.blocks,
-            num_attention_heads=max(1, settings.hidden // 64),
-            num_key_value_heads=max(1, settings.hidden // 64),
-            vocab_size=settings.vocab,
-            max_position_embeddings=settings.length,
-        )
+        config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
         return LlamaForCausalLM(config).train()
 
     def step(self, name: str, rows: int) -> float:

@@ -26,9 +26,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Rounds, Sample, all_samples, check_agreement, parser_of, run_both_ranks, write_report
+from timing import (
+    Clock,
+    Rounds,
+    Sample,
+    all_samples,
+    check_agreement,
+    llama_config,
+    parser_of,
+    run_both_ranks,
+    write_report,
+)
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_parallel.model.samples import probe_samples
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
@@ -154,16 +164,7 @@ class CutBench:
     def __init__(self, rank: int, settings: Settings) -> None:
         self.settings = settings
         self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
-        config = LlamaConfig(
-            hidden_size=settings.hidden,
-            intermediate_size=settings.hidden * 11 // 4,
-            num_hidden_layers=settings.blocks,
-            num_attention_heads=max(2, settings.hidden // 64),
-            num_key_value_heads=max(2, settings.hidden // 64),
-            vocab_size=settings.vocab,
-            max_position_embeddings=settings.length,
-            tie_word_embeddings=False,
-        )
+        config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
         torch.manual_seed(0)
         self.ids = torch.randint(0, settings.vocab, (max(settings.microbatches), 1, settings.length))
         self.bounds: dict[str, list[int]] = {}

@@ -21,10 +21,25 @@ from typing import Any, TypeAlias
 import psutil
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
 
 
 Spans: TypeAlias = dict[str, list[float]]
 ENOUGH_ROUNDS = 3
+
+
+def llama_config(hidden: int, blocks: int, vocab: int, length: int) -> LlamaConfig:
+    """A Llama of the shape that the benchmarks train, with heads of 64 where the width allows two."""
+    heads = max(2, hidden // 64)
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        vocab_size=vocab,
+        max_position_embeddings=length,
+    )
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Turns a hang into a named failure within a stated bound.
 
-Each rank keeps one line of status ("stage 1 waits for the activation of microbatch 3 from stage 0"). A thread publishes
+Each rank keeps one line of status ("waits at stage 1 for the activation of microbatch 3 from stage 0"). A thread publishes
 it to the job's key-value store. When this rank has waited for another one longer than `timeout_s`, the thread reads
 everybody's line, prints who is being waited for and what that rank was last seen doing, and ends the process; the
 launcher then takes the rest of the job down. A thread, because the main one may be inside a collective that never
@@ -9,7 +9,7 @@ tensor-parallel layer) are found on the stacks of this process: a thread that st
 
 The clock is this rank's own, and the store is asked through a `NoticeBoard`, which answers in time or not at all: a machine
 that is cut off from the store ends by itself. Who gives up tells the others, so that ranks whose watchdog still runs end
-too, whoever launched them; a process of the same machine that does not even beat (stopped, or stuck in code that lets no
+too, whoever launched them; a process of the same machine that writes no heartbeat (stopped, or stuck in code that lets no
 thread run) is killed, because it would keep a launcher waiting until that kills it.
 
 A rank that dies instead takes its connections with it. What the others then get from their collectives becomes a
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 EXIT_CODE = 86
 IDLE = "runs outside hf_parallel (data loading, user code)"
 LEFT = "has left the run"
-# A beat every tick. From the end of a wait to the end of this process pass at most 2 s: a tick until it is noticed, the
-# time for silent ranks to beat again, and the time in which an unreachable store may fail to answer.
+# A heartbeat every tick. From the end of a wait to the end of this process pass at most 2 s: a tick until it is noticed, the
+# time for silent ranks to write again, and the time in which an unreachable store may fail to answer.
 TICK_S = 0.4
 SILENT_S = 0.8
 STORE_S = 0.4
@@ -151,8 +151,8 @@ class Watchdog:
         few = len(others) <= 8
         one_of = ", ".join(self._names[rank] for rank in others) if few else f"the {len(others)} others"
         lost = known or (one_of if len(others) == 1 else f"a rank, one of {one_of}")
-        waits, text, _ = self._line
-        where = f" It {'' if waits else 'was last seen: '}{text}." if text != IDLE else ""
+        text = self._line[1]
+        where = f" It {text}." if text != IDLE else ""
         return (
             f"{self._names[self._rank]} lost {lost}.{where} Look for the first error of that rank; if it left none, it "
             f"was killed (out of memory?) or ended by itself. ({error})"
@@ -218,39 +218,39 @@ class Watchdog:
                 self._follow(self._board.ended)
 
     def _publish(self, waits: bool, text: str, age: float, *, last: bool = False) -> None:
-        beat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
-        self._board.write("beat", json.dumps(beat))
+        heartbeat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
+        self._board.write("heartbeat", json.dumps(heartbeat))
 
-    def _beats(self) -> dict[int, dict[str, Any]]:
+    def _heartbeats(self) -> dict[int, dict[str, Any]]:
         """Each rank's last line; a rank that writes none any more (stopped, or stuck in foreign code) is marked.
 
         It also lets ranks that stopped at the same moment write their last line.
         """
-        before = latest = self._board.read("beat", STORE_S)
+        before = latest = self._board.read("heartbeat", STORE_S)
         deadline = time.monotonic() + SILENT_S
         while latest and time.monotonic() < deadline:
             time.sleep(SILENT_S / 16)
-            latest = self._board.read("beat", STORE_S) or latest
+            latest = self._board.read("heartbeat", STORE_S) or latest
             if all(_is_last(text) or before.get(rank) != text for rank, text in latest.items()):
                 break
-        beats = {rank: json.loads(text) for rank, text in latest.items()}
-        for rank, beat in beats.items():
-            if not beat["last"] and before.get(rank) == latest[rank]:
-                beat.update(waits=False, silent=True, text=f"silent; last seen: {beat['text']}")
-        return beats
+        heartbeats = {rank: json.loads(text) for rank, text in latest.items()}
+        for rank, heartbeat in heartbeats.items():
+            if not heartbeat["last"] and before.get(rank) == latest[rank]:
+                heartbeat.update(waits=False, silent=True, text=f"silent; last seen: {heartbeat['text']}")
+        return heartbeats
 
     def _end(self, text: str, age: float) -> None:
         name = self._names[self._rank]
         self._publish(True, text, age, last=True)
-        who, beats = self._board.read("who", STORE_S), self._beats()
-        beats[self._rank] = {"waits": True, "text": text, "age": round(age, 1), "last": True}
+        who, heartbeats = self._board.read("who", STORE_S), self._heartbeats()
+        heartbeats[self._rank] = {"waits": True, "text": text, "age": round(age, 1), "last": True}
         trouble = self._board.trouble()
         print(
-            report(self._names, self._rank, text, age, beats, self._timeout_s, trouble),
+            report(self._names, self._rank, text, age, heartbeats, self._timeout_s, trouble),
             file=self._stream or sys.stderr,
             flush=True,
         )
-        silent = [rank for rank, beat in beats.items() if beat.get("silent", False)]
+        silent = [rank for rank, heartbeat in heartbeats.items() if heartbeat.get("silent", False)]
         self._board.end(json.dumps({"reason": f"{name} gave up: {text}", "silent": silent}))
         kill_silent(silent, who)
         self._board.flush(STORE_S if not trouble else 0.0)
@@ -259,11 +259,11 @@ class Watchdog:
     def _follow(self, reason: str) -> None:
         """End this rank, because another one has ended the job."""
         name, (_, text, since) = self._names[self._rank], self._line
-        doing, told = f"{text}, since {time.monotonic() - since:.1f} s", json.loads(reason)
-        message = f"hf_parallel: {name} ends, because {told['reason']}. It was here: {doing}."
+        doing, notice = f"{text}, since {time.monotonic() - since:.1f} s", json.loads(reason)
+        message = f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}."
         print(message, file=self._stream or sys.stderr, flush=True)
-        if told["silent"]:
-            kill_silent([rank for rank in told["silent"] if rank != self._rank], self._board.read("who", STORE_S))
+        if notice["silent"]:
+            kill_silent([rank for rank in notice["silent"] if rank != self._rank], self._board.read("who", STORE_S))
         os._exit(EXIT_CODE)
 
     def _name_uncaught_exceptions(self) -> None:
@@ -310,15 +310,15 @@ class Excuse:
             self.seconds += gap
 
 
-def _is_last(beat: str) -> bool:
-    return bool(json.loads(beat)["last"])
+def _is_last(heartbeat: str) -> bool:
+    return bool(json.loads(heartbeat)["last"])
 
 
 def kill_silent(silent: Sequence[int], who: Mapping[int, str]) -> list[int]:
     """Kill the silent ranks of this machine, which nobody else would do for half a minute; the ranks killed.
 
     Args:
-        silent: Ranks that do not beat.
+        silent: Ranks that write no heartbeat.
         who: What each rank wrote about its process.
     """
     killed = []
@@ -353,7 +353,7 @@ def report(
     rank: int,
     text: str,
     age: float,
-    beats: Mapping[int, Mapping[str, Any]],
+    heartbeats: Mapping[int, Mapping[str, Any]],
     timeout_s: float,
     trouble: str = "",
 ) -> str:
@@ -364,19 +364,25 @@ def report(
         rank: Who gives up.
         text: What it waits for.
         age: How long, in seconds.
-        beats: The last line of each rank that is known.
+        heartbeats: The last line of each rank that is known.
         timeout_s: The longest wait allowed.
         trouble: What is wrong with the store that lines come from; empty if nothing.
     """
-    stuck = [r for r in range(len(names)) if r != rank and (r not in beats or not beats[r]["waits"])]
+    stuck = [r for r in range(len(names)) if r != rank and (r not in heartbeats or not heartbeats[r]["waits"])]
     lines = [f"hf_parallel: {names[rank]} gave up: {text}, for {age:.1f} s (monitor.hang_timeout_s={timeout_s:g})."]
     if trouble:
         lines.append(f"{trouble[0].upper()}{trouble[1:]}, so what other ranks do is not known from here.")
     elif stuck:
         lines.append("The job waits for: " + ", ".join(names[r] for r in stuck) + ".")
     for other in range(len(names)):
-        beat = beats.get(other)
-        seen = f"{beat['text']}, since {beat['age']:.1f} s" if beat else "not known" if trouble else "never seen"
+        heartbeat = heartbeats.get(other)
+        seen = (
+            f"{heartbeat['text']}, since {heartbeat['age']:.1f} s"
+            if heartbeat
+            else "not known"
+            if trouble
+            else "never seen"
+        )
         lines.append(f"  {names[other]}: {seen}")
     if trouble:
         lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")

@@ -38,5 +38,5 @@ def prepare_engine(config: HFParallelConfig) -> None:
     """
     if config.zero.engine != "deepspeed" or "LOCAL_RANK" not in os.environ:
         return
-    told = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
-    prepare_deepspeed(config, on_cpu=told or is_cpu_worker() or not has_accelerator())
+    chosen = os.environ.get(USE_CPU_VARIABLE, "").lower() == "true"
+    prepare_deepspeed(config, on_cpu=chosen or is_cpu_worker() or not has_accelerator())

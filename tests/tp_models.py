@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -20,6 +20,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from hf_parallel.tensor_parallel.plan import verify_model
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -157,3 +159,19 @@ class Counter:
 
     def __exit__(self, *exc: Any) -> None:
         self._patch.__exit__(*exc)
+
+
+def check_on_ranks(model: nn.Module, plan: TPPlan, group: Any, tp_rank: int, sample: Mapping[str, Any]) -> None:
+    """`verify_model` on the real ranks of `group`: each holds one plain and one sharded copy of `model`."""
+
+    def all_ranks(item: Any) -> list[Any]:
+        items: list[Any] = [None] * plan.tp_size
+        dist.all_gather_object(items, item, group=group)
+        return items
+
+    for trains in verify_model._modes(model, plan, sample):
+        reference = verify_model._outputs_and_grads(verify_model._copied(model, trains), sample)
+        sharded = verify_model._copied(model, trains)
+        apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
+        values, grads = verify_model._outputs_and_grads(sharded, sample)
+        verify_model._compare(plan, reference, all_ranks(values), lambda name, grads=grads: all_ranks(grads[name]))

@@ -220,6 +220,25 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dic
     return {case.name: result for case, result in zip(cases, results[0], strict=True)}
 
 
+def runs_and_references(
+    main: Callable[..., list[Any]], cases: dict[str, tuple[int, str, str, dict[str, Any]]], folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `main` returns for each case (processes, model, kind, settings), and on one process for each model and kind."""
+
+    def launched(world_size: int, names: list[tuple[str, str, str, Any]], place: Path) -> dict[str, Any]:
+        options: dict[str, Any] = {"tmp_path": place, "timeout": 250, "init_group": world_size > 1, "env": ENV}
+        results = run_ranks(main, world_size, names, str(place), **options)
+        return dict(zip([name for name, *_ in names], results[0], strict=True))
+
+    kinds = sorted({(model, kind) for _, model, kind, _ in cases.values()})
+    references = launched(1, [(f"{model}-{kind}", model, kind, {}) for model, kind in kinds], folder / "references")
+    found: dict[str, Any] = {}
+    for world_size in (2, 4):
+        names = [(name, *case[1:]) for name, case in cases.items() if case[0] == world_size]
+        found |= launched(world_size, names, folder / "runs")
+    return found, references
+
+
 def compare(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     assert len(mine["history"]) == len(reference["history"])
     for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):

@@ -123,7 +123,7 @@ def recompute_blocks(
     the blocks themselves do not run again. Without autograd nothing changes.
 
     Args:
-        model: the model; its own `gradient_checkpointing` must be off.
+        model: the model; its own activation checkpointing must be off.
         stack: name of the list of blocks.
         groups: disjoint ranges of blocks that run one after the other, e.g. from `groups_for`.
         offload: whether what is kept of a group's inputs goes to host memory between its forward and its backward.
@@ -151,9 +151,9 @@ def recompute_blocks(
 def _refuse_second_checkpointing(module: nn.Module, name: str) -> None:
     if getattr(module, "gradient_checkpointing", False):
         raise UnsupportedError(
-            f"{name or type(module).__name__}.gradient_checkpointing is on together with activation_checkpointing: "
-            "blocks would be recomputed twice. Turn gradient_checkpointing off in the training arguments (or call "
-            "model.gradient_checkpointing_disable()), or leave activation_checkpointing out."
+            f"{name or type(module).__name__}.gradient_checkpointing is on together with activation_checkpointing.every: blocks "
+            "would be recomputed twice. Leave TrainingArguments(activation_checkpointing=...) False (or call "
+            "model.activation_checkpointing_disable()), or remove activation_checkpointing.every."
         )
 
 

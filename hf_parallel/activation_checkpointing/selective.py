@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.compat.private_torch import name_of_op, writes_arguments
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import map_tensors, tensors_in
 

@@ -27,19 +27,19 @@ MESSAGES: Final = ("data_parallel.bucket_cap_mb", "data_parallel.overlap")
 WAYS: Final[Mapping[str, str]] = {
     "pp_size": "Keep hf_parallel for pipelines, or set pp_size to 1.",
     "tp_size": "Keep hf_parallel for tensor parallelism, or set tp_size to 1.",
-    "activation_checkpointing": "Give TrainingArguments(gradient_checkpointing=True), and remove it.",
+    "activation_checkpointing": "Give TrainingArguments(activation_checkpointing=True), and remove it.",
     "gradient_accumulation_steps": "Give it to TrainingArguments, and remove it.",
 }
 HALF: Final[Mapping[str, str]] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: ZeroKeys) -> dict[str, Any]:
+def to_deepspeed(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: ZeroKeys | None) -> dict[str, Any]:
     """A DeepSpeed config, for `TrainingArguments(deepspeed=...)` or `deepspeed_config_file`.
 
     Args:
         config: The settings.
         accelerate: The file they are from.
-        keys: What `zero_optimization` takes; the result is checked against it.
+        keys: What `zero_optimization` takes, if known; the result is checked against it.
 
     Raises:
         ConfigError: With every setting that DeepSpeed cannot express.
@@ -59,7 +59,7 @@ def arguments_for(config: HFParallelConfig) -> list[str]:
         )
     if every is not None:
         found.append(
-            f"activation_checkpointing.every={every} is not in it: give TrainingArguments(gradient_checkpointing=True), which "
+            f"activation_checkpointing.every={every} is not in it: give TrainingArguments(activation_checkpointing=True), which "
             "recomputes every block"
         )
     return found
@@ -87,7 +87,7 @@ def to_fsdp(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict[str
     }
 
 
-def to_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: ZeroKeys) -> dict[str, Any]:
+def to_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], keys: ZeroKeys | None) -> dict[str, Any]:
     """An accelerate file without our section: plain data parallelism, DeepSpeed (stage 1, 2) or FSDP2 (stage 3).
 
     Raises:

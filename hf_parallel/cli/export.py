@@ -11,7 +11,7 @@ import yaml
 from hf_parallel.cli.engine_configs import Target, arguments_for, to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.errors import ParallelError
-from hf_parallel.settings.recipes import find_recipe, load_recipe, read_section
+from hf_parallel.settings.recipes import read_recipe
 
 
 def export(
@@ -20,7 +20,7 @@ def export(
 ) -> None:
     """Print the DeepSpeed JSON, FSDP2 arguments or accelerate YAML that a file's ZeRO settings amount to."""
     try:
-        config, accelerate = load_recipe(file), read_section(find_recipe(file))[1]
+        config, accelerate = read_recipe(file)
         found: dict[str, Any]
         if to == "deepspeed":
             found = to_deepspeed(config, accelerate, zero_keys())

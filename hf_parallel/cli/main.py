@@ -26,7 +26,7 @@ from hf_parallel.settings.recipes import (
     find_recipe,
     list_recipes,
     load_recipe,
-    read_section,
+    read_recipe,
 )
 
 
@@ -164,8 +164,7 @@ def _write(path: Path, settings: dict[str, Any], accelerate: dict[str, Any]) -> 
 def _facts(name_or_path: str) -> dict[str, Any]:
     """Return what there is to say about a valid file."""
     path = find_recipe(name_or_path)
-    checked = load_recipe(path)
-    _, accelerate = read_section(path)
+    checked, accelerate = read_recipe(path)
     first_line = path.read_text(encoding="utf-8").splitlines()[0]
     processes = accelerate.get("num_processes")
     facts: dict[str, Any] = {"name": path.stem, "path": str(path), "num_processes": processes}

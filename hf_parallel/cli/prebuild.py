@@ -11,7 +11,7 @@ import typer
 from hf_parallel.deepspeed.ops import build, needed_ops
 from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.machine.facts import extensions_folder, gpus
-from hf_parallel.settings.recipes import find_recipe, load_recipe, read_section
+from hf_parallel.settings.recipes import find_recipe, read_recipe
 
 
 def prebuild(
@@ -43,7 +43,7 @@ def _ops_of(file: str) -> tuple[list[str], bool]:
         ConfigError: It is not a file for DeepSpeed.
     """
     path = find_recipe(file)
-    config, (_, accelerate) = load_recipe(path), read_section(path)
+    config, accelerate = read_recipe(path)
     if config.zero.engine != "deepspeed":
         raise ConfigError(
             f"{path}: zero.engine={config.zero.engine} compiles nothing. Set zero.engine to deepspeed, or start the run."

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -25,8 +26,7 @@ from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_sc
 from hf_parallel.pipeline_parallel.schedule.show import (
     columns_per_unit,
     timeline_text,
-    write_png,
-    write_svg,
+    write_picture,
     write_trace,
 )
 from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations, peak_live, simulate
@@ -68,7 +68,7 @@ def schedule(  # noqa: PLR0913 - each is an option
     latency: Annotated[float, typer.Option(help="Time of a message between ranks.")] = 0.0,
     file: Annotated[Path | None, typer.Option(help="A schedule file to check and show.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a PNG picture; needs matplotlib.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write an SVG picture.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write an SVG picture; needs matplotlib.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the actions; for one schedule.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -78,9 +78,12 @@ def schedule(  # noqa: PLR0913 - each is an option
         costs = _times(times, latency)
         found = _schedules(pp, microbatches, names or [], stages_per_rank, file)
         results = {name: _simulated(actions, costs) for name, actions in found.items()}
-        for path, write in ((png, write_png), (svg, write_svg), (trace, write_trace)):
-            if path is not None:
-                _create(path, write, results)
+        if png is not None:
+            _create(png, partial(write_picture, kind="png"), results)
+        if svg is not None:
+            _create(svg, partial(write_picture, kind="svg"), results)
+        if trace is not None:
+            _create(trace, write_trace, results)
         if csv is not None:
             _create(csv, _write_csv, found)
     except ParallelError as error:

@@ -52,6 +52,11 @@ def run_inside_checkpoint(
         vars(block)[name] = checkpoint
 
 
+def attention_of(config: Any) -> str:
+    """The attention implementation that a model of this config has: "sdpa", "eager" or another one's name."""
+    return str(config._attn_implementation)
+
+
 @contextlib.contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """Inside, a transformers model computes attention in plain ops; models of other makes are left alone."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.torch_tools import copy_all
 from hf_parallel.errors import ConfigError, UnsupportedError
 
 
@@ -70,7 +71,7 @@ class Bucket:
             if grad is not None
         ]
         if pairs:
-            torch._foreach_copy_([slot for slot, _ in pairs], [grad for _, grad in pairs])
+            copy_all([slot for slot, _ in pairs], [grad for _, grad in pairs])
         if flagged:
             flat[self.numel :].copy_(torch.tensor(present)) if not all(present) else flat[self.numel :].fill_(1.0)
         for param in self.params:

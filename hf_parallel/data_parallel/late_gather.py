@@ -15,9 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.compat.torch_tools import pytree
 
 
 class LateGather:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hf_parallel.compat.torch_tools import norms_of
+
 
 ROW = 256  # elements that are summed in fp32
 SMALL = 4096  # elements up to which torch's own norm is right to 1e-7
@@ -45,7 +47,7 @@ def _norms(tensors: Sequence[Tensor], norm_type: float) -> Iterator[Tensor]:
             yield from _row_norms(tensor, norm_type)
     half = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in at_once)
     if at_once:
-        yield from torch._foreach_norm(at_once, norm_type, dtype=torch.float32 if half else None)
+        yield from norms_of(at_once, norm_type, torch.float32 if half else None)
 
 
 def _row_norms(tensor: Tensor, norm_type: float) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
@@ -63,11 +64,6 @@ class GradientReducer:
         self._factor = 1.0
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         self._overlap = Overlap(self._buckets, self._start, late, watches=traffic.overlaps and not alone)
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets."""
-        return len(self._buckets)
 
     @property
     def counters(self) -> Counts:
@@ -147,4 +143,4 @@ class GradientReducer:
     def _scale(self, factor: float) -> None:
         grads = [param.grad for bucket in self._buckets for param in bucket.params if param.grad is not None]
         if grads and factor != 1.0:
-            torch._foreach_mul_(grads, factor)
+            scale_all(grads, factor)

@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed config: of the DeepSpeed that is installed, else of 0.19.8.
+"""The keys of a DeepSpeed config: at the top level of 0.19.8, inside `zero_optimization` of the DeepSpeed that is installed.
 
 DeepSpeed refuses unknown keys inside `zero_optimization` but ignores unknown keys at the top level, so a misspelt
 `zero_optimisation` is silently stage 0.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -82,100 +83,38 @@ REMOVED: Final = frozenset(
         "sparse_gradients",
     ]
 )
-_STAGE_3: Final = frozenset(
-    [
-        "allgather_sequential",
-        "gather_16bit_weights_on_model_save",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "model_persistence_threshold",
-        "module_granularity_threshold",
-        "param_persistence_threshold",
-        "prefetch_bucket_size",
-        "use_all_reduce_for_fetch_params",
-    ]
-)
-DEPRECATED: Final = frozenset(
-    [
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "legacy_stage1",
-        "stage3_gather_fp16_weights_on_model_save",
-    ]
-)
-_ZERO: Final = frozenset(
-    [
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "compute_grad_norm",
-        "contiguous_gradients",
-        "elastic_checkpoint",
-        "enable_sanity_checks",
-        "ignore_unused_parameters",
-        "leaf_module",
-        "load_from_fp32_weights",
-        "log_trace_cache_warnings",
-        "memory_efficient_linear",
-        "offload_optimizer",
-        "offload_param",
-        "overlap_comm",
-        "override_module_apply",
-        "parameter_alignment",
-        "pipeline_loading_checkpoint",
-        "reduce_bucket_size",
-        "reduce_scatter",
-        "round_robin_gradients",
-        "save_muon_momentum_buffer_in_memory",
-        "stage",
-        "sub_group_size",
-        "use_multi_rank_bucket_allreduce",
-        "zenflow",
-        "zero_hpz_partition_size",
-        "zero_quantized_gradients",
-        "zero_quantized_nontrainable_weights",
-        "zero_quantized_weights",
-    ]
-)
-_OFFLOAD: Final = frozenset({"device", "nvme_path", "buffer_count", "pin_memory"})
-_OFFLOAD_OPTIMIZER: Final = frozenset(
-    {"pipeline_read", "pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"}
-)
 
 
 @dataclass(frozen=True)
 class ZeroKeys:
-    """Keys that `zero_optimization` takes, its two offload sections among them, and whose they are."""
+    """Keys that `zero_optimization` takes, and whose they are.
+
+    Args:
+        zero: All of them.
+        deprecated: Those that will go.
+        offload: Of its sections `offload_optimizer` and `offload_param`, by "optimizer" and "param".
+        source: DeepSpeed with its version.
+    """
 
     zero: frozenset[str]
-    offload_optimizer: frozenset[str]
-    offload_param: frozenset[str]
+    deprecated: frozenset[str]
+    offload: Mapping[str, frozenset[str]]
     source: str
 
 
-def tabled_keys() -> ZeroKeys:
-    """The keys of DeepSpeed 0.19.8."""
-    return ZeroKeys(
-        _ZERO | _STAGE_3 | {f"stage3_{name}" for name in _STAGE_3} | DEPRECATED,
-        _OFFLOAD | _OFFLOAD_OPTIMIZER,
-        _OFFLOAD | {"buffer_size", "max_in_cpu"},
-        "DeepSpeed 0.19.8",
-    )
-
-
-def zero_keys() -> ZeroKeys:
-    """The keys of the DeepSpeed that is installed, else of 0.19.8."""
+def zero_keys() -> ZeroKeys | None:
+    """The keys of the DeepSpeed that is installed; None without one."""
     if importlib.util.find_spec("deepspeed") is None:
-        return tabled_keys()
-    zero: Any = importlib.import_module("deepspeed.runtime.zero.config")
+        return None
+    zero: Any = importlib.import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
     offload: Any = importlib.import_module("deepspeed.runtime.zero.offload_config")
     version = importlib.import_module("deepspeed").__version__
-    return ZeroKeys(
-        _names(zero.DeepSpeedZeroConfig),
-        _names(offload.DeepSpeedZeroOffloadOptimizerConfig),
-        _names(offload.DeepSpeedZeroOffloadParamConfig),
-        f"DeepSpeed {version}",
-    )
+    parts = {
+        "optimizer": _names(offload.DeepSpeedZeroOffloadOptimizerConfig),
+        "param": _names(offload.DeepSpeedZeroOffloadParamConfig),
+    }
+    marked = {name for name, field in zero.model_fields.items() if (field.json_schema_extra or {}).get("deprecated")}
+    return ZeroKeys(_names(zero), frozenset(marked), parts, f"DeepSpeed {version}")
 
 
 def _names(model: Any) -> frozenset[str]:

@@ -11,11 +11,10 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.machine.facts import extensions_folder
+from hf_parallel.machine.facts import extensions_folder, stale_locks
 from hf_parallel.settings.config import HFParallelConfig
 
 
@@ -53,24 +52,19 @@ def unbuilt(names: Iterable[str]) -> list[str]:
     ]
 
 
-def blocking_locks(names: Iterable[str], before: float | None = None) -> list[Path]:
-    """Lock files of builds of these ops that every process would wait for.
+def refuse_locks(names: Iterable[str], before: float | None = None) -> None:
+    """Refuse to wait for a build of these ops that may have been killed.
 
     Args:
         names: Ops.
-        before: Only those made before this time, in seconds since the epoch: later ones are of this very run.
-    """
-    locks = (lock for name in (*names, PIN_MEMORY) for lock in extensions_folder().glob(f"**/{name}/lock"))
-    return [lock for lock in locks if before is None or lock.stat().st_mtime < before]
-
-
-def refuse_locks(names: Iterable[str], before: float | None = None) -> None:
-    """Refuse to wait for a build that nobody may be working on.
+        before: Only locks made before this time, in seconds since the epoch, count: later ones are of this very run.
 
     Raises:
         ConfigError: Names each lock file.
     """
-    locks = blocking_locks(names, before)
+    ops = {*names, PIN_MEMORY}
+    locks = [lock for lock in stale_locks(extensions_folder()) if lock.parent.name in ops]
+    locks = [lock for lock in locks if before is None or lock.stat().st_mtime < before]
     if locks:
         ages = "; ".join(f"{lock} ({(time.time() - lock.stat().st_mtime) / 60:.0f} minutes old)" for lock in locks)
         raise ConfigError(

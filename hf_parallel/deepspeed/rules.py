@@ -1,6 +1,6 @@
 """What is wrong with DeepSpeed settings: those inside an accelerate file, and those of a DeepSpeed JSON file.
 
-Pure. A problem is one line that begins with its key path. Source of the rules: accelerate 1.15 passes on a few keys and
+A problem is one line that begins with its key path. Source of the rules: accelerate 1.15 passes on a few keys and
 drops the rest; DeepSpeed 0.19.8 was asked what it accepts.
 """
 
@@ -13,28 +13,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.deepspeed.keys import DEPRECATED, REMOVED, TOP, ZeroKeys
+from hf_parallel.deepspeed.keys import REMOVED, TOP, ZeroKeys
+from hf_parallel.settings.accelerate_keys import launch_keys
 from hf_parallel.settings.sections import number
 
 
-# What accelerate hands to its workers; everything else in the section goes nowhere.
-PASSED_ON: Final = frozenset(
-    [
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero3_init_flag",
-        "zero3_save_16bit_model",
-        "deepspeed_config_file",
-        "deepspeed_moe_layer_cls_names",
-        "deepspeed_hostfile",
-        "deepspeed_exclusion_filter",
-        "deepspeed_inclusion_filter",
-        "deepspeed_multinode_launcher",
-    ]
-)
+# accelerate launch takes these, and hands the others of the section to its workers.
 PARSED_ONLY: Final = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 # With a JSON file accelerate refuses these in its own file.
 JSON_OWNS: Final = (
@@ -61,19 +45,24 @@ def nearest(key: str, known: Collection[str]) -> str:
     return f"Did you mean {found[0]}?" if found else "Remove it."
 
 
-def inline_problems(block: Mapping[str, Any], mixed_precision: object, keys: ZeroKeys) -> Iterator[str]:
+def section_keys() -> frozenset[str]:
+    """Keys of a `deepspeed_config` section that reach the workers."""
+    return launch_keys("deepspeed_", "zero", "offload_", "gradient_") - {*PARSED_ONLY}
+
+
+def inline_problems(block: Mapping[str, Any], mixed_precision: object, keys: ZeroKeys | None) -> Iterator[str]:
     """Problems of the `deepspeed_config` section of an accelerate file."""
-    path = "deepspeed_config"
+    path, passed_on = "deepspeed_config", section_keys()
     for key, value in block.items():
-        if key in PASSED_ON:
+        if key in passed_on:
             continue
-        if key in (*TOP, *keys.zero, *PARSED_ONLY) or key in ("offload_optimizer", "offload_param"):
+        if key in (*TOP, *(keys.zero if keys else ()), *PARSED_ONLY):
             yield (
                 f"{path}.{key}={value!r}: accelerate drops it silently. Write it into a DeepSpeed JSON file and name that in "
                 f"{path}.deepspeed_config_file."
             )
         else:
-            yield f"{path}.{key}: unknown key, which accelerate drops silently. {nearest(str(key), PASSED_ON)}"
+            yield f"{path}.{key}: unknown key, which accelerate drops silently. {nearest(str(key), passed_on)}"
     file = block.get("deepspeed_config_file")
     if file is not None:
         both = [key for key in JSON_OWNS if key in block]
@@ -138,12 +127,12 @@ def _device_problems(path: str, part: str, device: object, stage: object, stage_
         )
 
 
-def json_problems(config: Mapping[str, Any], keys: ZeroKeys, world_size: int | None) -> Iterator[str]:
+def json_problems(config: Mapping[str, Any], keys: ZeroKeys | None, world_size: int | None) -> Iterator[str]:
     """Problems of a DeepSpeed JSON file.
 
     Args:
         config: Its content.
-        keys: What `zero_optimization` may hold.
+        keys: What `zero_optimization` may hold, None if not known.
         world_size: Processes of the run, None if not known.
     """
     for key in config:
@@ -164,21 +153,19 @@ def json_problems(config: Mapping[str, Any], keys: ZeroKeys, world_size: int | N
     yield from _batch_of(config, world_size)
 
 
-def _zero_problems(zero: Mapping[str, Any], keys: ZeroKeys) -> Iterator[str]:
+def _zero_problems(zero: Mapping[str, Any], keys: ZeroKeys | None) -> Iterator[str]:
     path = "zero_optimization"
-    for key in zero:
-        if key not in keys.zero:
-            yield f"{path}.{key}: unknown key, which {keys.source} refuses. {nearest(str(key), keys.zero)}"
+    if keys is not None:
+        yield from _unknown(path, zero, keys.zero, keys.source)
     stage = number(zero.get("stage", 0))
     yield from _stage_problems(f"{path}.stage", stage)
-    for part, known in (("optimizer", keys.offload_optimizer), ("param", keys.offload_param)):
+    for part in ("optimizer", "param"):
         name = f"{path}.offload_{part}"
         offload = zero.get(f"offload_{part}")
         if not isinstance(offload, Mapping):
             continue
-        for key in offload:
-            if key not in known:
-                yield f"{name}.{key}: unknown key, which {keys.source} refuses. {nearest(str(key), known)}"
+        if keys is not None:
+            yield from _unknown(name, offload, keys.offload[part], keys.source)
         device = offload.get("device", "none")
         yield from _device_problems(f"{name}.device", part, device, stage, f"{path}.stage")
         if device == "nvme":
@@ -186,6 +173,12 @@ def _zero_problems(zero: Mapping[str, Any], keys: ZeroKeys) -> Iterator[str]:
         ratio = offload.get("ratio", 1.0)
         if part == "optimizer" and ratio != 1.0 and stage != 3:
             yield f"{name}.ratio={ratio} with {path}.stage={stage}: parts are offloaded at stage 3 only. Remove it."
+
+
+def _unknown(path: str, section: Mapping[str, Any], known: Collection[str], source: str) -> Iterator[str]:
+    for key in section:
+        if key not in known:
+            yield f"{path}.{key}: unknown key, which {source} refuses. {nearest(str(key), known)}"
 
 
 def folder_problems(path: str, folder: object) -> Iterator[str]:
@@ -221,15 +214,17 @@ def batch_problems(
         )
 
 
-def json_warnings(config: Mapping[str, Any], gpu_bytes: float | None) -> Iterator[str]:
+def json_warnings(config: Mapping[str, Any], keys: ZeroKeys | None, gpu_bytes: float | None) -> Iterator[str]:
     """What may fail or surprise in a DeepSpeed JSON file."""
     for path, value in leaves(config):
         if value == "auto" and not FILLED.fullmatch(path):
-            yield f"{path}='auto': nobody fills this one in. Write a value or remove it."
+            yield f"{path}='auto': the Trainer does not fill this one in. Write a value or remove it."
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return
-    for key in sorted(DEPRECATED & set(zero)):
+    if keys is None:
+        yield "zero_optimization: its keys are not checked, because DeepSpeed is not installed here. Check on a machine that has it."
+    for key in sorted(keys.deprecated & set(zero)) if keys else ():
         yield f"zero_optimization.{key}: deprecated. Use offload_optimizer, offload_param or the 16bit key instead."
     parts = [zero.get(f"offload_{part}") for part in ("optimizer", "param")]
     if "aio" not in config and any(isinstance(part, Mapping) and part.get("device") == "nvme" for part in parts):

@@ -16,6 +16,7 @@ from hf_parallel.deepspeed.rules import leaves
 from hf_parallel.deepspeed.worker import has_cpu_adam
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.precision import fp16_on_cpu
 
 
 # Filled in from TrainingArguments.
@@ -97,8 +98,8 @@ def _precision_problems(trainer: Trainer, config: HFParallelConfig) -> Iterator[
             "zero.offload_param=nvme in fp32 on the CPU: DeepSpeed would round parameters to bf16 on their way to the files. Set "
             "bf16=True, or zero.offload_param to cpu."
         )
-    if precision == "fp16":
-        yield "fp16=True with zero.engine=deepspeed on the CPU: DeepSpeed has no fp16 there. Set bf16=True, or neither."
+    asked = "fp16=True with zero.engine=deepspeed on the CPU"
+    yield from fp16_on_cpu(precision, on_cpu=True, asked=asked, fix="Set bf16=True, or neither.")
 
 
 def _differences(asked: Mapping[str, Any], runs: Mapping[str, Any]) -> Iterator[str]:

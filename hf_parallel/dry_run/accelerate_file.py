@@ -1,6 +1,6 @@
 """What is wrong with an accelerate file around our section: keys, processes, precision, FSDP.
 
-Pure. A problem is one line that begins with its key path. Source: accelerate 1.15.
+A problem is one line that begins with its key path. Source: accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -9,68 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from hf_parallel.deepspeed.rules import nearest
+from hf_parallel.settings.accelerate_keys import file_keys, launch_keys
+from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.recipes import KEY, ONE_PROCESS_TYPES, SECTION
 from hf_parallel.settings.sections import shown
 
 
-KNOWN: Final = frozenset(
-    [
-        "compute_environment",
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "debug",
-        "num_processes",
-        "machine_rank",
-        "num_machines",
-        "gpu_ids",
-        "main_process_ip",
-        "main_process_port",
-        "rdzv_backend",
-        "same_network",
-        "main_training_function",
-        "enable_cpu_affinity",
-        "fp8_config",
-        "deepspeed_config",
-        "fsdp_config",
-        "parallelism_config",
-        "megatron_lm_config",
-        "mpirun_config",
-        "downcast_bf16",
-        "tpu_name",
-        "tpu_zone",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "command_file",
-        "commands",
-        "tpu_vm",
-        "tpu_env",
-        "dynamo_config",
-        "fp16",
-        "dynamo_backend",
-    ]
-)
-FSDP_KEYS: Final = frozenset(
-    f"fsdp_{name}"
-    for name in [
-        "version",
-        "sharding_strategy",
-        "reshard_after_forward",
-        "offload_params",
-        "min_num_params",
-        "auto_wrap_policy",
-        "transformer_layer_cls_to_wrap",
-        "backward_prefetch",
-        "state_dict_type",
-        "forward_prefetch",
-        "use_orig_params",
-        "cpu_ram_efficient_loading",
-        "sync_module_states",
-        "activation_checkpointing",
-        "activation_checkpointing_offload",
-        "ignored_modules",
-    ]
-)
 ENGINE_SECTIONS: Final = {
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -88,8 +32,8 @@ FSDP1_ONLY: Final = (
 def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     """Problems of the top level of the file."""
     for key in accelerate:
-        if key not in KNOWN and key != KEY:
-            yield f"{key}: unknown key, which accelerate refuses. {nearest(str(key), KNOWN)}"
+        if key not in file_keys() and key != KEY:
+            yield f"{key}: unknown key, which accelerate refuses. {nearest(str(key), file_keys())}"
     if "distributed_type" not in accelerate:
         yield "distributed_type: accelerate refuses a file without it. Set distributed_type to MULTI_GPU, or NO for one process."
     kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
@@ -130,8 +74,8 @@ def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
         yield "mixed_precision=false: YAML reads the bare word no as false. Write mixed_precision: 'no', in quotes."
     elif precision is not None and str(precision).lower() not in PRECISIONS:
         yield f"mixed_precision={shown(precision)}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to 'no' or bf16."
-    if str(precision).lower() == "fp16" and accelerate.get("use_cpu") is True:
-        yield "mixed_precision='fp16' with use_cpu=true: fp16 needs a GPU. Set mixed_precision to bf16 or 'no'."
+    asked = "mixed_precision='fp16' with use_cpu=true"
+    yield from fp16_on_cpu(precision, on_cpu=accelerate.get("use_cpu") is True, asked=asked)
 
 
 def _size_problems(accelerate: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -154,9 +98,10 @@ def fsdp_problems(block: Mapping[str, Any], *, on_cpu: bool) -> Iterator[str]:
             "distributed_type='FSDP' with use_cpu=true: accelerate silently trains with plain DDP. Set distributed_type to "
             "MULTI_GPU and zero.stage in our section, or train on GPUs."
         )
+    known = launch_keys("fsdp_") | {"fsdp_ignored_modules"}  # which only a file can hold
     for key in given:
-        if key not in FSDP_KEYS:
-            yield f"fsdp_config.{key}: unknown key, which accelerate drops silently. {nearest(key, FSDP_KEYS)}"
+        if key not in known:
+            yield f"fsdp_config.{key}: unknown key, which accelerate drops silently. {nearest(key, known)}"
     version = str(given.get("fsdp_version", 1))
     if version not in ("1", "2"):
         yield f"fsdp_config.fsdp_version={version}: expected 1 or 2. Set fsdp_config.fsdp_version to 2."

@@ -18,7 +18,8 @@ from hf_parallel.machine.facts import Machine
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
-from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, read_section
+from hf_parallel.settings.precision import fp16_on_cpu
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
 from hf_parallel.settings.sections import spelled
 
 
@@ -106,11 +107,12 @@ def check_file(path: Path, machine: Machine) -> Checked:
         machine: What the rules about hardware look at.
     """
     try:
-        section, accelerate = read_section(path)
+        text = read_bounded(path)
+        section, accelerate = section_of(text, path)
     except ConfigError as error:
-        texts = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
-        return Checked(path, None, {}, findings=tuple(Finding("error", text, path) for text in texts))
-    place = _Place(path, read_bounded(path))
+        lines = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
+        return Checked(path, None, {}, findings=tuple(Finding("error", line, path) for line in lines))
+    place = _Place(path, text)
     config, found = _check_section(place, section)
     found += place.findings("error", file_problems(accelerate))
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
@@ -184,8 +186,8 @@ def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspe
             )
     if accelerate.get("use_cpu") is True:
         return
-    if not machine.gpus and str(accelerate.get("mixed_precision")).lower() == "fp16":
-        yield "mixed_precision='fp16' on a machine without a GPU: fp16 needs one. Set mixed_precision to bf16 or 'no'."
+    asked = "mixed_precision='fp16' on a machine without a GPU"
+    yield from fp16_on_cpu(accelerate.get("mixed_precision"), on_cpu=not machine.gpus, asked=asked)
     old = [gpu for gpu in machine.gpus if gpu.capability < AMPERE]
     if old and str(accelerate.get("mixed_precision")).lower() == "bf16":
         major, minor = old[0].capability
@@ -238,13 +240,12 @@ def _check_deepspeed(
     is_number = isinstance(processes, int) and not isinstance(processes, bool)
     world = processes if is_number and processes is not None and processes > 0 else None
     found += inner.findings("error", json_problems(config, keys, world))
-    found += inner.findings("warning", json_warnings(config, machine.gpu_bytes))
-    if accelerate.get("use_cpu") is True or not machine.gpus:
-        found += inner.findings("error", _half_on_cpu(config))
-    return config, found
-
-
-def _half_on_cpu(config: Mapping[str, Any]) -> Iterator[str]:
+    found += inner.findings("warning", json_warnings(config, keys, machine.gpu_bytes))
     half = config.get("fp16")
-    if isinstance(half, Mapping) and half.get("enabled") is True:
-        yield "fp16.enabled=true without a GPU: DeepSpeed has no fp16 on CPUs. Set fp16.enabled to false and bf16.enabled to true."
+    problems = fp16_on_cpu(
+        "fp16" if isinstance(half, Mapping) and half.get("enabled") is True else None,
+        on_cpu=accelerate.get("use_cpu") is True or not machine.gpus,
+        asked="fp16.enabled=true without a GPU",
+        fix="Set fp16.enabled to false and bf16.enabled to true.",
+    )
+    return config, [*found, *inner.findings("error", problems)]

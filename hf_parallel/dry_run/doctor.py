@@ -6,12 +6,13 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Final, Literal
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hf_parallel.machine.facts import (
@@ -33,7 +34,6 @@ from hf_parallel.machine.ram import free_ram, ram_limit
 Status = Literal["ok", "warning", "error"]
 
 GB: Final = 1e9
-SUPPORTED: Final[Mapping[str, str]] = {"torch": ">=2.11", "transformers": ">=5.23,<5.24", "accelerate": ">=1.15,<2"}
 OPTIONAL: Final = ("deepspeed", "peft")
 LOW_DISK: Final = 20 * GB  # a checkpoint of a small model with its optimizer state
 LOW_SHARED: Final = 1 * GB  # data loader workers and NCCL talk through it
@@ -74,7 +74,7 @@ def examine() -> list[Check]:
     }
     folders = {"here": Path.cwd(), "model cache": _cache_folder()}
     return [
-        *version_checks({name: _version(name) for name in (*SUPPORTED, *OPTIONAL)}, platform.python_version()),
+        *version_checks(supported_versions(), _version),
         *gpu_checks(found, torch.version.cuda, has_driver=shutil.which("nvidia-smi") is not None),
         *link_checks(found, free_gpu_bytes(len(found)), nvml_links(), peers=peer_access(len(found))),
         *core_checks(cores(), len(found), os.environ.get("OMP_NUM_THREADS")),
@@ -86,6 +86,12 @@ def examine() -> list[Check]:
         *compiler_checks(tools, has_gpu=bool(found)),
         *lock_checks({lock: time.time() - lock.stat().st_mtime for lock in stale_locks(extensions_folder())}),
     ]
+
+
+def supported_versions() -> dict[str, SpecifierSet]:
+    """The packages that this one depends on, with their ranges, where it names one."""
+    needed = [Requirement(line) for line in requires("hf_parallel") or ()]
+    return {one.name: one.specifier for one in needed if one.marker is None and one.specifier}
 
 
 def _version(name: str) -> str | None:
@@ -107,19 +113,18 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def version_checks(installed: Mapping[str, str | None], python: str) -> Iterator[Check]:
+def version_checks(supported: Mapping[str, SpecifierSet], version_of: Callable[[str], str | None]) -> Iterator[Check]:
     """Packages against the range that is tested."""
-    yield Check("python", "ok", python)
-    for name, wanted in SUPPORTED.items():
-        found = installed[name]
-        if found is None:
-            yield Check(name, "error", "not installed", f"pip install '{name}{wanted}'")
-        elif found in SpecifierSet(wanted, prereleases=True):
+    yield Check("python", "ok", platform.python_version())
+    for name, wanted in supported.items():
+        found = version_of(name)
+        if found is not None and wanted.contains(found, prereleases=True):
             yield Check(name, "ok", f"{found} (supported: {wanted})")
         else:
-            yield Check(name, "error", f"{found} is outside of {wanted}", f"pip install '{name}{wanted}'")
+            text = "not installed" if found is None else f"{found} is outside of {wanted}"
+            yield Check(name, "error", text, f"pip install '{name}{wanted}'")
     for name in OPTIONAL:
-        yield Check(name, "ok", installed.get(name) or "not installed (optional)")
+        yield Check(name, "ok", version_of(name) or "not installed (optional)")
 
 
 def gpu_checks(found: Sequence[Gpu], cuda: str | None, *, has_driver: bool) -> Iterator[Check]:
@@ -232,9 +237,9 @@ def _interface_checks(variable: str, value: str, known: Sequence[str]) -> Iterat
     """NCCL takes prefixes, `=` for whole names and `^` for what not to take; gloo whole names."""
     if not value or value.startswith("^"):
         return
-    for wish in value.removeprefix("=").split(","):
+    for interface in value.removeprefix("=").split(","):
         exact = variable.startswith("GLOO") or value.startswith("=")
-        name = wish.split(":")[0]
+        name = interface.split(":")[0]
         if not any(other == name if exact else other.startswith(name) for other in known):
             text = f"{variable}={value}: no interface {name} is up"
             yield Check("network", "error", text, f"export {variable}={known[0]}")

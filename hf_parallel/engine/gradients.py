@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.compat.private_torch import queue_after_backward
+from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
@@ -230,7 +231,7 @@ class GradientSync:
         for gradient in self._gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
         for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            scale_all(gradients, factor.to(device))
         self.arrivals.note_all()
         if self._parts is not None:
             self._remember_parts()

@@ -94,7 +94,7 @@ def parallelize(
     engine = attach(setup, plans, stages, replicas)
     watchdog.runs()
     if setup.reports:
-        for line in [*summary(plans), *engine.gradients.replicas.describe()]:
+        for line in [*summary(plans, setup), *engine.gradients.replicas.describe()]:
             logger.info("hf_parallel: %s", line)
     return engine
 

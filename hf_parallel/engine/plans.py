@@ -23,7 +23,6 @@ from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.predict_cut import Prediction, describe, predict
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
-from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.tensor_parallel.plan.cost import report
 from hf_parallel.tensor_parallel.plan.vocab_plan import WHOLE_LOGITS
 from hf_parallel.tensor_parallel.run.vocab import labelled
@@ -43,24 +42,18 @@ class Plans:
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         cut: The pipeline stages, None with pp_size 1.
         recomputed: The stack and its groups of blocks that are checkpointed together.
-        recompute: How they are.
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         ledger: The full model's parameters.
         prediction: What the cut is expected to cost, None with pp_size 1.
-        element_size: Bytes of one element of the parameters.
-        reduces_in_fp32: Whether partial sums over tensor-parallel ranks are made and summed in fp32.
     """
 
     forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
     cut: Cut | None
     recomputed: tuple[str, list[range]]
-    recompute: ActivationCheckpointingConfig
     units: tuple[tuple[str, ...], ...]
     ledger: Ledger
     prediction: Prediction | None
-    element_size: int
-    reduces_in_fp32: bool
 
 
 def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = None) -> Plans:
@@ -96,12 +89,9 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         tensor_parallel=shards,
         cut=cut,
         recomputed=recomputed,
-        recompute=setup.config.activation_checkpointing,
         units=units,
         ledger=ledger,
         prediction=_prediction(setup, ledger, cut),
-        element_size=next(model.parameters()).element_size(),
-        reduces_in_fp32=setup.config.tensor_parallel.reduce_dtype == "float32",
     )
 
 
@@ -157,19 +147,21 @@ def _prediction(setup: Setup, ledger: Ledger, cut: Cut | None) -> Prediction | N
     return predict(cut.stages, cut.bounds, cut.costs, cut.schedule.typical(), holdings)
 
 
-def summary(plans: Plans) -> list[str]:
+def summary(plans: Plans, setup: Setup) -> list[str]:
     """Lines that say what each stage holds and what share of the model is sharded."""
     lines = []
     if plans.prediction is not None and plans.cut is not None:
         lines += describe(plans.prediction, plans.cut.stages.stack)
     if plans.recomputed[1]:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
-        kept = f", attention and one product in {plans.recompute.every} kept" if plans.recompute.products else ""
-        where = ", inputs in host memory" if plans.recompute.offload else ""
+        how = setup.config.activation_checkpointing
+        kept = f", attention and one product in {how.every} kept" if how.products else ""
+        where = ", inputs in host memory" if how.offload else ""
         lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
     if plans.tensor_parallel is not None:
-        size = plans.element_size
-        lines += report(plans.tensor_parallel, size, max(size, 4) if plans.reduces_in_fp32 else size)
+        size = next(setup.model.parameters()).element_size()
+        widened = max(size, 4) if setup.config.tensor_parallel.reduces_in_fp32 else size
+        lines += report(plans.tensor_parallel, size, widened)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
         lines += [f"tensor parallel: {line}" for line in whole]
     return lines

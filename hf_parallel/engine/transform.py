@@ -109,7 +109,7 @@ def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
         mesh.tp_rank,
         holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         deferral=None if stages is None else stages.weights,
-        reduces_in_fp32=plans.reduces_in_fp32,
+        reduces_in_fp32=setup.config.tensor_parallel.reduces_in_fp32,
     )
 
 

@@ -20,8 +20,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_parallel.compat.torch_tools import pytree
 
 
 IGNORED = -100

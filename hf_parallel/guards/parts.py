@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hf_parallel.compat.private_torch import in_backward_pass, not_overridden, without_memory
+from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hf_parallel.compat.torch_tools import is_traceable_wrapper_subclass
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 
 

@@ -37,7 +37,7 @@ class Tasks:
     value: int
 
 
-def lonely_task(environ: Mapping[str, str]) -> Tasks | None:
+def unconnected_task(environ: Mapping[str, str]) -> Tasks | None:
     """The tasks that this process is one of although torch's variables are missing, so that each would run alone.
 
     None if WORLD_SIZE says how many processes belong together, or if there is one task. The shell of an allocation and

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +27,7 @@ from hf_parallel.compat.private_torch import (
     own_parameters,
     packet_of_op,
 )
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
 from hf_parallel.model.tensors import tensors_in

@@ -23,11 +23,9 @@ from hf_parallel.settings.replica_sections import (
     ZeroConfig,
 )
 from hf_parallel.settings.sections import (
-    DEFAULT_RANK_ORDER,
     MAX_SIZE,
     STAGES_PER_RANK,
     ActivationCheckpointingConfig,
-    Axis,
     CheckpointConfig,
     Count,
     MonitorConfig,
@@ -35,7 +33,6 @@ from hf_parallel.settings.sections import (
     Section,
     Size,
     TensorParallelConfig,
-    as_tuple,
     number,
     spelled,
 )
@@ -67,7 +64,6 @@ class HFParallelConfig(Section):
     Args:
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
-        rank_order: Mesh axes, outermost first; a permutation of dp_replicate, dp_shard, pp, tp. None is that order.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
         pipeline: Stages, microbatches and schedule.
@@ -86,11 +82,6 @@ class HFParallelConfig(Section):
 
     tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
     pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
-    rank_order: Annotated[
-        tuple[Axis, ...] | None,
-        BeforeValidator(as_tuple),
-        Field(description=f"a permutation of {list(DEFAULT_RANK_ORDER)}, outermost first, or null"),
-    ] = None
     gradient_accumulation_steps: Annotated[
         Literal["auto"] | Count,
         BeforeValidator(number),
@@ -147,16 +138,6 @@ class HFParallelConfig(Section):
             problems.append(
                 f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
                 f"{recompute.every} is not available yet. Set one of them to its default."
-            )
-        if self.rank_order is not None and sorted(self.rank_order) != sorted(DEFAULT_RANK_ORDER):
-            problems.append(
-                f"rank_order={list(self.rank_order)}: expected every axis of {list(DEFAULT_RANK_ORDER)} exactly once. "
-                f"Set rank_order to {list(DEFAULT_RANK_ORDER)} or leave it out."
-            )
-        elif self.rank_order not in (None, DEFAULT_RANK_ORDER):
-            problems.append(
-                f"rank_order={list(self.rank_order)} is not available yet: ranks are laid out in the order "
-                f"{list(DEFAULT_RANK_ORDER)}. Set rank_order to null."
             )
         problems += [
             *self._without_effect(),
@@ -272,7 +253,7 @@ class HFParallelConfig(Section):
             )
         unnamed = [key for key in values or {} if not isinstance(key, str)]
         if unnamed:
-            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are words. Quote or remove them.")
+            raise ConfigError(f"{source}: {spelled(unnamed)}: keys are strings. Quote or remove them.")
         try:
             return cls(**(values or {}))
         except ConfigError as error:

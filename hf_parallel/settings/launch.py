@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.machine.tasks import lonely_task
+from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
 from hf_parallel.settings.sections import spelled
@@ -43,7 +43,6 @@ class Launch:
         source: Who named that file.
         launched_by: What started the process.
         rank: Global rank, from 0.
-        local_rank: Rank on this machine, from 0.
         world_size: Processes of the run, 1 or more.
     """
 
@@ -51,7 +50,6 @@ class Launch:
     source: Source
     launched_by: Launcher
     rank: int
-    local_rank: int
     world_size: int
 
 
@@ -75,7 +73,7 @@ def find_launch(argument: str | Path | None = None) -> Launch:
         path, source = launcher_path, "accelerate launch"
     else:
         path, source = None, "none"
-    return Launch(path, source, launched_by, _int("RANK", 0), _int("LOCAL_RANK", 0), _int("WORLD_SIZE", 1))
+    return Launch(path, source, launched_by, _int("RANK", 0), _int("WORLD_SIZE", 1))
 
 
 def resolve_config(
@@ -92,7 +90,7 @@ def resolve_config(
         ConfigError: If the settings are not valid, do not fit the number of processes, or are nowhere to be found
             under a launcher that knows no config file.
     """
-    refuse_lonely_task()
+    refuse_unconnected_task()
     launch = find_launch(config if isinstance(config, str | Path) else None)
     accelerate: Mapping[str, Any] | None = None
     if isinstance(config, HFParallelConfig):
@@ -117,13 +115,13 @@ def resolve_config(
     return found, _explain(found, launch.world_size, origin)
 
 
-def refuse_lonely_task() -> None:
+def refuse_unconnected_task() -> None:
     """Refuse a process that a cluster's launcher started beside others, which it knows nothing of.
 
     Raises:
         ConfigError: With the command that starts such a run.
     """
-    tasks = lonely_task(os.environ)
+    tasks = unconnected_task(os.environ)
     if tasks is None:
         return
     import torch.distributed as dist

@@ -73,14 +73,14 @@ def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mappi
     section, _, leaf = path.rpartition(".")
     if detail["type"] == "together":
         return detail["msg"]
-    if detail["type"] == "told":
+    if detail["type"] == "problem":
         return f"{path}{detail['msg']}"
     if detail["type"] == "extra_forbidden":
         return _unknown_key(root, leaf, section)
     home = _home(root, section)
     field = home.model_fields.get(leaf)
-    if field is None:  # a key that is no word
-        return f"{section or 'the settings'}: {_cut(leaf)} is not a key. Keys are words: quote or remove it."
+    if field is None:  # a key that is no string
+        return f"{section or 'the settings'}: {_cut(leaf)} is not a key. Keys are strings: quote or remove it."
     given: Any = values
     for part in path.split("."):
         given = given[part] if isinstance(given, Mapping) else getattr(given, part, None)

@@ -14,6 +14,7 @@ from typing import Any
 from hf_parallel.errors import MAX_LINES, ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
+from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
 
 
@@ -86,7 +87,12 @@ def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any
     Raises:
         ConfigError: If the file is not a YAML mapping, or holds our key in another place than `parallelism_config`.
     """
-    accelerate = parse_yaml(read_bounded(path), path)
+    return section_of(read_bounded(path), path)
+
+
+def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+    """As `read_section`, of the text of the file `path`."""
+    accelerate = parse_yaml(text, path)
     accelerate = {} if accelerate is None else accelerate
     if not isinstance(accelerate, dict):
         raise ConfigError(f"{path}: expected a mapping, found {type(accelerate).__name__}. Write `key: value` lines.")
@@ -117,9 +123,9 @@ def _refuse_misspelled_key(path: Path, section: Mapping[str, Any] | None) -> Non
 
 
 def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
-    """Refuse keys that are no words, and a value where accelerate, and we, read a mapping."""
+    """Refuse keys that are no strings, and a value where accelerate, and we, read a mapping."""
     problems = [
-        f"{path}: {spelled(key)}: keys are words. Quote or remove it."
+        f"{path}: {spelled(key)}: keys are strings. Quote or remove it."
         for key in accelerate
         if not isinstance(key, str)
     ]
@@ -131,7 +137,7 @@ def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
             )
         elif section:
             odd = [key for key in section if not isinstance(key, str)]
-            problems += [f"{path}: {name}[{spelled(key)}]: keys are words. Quote or remove it." for key in odd]
+            problems += [f"{path}: {name}[{spelled(key)}]: keys are strings. Quote or remove it." for key in odd]
     if problems:
         raise ConfigError("\n".join(problems[:MAX_LINES]))
 
@@ -199,12 +205,11 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
         for key, value in section.items()
         if key not in LAUNCHER_ONLY
     ]
-    if str(accelerate.get("mixed_precision")).lower() == "fp16" and accelerate.get("use_cpu") is True:
-        problems.append(
-            "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true: DeepSpeed has no fp16 on CPUs. Set "
-            "mixed_precision to bf16 or 'no'."
-        )
-    return problems
+    asked = "mixed_precision='fp16' with zero.engine=deepspeed and use_cpu=true"
+    return [
+        *problems,
+        *fp16_on_cpu(accelerate.get("mixed_precision"), on_cpu=accelerate.get("use_cpu") is True, asked=asked),
+    ]
 
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
@@ -230,7 +235,12 @@ def load_file(path: Path) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:
 
 
 def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
-    """Return the validated config of a recipe.
+    """Return the validated config of a recipe; arguments and errors as of `read_recipe`."""
+    return read_recipe(name_or_path)[0]
+
+
+def read_recipe(name_or_path: str | Path) -> tuple[HFParallelConfig, Mapping[str, Any]]:
+    """Return the validated config of a recipe and the accelerate settings around it.
 
     Args:
         name_or_path: A file, else the name of a shipped recipe.
@@ -246,7 +256,7 @@ def load_recipe(name_or_path: str | Path) -> HFParallelConfig:
         check_accelerate(config, accelerate)
     except ConfigError as error:
         raise ConfigError(f"{path}:\n{error}") from None
-    return config
+    return config, accelerate
 
 
 def replica_settings(config: HFParallelConfig) -> list[str]:

@@ -19,9 +19,6 @@ MAX_SHOWN = 80  # characters of a value in a message
 MAX_SIZE = 1 << 16  # ranks of an axis, stages of a pipeline: far above any cluster, and still quick to count
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
-Axis = Literal["dp_replicate", "dp_shard", "pp", "tp"]
-DEFAULT_RANK_ORDER: tuple[Axis, ...] = get_args(Axis)
-
 
 def number(value: object) -> object:
     """YAML 1.1 reads `5e8` as a string; give the field the number that was meant."""
@@ -50,15 +47,17 @@ def known_treatments(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     if not value:
-        raise PydanticCustomError("told", "={}: an empty mapping has no effect. Write 'auto' or patterns.")
+        raise PydanticCustomError("problem", "={}: an empty mapping has no effect. Write 'auto' or patterns.")
     words = get_args(Treatment)
     for pattern, word in value.items():
         if not isinstance(pattern, str):
-            raise PydanticCustomError("told", "{text}", {"text": f"[{shown(pattern)}]: patterns are words. Quote it."})
+            raise PydanticCustomError(
+                "problem", "{text}", {"text": f"[{shown(pattern)}]: patterns are strings. Quote it."}
+            )
         if not isinstance(word, str) or word not in words:
             near = difflib.get_close_matches(spelled(word), words, 1, 0.0)[0]
             text = f"[{shown(pattern)}]={shown(word)}: expected {', '.join(map(repr, words))}. Did you mean {near!r}?"
-            raise PydanticCustomError("told", "{text}", {"text": text})
+            raise PydanticCustomError("problem", "{text}", {"text": text})
     return dict(value)
 
 
@@ -197,6 +196,11 @@ class TensorParallelConfig(Section):
         Literal["warn", "error", "ignore"],
         Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),
     ] = "warn"
+
+    @property
+    def reduces_in_fp32(self) -> bool:
+        """Whether half-precision partial sums are made and summed over the ranks in fp32."""
+        return self.reduce_dtype == "float32"
 
 
 class ActivationCheckpointingConfig(Section):

@@ -25,7 +25,7 @@ from hf_parallel.compat.private_torch import loss_scale
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
-from hf_parallel.settings.accumulation import agreed
+from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.trainer.model_folder import install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
@@ -111,7 +111,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
         if known is None and self.hf_parallel.raw_loop:
             state, wanted = self.gradient_state, self.hf_parallel.config.gradient_accumulation_steps
-            state.plugin_kwargs["num_steps"] = agreed(wanted, state.num_steps, "Accelerator")
+            state.plugin_kwargs["num_steps"] = accumulation_steps(wanted, state.num_steps, "Accelerator")
         if known is None and self.hf_parallel.total_steps is not None:
             engine.gradients.replicas.plan_steps(self.hf_parallel.total_steps, 0)
         return engine

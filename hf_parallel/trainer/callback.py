@@ -33,7 +33,7 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import compare_over_ranks, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.settings.accumulation import agreed
+from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
@@ -193,7 +193,7 @@ def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
         ConfigError: TrainingArguments say another.
     """
     args, wanted = trainer.args, config.gradient_accumulation_steps
-    steps = agreed(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    steps = accumulation_steps(wanted, args.gradient_accumulation_steps, "TrainingArguments")
     if steps != args.gradient_accumulation_steps:
         args.gradient_accumulation_steps = steps
         logger.info("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)

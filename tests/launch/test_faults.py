@@ -76,7 +76,7 @@ def test_a_stopped_rank_does_not_hold_the_job(what: str, section: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_run_that_ended_well_aborts(tmp_path: Path) -> None:
-    """Scripts that end right after training; the watchdogs beat several times a second."""
+    """Scripts that end right after training; the watchdogs write several heartbeats a second."""
     for attempt in range(12):
         folder = tmp_path / str(attempt)
         folder.mkdir()

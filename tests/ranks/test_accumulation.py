@@ -16,7 +16,7 @@ from rank_runner import run_ranks
 from trainer_cases import ENV, Case, make_trainer
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.settings.accumulation import agreed
+from hf_parallel.settings.accumulation import accumulation_steps
 
 
 CASE = Case("accumulated", steps=2, batch=4, parallel={"gradient_accumulation_steps": 3})
@@ -107,10 +107,10 @@ def test_the_number_of_the_settings_is_the_number_of_the_run_or_an_error(tmp_pat
 
 @pytest.mark.parametrize(("wanted", "given", "expected"), [("auto", 4, 4), (8, 1, 8), (8, 8, 8), (1, 1, 1)])
 def test_one_number_is_agreed_on(wanted: Any, given: int, expected: int) -> None:
-    assert agreed(wanted, given, "TrainingArguments") == expected
+    assert accumulation_steps(wanted, given, "TrainingArguments") == expected
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(1, 4), (8, 4)])
 def test_two_numbers_are_refused_with_a_fix(wanted: int, given: int) -> None:
     with pytest.raises(ConfigError, match=rf"Leave it out of TrainingArguments, or set .* to {given} or 'auto'"):
-        agreed(wanted, given, "TrainingArguments")
+        accumulation_steps(wanted, given, "TrainingArguments")

@@ -83,7 +83,7 @@ def conservation_rank(rank: int, world_size: int, names: list[tuple[str, Schedul
         named = parameters()
         wire = make_wire(name, schedule, dist.group.WORLD)
         reducer = GradientReducer(named, dist.group.WORLD, traffic(wire, 6000))
-        assert reducer.num_buckets > 2
+        assert len(reducer._buckets) > 2
         applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         wanted = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         for step in range(12):
@@ -169,7 +169,7 @@ def many_buckets_rank(rank: int, world_size: int) -> None:
         named = [(f"p{i}", nn.Parameter(torch.zeros(24, 24))) for i in range(60)]
         wire = make_wire(name, "reduce_scatter", dist.group.WORLD)
         reducer = GradientReducer(named, dist.group.WORLD, traffic(wire, 1))
-        assert reducer.num_buckets == 60
+        assert len(reducer._buckets) == 60
         for _ in range(5):
             for index, (_, param) in enumerate(named):
                 param.grad = torch.full((24, 24), float(rank + index))

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_runner import RankError, run_ranks
-from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer
+from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, runs_and_references
 from transformers import TrainerCallback
 
 from hf_parallel.guards.freezing import Freezing
@@ -71,23 +71,9 @@ def frozen_main(rank: int, world_size: int, names: list[tuple[str, str, str, Any
     return found
 
 
-def launched(world_size: int, names: list[tuple[str, str, str, Any]], folder: Path) -> dict[str, Any]:
-    results = run_ranks(
-        frozen_main, world_size, names, str(folder), tmp_path=folder, timeout=250, init_group=world_size > 1, env=ENV
-    )
-    return dict(zip([name for name, *_ in names], results[0], strict=True))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("freezing")
-    kinds = sorted({(model, loss) for _, model, loss, _ in CASES.values()})
-    references = launched(1, [(f"{m}-{loss}", m, loss, {}) for m, loss in kinds], folder / "references")
-    found: dict[str, Any] = {}
-    for world_size in (2, 4):
-        names = [(name, *case[1:]) for name, case in CASES.items() if case[0] == world_size]
-        found |= launched(world_size, names, folder / "runs")
-    return found, references
+    return runs_and_references(frozen_main, CASES, tmp_path_factory.mktemp("freezing"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -354,9 +354,9 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 def test_observers_hear_every_wait_and_every_action(tmp_path: Path) -> None:
     first, last = run_ranks(observers_rank, 2, tmp_path=tmp_path)
     assert [text for text in last[0] if "runs" in text] == [f"stage 1 runs 1{a}" for a in ("F0", "B0", "F1", "B1")]
-    assert "stage 1 waits for the activation of microbatch 1 from stage 0" in last[0]
-    assert "stage 0 waits for the gradient of microbatch 1 from stage 1" in first[0]
-    assert "stage 0 waits for stage 1 to receive the activation of microbatch 1" in first[0]
+    assert "waits at stage 1 for the activation of microbatch 1 from stage 0" in last[0]
+    assert "waits at stage 0 for the gradient of microbatch 1 from stage 1" in first[0]
+    assert "waits at stage 0 for stage 1 to receive the activation of microbatch 1" in first[0]
     assert [name for name in first[1] if "F" in name or "B" in name] == ["0F0", "0F1", "0B0", "0B1"]
 
 

@@ -19,6 +19,7 @@ from tp_models import (
     Counter,
     assert_equal_to_one_process,
     backward,
+    check_on_ranks,
     gathered,
     grads,
     plan_sample,
@@ -31,7 +32,6 @@ from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients, accumulate
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
-from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 

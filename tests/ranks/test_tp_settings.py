@@ -13,13 +13,13 @@ import pytest
 import torch.distributed as dist
 import zoo
 from rank_runner import run_ranks
+from tp_models import check_on_ranks
 from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer, run_cases
 from zoo.models import quiet
 
 from hf_parallel import PlanError
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
-from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ import tiny
 import torch
 from rank_runner import RankError, run_ranks
 from safetensors.torch import save_file
-from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer
+from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, runs_and_references
 from transformers import TrainerCallback
 
 
@@ -127,23 +127,9 @@ def frozen_main(rank: int, world_size: int, names: list[tuple[str, str, str, Any
     return found
 
 
-def launched(world_size: int, names: list[tuple[str, str, str, Any]], folder: Path) -> dict[str, Any]:
-    results = run_ranks(
-        frozen_main, world_size, names, str(folder), tmp_path=folder, timeout=250, init_group=world_size > 1, env=ENV
-    )
-    return dict(zip([name for name, *_ in names], results[0], strict=True))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("unfreezing")
-    kinds = sorted({(model, when) for _, model, when, _ in CASES.values()})
-    references = launched(1, [(f"{m}-{w}", m, w, {}) for m, w in kinds], folder / "references")
-    found: dict[str, Any] = {}
-    for world_size in (2, 4):
-        names = [(name, *case[1:]) for name, case in CASES.items() if case[0] == world_size]
-        found |= launched(world_size, names, folder / "runs")
-    return found, references
+    return runs_and_references(frozen_main, CASES, tmp_path_factory.mktemp("unfreezing"))
 
 
 @pytest.mark.parametrize("name", CASES)

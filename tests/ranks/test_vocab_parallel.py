@@ -14,13 +14,12 @@ from rank_runner import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_models import assert_equal_to_one_process, gathered, grads
+from tp_models import assert_equal_to_one_process, check_on_ranks, gathered, grads
 from vocab_models import CASES, VOCAB, vocab_batch, vocab_model
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors, load_weights
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
-from hf_parallel.tensor_parallel.plan.verify_model import check_on_ranks
 from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 from hf_parallel.tensor_parallel.shard_plan import TPPlan

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_parallel.cli.engine_configs import to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.cli.main import app
-from hf_parallel.deepspeed.keys import tabled_keys, zero_keys
+from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.deepspeed.rules import json_warnings
 from hf_parallel.dry_run.check_file import check_file
 from hf_parallel.errors import ConfigError
@@ -38,11 +38,11 @@ def settings(zero: dict[str, Any] | None = None, **values: Any) -> HFParallelCon
 
 
 def test_deepspeed_gets_the_stage_and_auto_where_the_trainer_decides() -> None:
-    found = to_deepspeed(settings({"stage": 2}), FILE, tabled_keys())
+    found = to_deepspeed(settings({"stage": 2}), FILE, zero_keys())
     assert found["zero_optimization"] == {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     assert {found[key] for key in found if "batch" in key or "gradient" in key} == {"auto"}
     assert found["bf16"] == found["fp16"] == {"enabled": "auto"}
-    assert list(json_warnings(found, 80e9)) == []
+    assert list(json_warnings(found, zero_keys(), 80e9)) == []
 
 
 def test_deepspeed_gets_offload_and_buckets(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_the_command_prints_what_can_be_read_back(tmp_path: Path) -> None:
         assert found.get("deepspeed_config", found)["gradient_accumulation_steps"] == 8
         assert "note: give TrainingArguments(gradient_accumulation_steps=8) as well" in result.stderr
         assert (
-            "activation_checkpointing.every=2 is not in it: give TrainingArguments(gradient_checkpointing"
+            "activation_checkpointing.every=2 is not in it: give TrainingArguments(activation_checkpointing"
             in result.stderr
         )
     refused = run(app, ["export", "cpu_pp2", "--to", "deepspeed"])

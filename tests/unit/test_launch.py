@@ -93,7 +93,7 @@ def test_the_variable_wins_over_the_launcher(launched: pytest.MonkeyPatch, tmp_p
     launched.setenv("HF_PARALLEL_CONFIG", "cpu_pp2_tp2")
     found = launch.find_launch()
     assert (found.path, found.source) == (find_recipe("cpu_pp2_tp2"), "env HF_PARALLEL_CONFIG")
-    assert (found.launched_by, found.rank, found.local_rank, found.world_size) == ("accelerate", 1, 1, 2)
+    assert (found.launched_by, found.rank, found.world_size) == ("accelerate", 1, 2)
 
 
 def test_torchrun_is_recognised_and_has_no_file(tmp_path: Path) -> None:

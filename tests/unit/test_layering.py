@@ -99,6 +99,28 @@ def test_rooms_import_only_from_lower_floors() -> None:
     assert violations(PACKAGE) == []
 
 
+def private_imports(path: Path) -> list[str]:
+    """Names of other packages that begin with an underscore, or are below one, and modules that are private."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found += [
+            f"{path.name}:{node.lineno}: {name}" for name in names if any(p.startswith("_") for p in name.split("."))
+        ]
+    return found
+
+
+def test_private_names_are_imported_in_compat_alone() -> None:
+    rest = [path for path in sources(PACKAGE) if room_of_file(path, PACKAGE) != "compat"]
+    assert [line for path in rest for line in private_imports(path)] == []
+    assert private_imports(PACKAGE / "compat" / "torch_tools.py") != []
+
+
 def test_packages_start_with_a_docstring_only() -> None:
     for path in PACKAGE.glob("*/**/__init__.py"):
         body = ast.parse(path.read_text(encoding="utf-8")).body

@@ -57,12 +57,12 @@ def test_ranks_read_what_the_others_wrote_last() -> None:
     store = dist.HashStore()
     boards = [NoticeBoard(store, rank, 3) for rank in range(3)]
     for text in ("first", "last"):
-        boards[1].write("beat", text)
+        boards[1].write("heartbeat", text)
     assert boards[1].flush()
-    assert boards[0].read("beat") == {1: "last"}
+    assert boards[0].read("heartbeat") == {1: "last"}
     boards[2].end("rank 2 gave up")
     assert boards[2].flush()
-    boards[0].write("beat", "here")
+    boards[0].write("heartbeat", "here")
     assert boards[0].flush()
     assert boards[0].ended == "rank 2 gave up"
     for board in boards:
@@ -74,8 +74,8 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting() -> None:
     board = NoticeBoard(store, 0, 2)
     assert board.read("failed", 0.05) == {}
     assert store.inside.wait(10)
-    for count in range(100):  # a beat each tick: nothing piles up
-        board.write("beat", str(count))
+    for count in range(100):  # a heartbeat each tick: nothing piles up
+        board.write("heartbeat", str(count))
     assert board.read("failed", 0.05) == {}
     assert not board.flush(0.05)
     assert len(board._notes) == 1
@@ -105,20 +105,20 @@ def test_closing_joins_the_thread_and_a_later_note_starts_it_again() -> None:
     store = dist.HashStore()
     board = NoticeBoard(store, 0, 1)
     for text in ("one", "two"):
-        board.write("beat", text)
+        board.write("heartbeat", text)
         board.close()
         assert names_of_threads() == []
-        assert store.get("hf_parallel/beat/0") == text.encode()
+        assert store.get("hf_parallel/heartbeat/0") == text.encode()
 
 
 def test_a_fork_leaves_the_parent_s_connection_alone() -> None:
     board = NoticeBoard(dist.HashStore(), 0, 1)
-    board.write("beat", "parent")
+    board.write("heartbeat", "parent")
     assert board.flush()
     pid = os.fork()
     if pid == 0:
-        board.write("beat", "child")
-        told = board.read("beat", 0.2)
+        board.write("heartbeat", "child")
+        told = board.read("heartbeat", 0.2)
         board.close()
         os._exit(1 if told or board._notes else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -165,12 +165,12 @@ def test_the_first_of_two_runs_does_not_overwrite_what_the_second_says() -> None
     second.start()
     second.waits("waits for the loss")
     deadline = time.monotonic() + 20
-    while "waits for the loss" not in store.get("hf_parallel/beat/0").decode():
+    while "waits for the loss" not in store.get("hf_parallel/heartbeat/0").decode():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for _ in range(3):
         second._board.flush()
-        assert "waits for the loss" in store.get("hf_parallel/beat/0").decode()
+        assert "waits for the loss" in store.get("hf_parallel/heartbeat/0").decode()
         time.sleep(0.2)
     second.stop()
     first.stop()

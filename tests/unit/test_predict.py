@@ -140,7 +140,8 @@ def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPa
     watchdog: Any = Silent()
     cpu = torch.device("cpu")
     schedule = ScheduleChoice(config.pipeline, config.pp_size)
-    plans = make_plans(Setup(model, config, schedule, mesh, cpu, watchdog), Probes(model, cpu))
+    setup = Setup(model, config, schedule, mesh, cpu, watchdog)
+    plans = make_plans(setup, Probes(model, cpu))
     assert plans.cut is not None
     assert plans.cut.bounds == [0, 5, 5]
     assert plans.prediction is not None
@@ -148,7 +149,7 @@ def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPa
     assert sum(rank.holding.parameters for rank in plans.prediction.ranks) == VOCAB * 32 + sum(
         p.numel() for p in model.parameters()
     )
-    assert any("head alone" in line for line in summary(plans))
+    assert any("head alone" in line for line in summary(plans, setup))
 
 
 def test_a_batch_that_cannot_be_measured_is_a_plan_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,14 +85,6 @@ def test_stages_stand_where_the_placement_says(name: str) -> None:
     assert stages_of_ranks(name, 3)[1] == expected[name]
 
 
-def test_extra_warmup_is_valid_and_costs_one_live_microbatch_a_forward() -> None:
-    for (stages, microbatches), extra in itertools.product(GRID, (1, 2)):
-        schedule = one_f_one_b(stages, microbatches, extra_warmup=extra)
-        check_schedule(schedule, stages, microbatches)
-        bound = [stages - s + extra for s in range(stages - 1)] + [1]
-        assert peak_live(schedule) == tuple(min(microbatches, b) for b in bound)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_phases_under_any_placement_are_valid_and_mirror_each_other(name: str) -> None:
     for ranks, microbatches in GRID:
@@ -133,12 +125,10 @@ def test_zbv_has_no_bubble_inside_where_its_three_parts_take_equal_time() -> Non
             assert spans == [6 * m] * ranks
 
 
-def test_simulation_counts_two_hops_a_microbatch_for_plain_1f1b_and_hides_them_with_extra_warmup() -> None:
+def test_simulation_counts_two_hops_a_microbatch_for_1f1b() -> None:
     costs = [1 / 3, 1 / 3], [2 / 3, 2 / 3]
     plain = simulate(one_f_one_b(2, 16), *costs, latency=0.1 / 3)
-    warm = simulate(one_f_one_b(2, 16, extra_warmup=1), *costs, latency=0.1 / 3)
     assert plain.makespan == pytest.approx(17.53, abs=0.01)
-    assert warm.makespan == pytest.approx(17.07, abs=0.01)
 
 
 def test_simulation_of_one_stage_is_the_sum_of_its_costs() -> None:

@@ -302,7 +302,6 @@ KEYS = [
     *(
         "tp_size",
         "pp_size",
-        "rank_order",
         "gradient_accumulation_steps",
         "pipeline",
         "tensor_parallel",
@@ -367,8 +366,8 @@ def test_no_value_around_our_section_raises_anything_else(key: str, kind: str, s
         ("fsdp_config: hello", r"fsdp_config='hello': expected a mapping"),
         ("deepspeed_config: [1]", r"deepspeed_config=\[1\]: expected a mapping"),
         ("parallelism_config: hello", r"parallelism_config='hello': expected a mapping"),
-        ("fsdp_config: {1: 2}", r"fsdp_config\[1\]: keys are words"),
-        ("1: 2", r"1: keys are words"),
+        ("fsdp_config: {1: 2}", r"fsdp_config\[1\]: keys are strings"),
+        ("1: 2", r"1: keys are strings"),
     ],
 )
 def test_a_section_that_is_no_mapping_is_refused_by_name(line: str, message: str, tmp_path: Path) -> None:
@@ -525,7 +524,7 @@ def test_no_command_ends_in_a_traceback(tmp_path: Path) -> None:
         {"tp_size": 2, "tensor_parallel": {"plan": {"a": 10**5000}}},
         {"x" * 10**6: 1},
         {f"key{i}": i for i in range(20_000)},
-        {"rank_order": [[]] * 10**5},
+        {"pp_size": 2, "pipeline": {"split": [[]] * 10**5}},
         {"monitor": {"hang_timeout_s": float("nan")}},
         {"monitor": {"hang_timeout_s": "1e999x"}},
         {"data_parallel": {"bucket_cap_mb": "1e999"}},
@@ -543,7 +542,7 @@ def test_mappings_from_code_end_in_a_short_error(values: dict[Any, Any]) -> None
 def test_a_mapping_inside_itself_ends_in_a_short_error() -> None:
     values: dict[str, Any] = {"tp_size": 2}
     values["pipeline"] = values
-    for given in (values, {"tensor_parallel": {"plan": values}}, {"rank_order": [values]}):
+    for given in (values, {"tensor_parallel": {"plan": values}}, {"pipeline": {"split": [values]}}):
         with answering("itself", ""), pytest.raises(ConfigError):
             HFParallelConfig.from_mapping(given)
     with pytest.raises(ConfigError, match=r"pipeline='hello' beside the override num_microbatches"):

@@ -17,12 +17,13 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from hf_parallel.cli.main import app
-from hf_parallel.deepspeed.keys import TOP, tabled_keys, zero_keys
-from hf_parallel.deepspeed.rules import PASSED_ON, batch_problems
-from hf_parallel.dry_run.accelerate_file import FSDP_KEYS, KNOWN
+from hf_parallel.deepspeed.keys import TOP, zero_keys
+from hf_parallel.deepspeed.rules import batch_problems, section_keys
+from hf_parallel.dry_run import check_file as check_file_module
 from hf_parallel.dry_run.check_file import Checked, check_file, key_lines
 from hf_parallel.dry_run.fit import layout_of_file
 from hf_parallel.machine.facts import Gpu, Machine, stale_locks
+from hf_parallel.settings.accelerate_keys import file_keys, launch_keys
 from hf_parallel.settings.recipes import find_recipe, list_recipes
 
 
@@ -296,7 +297,7 @@ def test_a_good_deepspeed_file_is_without_a_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (zero(sub_group_size="auto", reduce_bucket_size=1), r"^zero_optimization\.sub_group_size='auto': nobody fills this"),
+        (zero(sub_group_size="auto", reduce_bucket_size=1), r"^zero_optimization\.sub_group_size='auto': the Trainer does not fill this"),
         (zero(cpu_offload=True, reduce_bucket_size=1), r"^zero_optimization\.cpu_offload: deprecated"),
         (zero(reduce_bucket_size="auto", offload_param={"device": "nvme", "nvme_path": "/tmp"}), r"^aio: NVMe offload without"),
         (zero(), r"^zero_optimization\.reduce_bucket_size=5e\+08: 1\.0 GB in 16 bit.*GPU of 25 GB\. Set it to"),
@@ -391,32 +392,37 @@ def test_the_global_batch_counts_model_copies_not_processes() -> None:
     assert text.endswith("2 copies of the model (8 processes / tp 2 / pp 2) = 8. Set it to 8 or 'auto'.")
 
 
-def test_the_key_lists_are_accelerate_s_own() -> None:
-    from accelerate.commands.config.config_args import ClusterConfig
+def test_the_keys_that_are_known_reach_accelerate_s_workers() -> None:
     from accelerate.utils import launch
 
-    assert set(ClusterConfig.__dataclass_fields__) | {"fp16", "dynamo_backend"} == KNOWN
+    assert {"distributed_type", "num_processes", "fsdp_config", "parallelism_config", "fp16"} <= file_keys()
     fsdp = inspect.getsource(launch.prepare_multi_gpu_env)
-    assert set(re.findall(r"args, ?\"(fsdp_\w+)|args\.(fsdp_\w+)", fsdp)) <= {(k, "") for k in FSDP_KEYS} | {
-        ("", k) for k in FSDP_KEYS
-    }
-    assert {k for k in FSDP_KEYS if k in fsdp} == FSDP_KEYS
+    read = {name for pair in re.findall(r"args, ?\"(fsdp_\w+)|args\.(fsdp_\w+)", fsdp) for name in pair if name}
+    assert launch_keys("fsdp_") | {"fsdp_ignored_modules"} == read
     deepspeed_env = inspect.getsource(launch.prepare_deepspeed_cmd_env)
-    assert {key for key in PASSED_ON if f"args.{key}" in deepspeed_env} == PASSED_ON
+    assert {key for key in section_keys() if f"args.{key}" in deepspeed_env} == section_keys()
     assert not re.search(r"nvme_path", deepspeed_env)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_the_table_of_zero_keys_is_deepspeed_s_own() -> None:
-    found, tabled = zero_keys(), tabled_keys()
-    if found.source != tabled.source:
-        pytest.skip(f"the table is of {tabled.source}, installed is {found.source}")
-    assert (found.zero, found.offload_optimizer, found.offload_param) == (
-        tabled.zero, tabled.offload_optimizer, tabled.offload_param
-    )  # fmt: skip
+def test_deepspeed_itself_knows_no_other_keys() -> None:
+    keys = zero_keys()
+    assert keys is not None
+    assert {"stage", "reduce_bucket_size", "stage3_prefetch_bucket_size"} <= keys.zero
+    assert "cpu_offload" in keys.deprecated
+    assert {name: "pin_memory" in known for name, known in keys.offload.items()} == {"optimizer": True, "param": True}
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
 
     assert not TOP & set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+
+
+def test_without_deepspeed_its_own_keys_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_file_module, "zero_keys", lambda: None)
+    checked = check(tmp_path, deepspeed(tmp_path, zero(reduce_bucket=5, reduce_bucket_size=1)), AMPERE)
+    assert checked.errors == []
+    assert_only(
+        messages(checked, "warning"), r"^zero_optimization: its keys are not checked, because DeepSpeed is not"
+    )
 
 
 def invoke(*arguments: str) -> Result:

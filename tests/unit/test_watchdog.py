@@ -45,13 +45,13 @@ def end_of(guarded: str, folder: Path, other: str = "pass") -> str:
 
 
 def test_the_report_names_the_waiting_and_the_missing_rank_and_the_setting() -> None:
-    beats = {
+    heartbeats = {
         0: {"waits": True, "text": "waits for the loss of the last stage", "age": 4.0},
         1: {"waits": False, "text": "stage 1 runs 1F0", "age": 5.0},
         2: {"waits": True, "text": "waits for the loss of the last stage", "age": 4.0},
     }
     names = [f"rank {rank} (pp {rank} of 4)" for rank in range(4)]
-    lines = report(names, 0, "waits for the loss of the last stage", 4.04, beats, 4.0).splitlines()
+    lines = report(names, 0, "waits for the loss of the last stage", 4.04, heartbeats, 4.0).splitlines()
     assert lines[0] == (
         "hf_parallel: rank 0 (pp 0 of 4) gave up: waits for the loss of the last stage, for 4.0 s "
         "(monitor.hang_timeout_s=4)."
@@ -63,8 +63,8 @@ def test_the_report_names_the_waiting_and_the_missing_rank_and_the_setting() -> 
 
 
 def test_a_report_of_ranks_that_all_wait_blames_nobody() -> None:
-    beats = {rank: {"waits": True, "text": "waits", "age": 3.0} for rank in range(2)}
-    assert "The job waits for" not in report(NAMES, 0, "waits", 3.0, beats, 2.0)
+    heartbeats = {rank: {"waits": True, "text": "waits", "age": 3.0} for rank in range(2)}
+    assert "The job waits for" not in report(NAMES, 0, "waits", 3.0, heartbeats, 2.0)
 
 
 def test_the_status_is_restored_after_a_wait_also_when_it_fails() -> None:
@@ -80,7 +80,7 @@ def test_the_status_is_restored_after_a_wait_also_when_it_fails() -> None:
 def test_after_a_call_into_the_engine_a_rank_works_for_itself() -> None:
     guard = Watchdog(None, 0, NAMES, 1.0)
     with guard.engaged():
-        guard.waits("stage 0 waits for stage 1 to receive the activation of microbatch 3")
+        guard.waits("waits at stage 0 for stage 1 to receive the activation of microbatch 3")
     assert guard._line[:2] == (False, IDLE)
 
 

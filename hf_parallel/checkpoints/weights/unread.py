@@ -7,9 +7,8 @@ casting, moving, tying, cutting, sharding) works on them as on any others; `Unre
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from hf_parallel.checkpoints.agree import raise_anywhere
 from hf_parallel.checkpoints.weights.conversions import Group
 from hf_parallel.checkpoints.weights.writer import Reader, Stored
+from hf_parallel.compat.torch_tools import move_everything, move_values_only
 from hf_parallel.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
@@ -81,7 +81,7 @@ class Unread:
     def settle(self, model: nn.Module) -> None:
         """Make `model` a model that may be passed to a Trainer: it can be moved and cast, and refuses to run."""
         vars(model)[RECORD] = self
-        vars(model)["_apply"] = MethodType(_apply, model)
+        move_values_only(model)
         self._hook = model.register_forward_pre_hook(_refuse_to_run)
 
     def begin(self, model: nn.Module) -> None:
@@ -127,8 +127,8 @@ class Unread:
             problem = error
         raise_anywhere(problem)
         settle_placeholders(model, device)
-        for name in (RECORD, "_apply"):
-            vars(model).pop(name, None)
+        vars(model).pop(RECORD, None)
+        move_everything(model)
 
     def _fill(self, model: nn.Module, ledger: Ledger | None, mesh: Mesh, device: torch.device) -> None:
         reader = Reader()
@@ -186,15 +186,16 @@ class Unread:
             torch.utils.swap_tensors(old, new)  # the object stays: optimizers and ties know it
             return
         for module, key in one.places:
-            module._buffers[key] = values
+            setattr(module, key, values)
 
 
 def wanted_of(model: nn.Module) -> list[Wanted]:
     """Every parameter and buffer without values, once, in module order."""
     found: dict[int, tuple[torch.Tensor, list[str], list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and tensor.is_meta:
+        own = {"recurse": False, "remove_duplicate": False}
+        for key, tensor in [*module.named_parameters(**own), *module.named_buffers(**own)]:
+            if tensor.is_meta:
                 _, names, places = found.setdefault(id(tensor), (tensor, [], []))
                 names.append(f"{prefix}.{key}" if prefix else key)
                 places.append((module, key))
@@ -248,19 +249,6 @@ def _part(values: torch.Tensor, one: Wanted, entry: Entry | None, mesh: Mesh, wh
         return values
     dim, ranges = layout
     return torch.cat([values.narrow(dim, start, length) for start, length in ranges if length], dim)
-
-
-def _apply(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` where tensors without values are cast but stay where they are: nowhere."""
-
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return fn(tensor)
-        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
-        return tensor if dtype == tensor.dtype else tensor.to(dtype)
-
-    applied: nn.Module = type(model)._apply(model, apply, recurse)
-    return applied
 
 
 def _refuse_to_run(model: nn.Module, args: tuple[Any, ...]) -> None:

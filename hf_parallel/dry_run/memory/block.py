@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_parallel.compat.private_torch import id_of_storage
+from hf_parallel.compat.private_transformers import attention_of
+from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.dry_run.memory.terms import Precision, SavedBytes
 
 
@@ -105,18 +107,18 @@ def _saved(config: Any, length: int, precision: Precision) -> tuple[int, int]:
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         is_mask = tensor.dim() == 4 and tensor.numel() == length**2 and tensor.shape[-1] == length
-        if storage._cdata not in own and not is_mask:
+        if id_of_storage(storage) not in own and not is_mask:
             wide = tensor.dim() in (2, 3) and tensor.shape[-1] in (hidden, 1)
-            kept.setdefault(storage._cdata, (wide, storage))
+            kept.setdefault(id_of_storage(storage), (wide, storage))
         return tensor
 
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        if model.config._attn_implementation == "sdpa":
+        if attention_of(model.config) == "sdpa":
             model.set_attn_implementation(_maskless_attention())
-        own |= {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        own |= {id_of_storage(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
         with saved_tensors_hooks(keep, lambda tensor: tensor), cast:
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
     casts = 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1) if precision == "autocast" else 0

@@ -172,7 +172,7 @@ class Sender:
         # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
         parts = (*header, self.transport.isend(payload))
         target = message.stage + (1 if message.kind == "F" else -1)
-        status = f"stage {message.stage} waits for stage {target} to receive {message_name(message)}"
+        status = f"waits at stage {message.stage} for stage {target} to receive {message_name(message)}"
         self.queue.append((parts, status))
         self.drain(self.window)
 
@@ -265,6 +265,6 @@ class Receiver:
 
     def _wait(self, work: Message, message: Action, name: str) -> tuple[Tensor, ...]:
         target = message.stage + (1 if message.kind == "F" else -1)
-        status = f"stage {target} waits for {name} from stage {message.stage}"
+        status = f"waits at stage {target} for {name} from stage {message.stage}"
         tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", work.wait)
         return tensors

@@ -66,11 +66,6 @@ class Stage(Uncopyable):
         """How many tensors a call takes; 0 on the first stage."""
         return len(self.part.keys_in)
 
-    @property
-    def num_payload_out(self) -> int:
-        """How many tensors a call returns; 0 on the last stage, which returns the model's output."""
-        return len(self.part.keys_out)
-
     def __call__(self, payload: tuple[Tensor, ...] = (), **inputs: Any) -> Any:
         """Run this stage on one microbatch.
 

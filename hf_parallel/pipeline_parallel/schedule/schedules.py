@@ -84,7 +84,7 @@ def gpipe(pp_size: int, num_microbatches: int) -> list[list[Action]]:
     return [_alternate(*_passes([rank], num_microbatches), warmup=num_microbatches) for rank in range(pp_size)]
 
 
-def one_f_one_b(pp_size: int, num_microbatches: int, *, extra_warmup: int = 0) -> list[list[Action]]:
+def one_f_one_b(pp_size: int, num_microbatches: int) -> list[list[Action]]:
     """Return the schedule that alternates one forward and one backward after a warm-up (PipeDream-Flush).
 
     Stage s holds at most min(m, p - s) microbatches alive; the bubble is GPipe's (Narayanan et al. 2021,
@@ -93,15 +93,9 @@ def one_f_one_b(pp_size: int, num_microbatches: int, *, extra_warmup: int = 0) -
     Args:
         pp_size: Number of ranks, at least 1.
         num_microbatches: Number of microbatches, at least 1; may be fewer than ranks.
-        extra_warmup: Forwards added to the warm-up of every stage but the last, at least 0. Each hides one hop of
-            latency a microbatch and costs one more live microbatch.
     """
     _check_sizes(pp_size, num_microbatches)
-    schedule = []
-    for rank in range(pp_size):
-        warmup = pp_size - 1 - rank + (extra_warmup if rank < pp_size - 1 else 0)
-        schedule.append(_alternate(*_passes([rank], num_microbatches), warmup=warmup))
-    return schedule
+    return [_alternate(*_passes([rank], num_microbatches), warmup=pp_size - 1 - rank) for rank in range(pp_size)]
 
 
 def interleaved_1f1b(pp_size: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:

@@ -1,4 +1,4 @@
-"""Pictures of timed schedules: coloured text, SVG, PNG and a Chrome trace, all from the simulator's spans."""
+"""Pictures of timed schedules: coloured text, SVG and PNG by matplotlib, and a Chrome trace, all from the simulator's spans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rich.text import Text
 
@@ -24,7 +23,6 @@ COLORS: Final[Mapping[Kind, tuple[tuple[str, str], tuple[str, str]]]] = {
     "I": (("#167a7f", "#ffffff"), ("#8fdadd", "#000000")),
     "W": (("#b35412", "#ffffff"), ("#f5c08f", "#000000")),
 }
-ROW, WIDTH, MARGIN = 22, 1200, 60
 MICROSECONDS_A_UNIT = 1000.0
 
 
@@ -75,48 +73,13 @@ def timeline_text(result: Simulation, *, scale: float) -> Text:
     return Text("\n").join(rows)
 
 
-def write_svg(path: str | Path, results: Mapping[str, Simulation]) -> None:
-    """Write the schedules, one above the other on one time axis, as an SVG file.
+def write_picture(path: str | Path, results: Mapping[str, Simulation], kind: Literal["png", "svg"]) -> None:
+    """Write the schedules, one above the other on one time axis, as a picture.
 
     Args:
         path: The file to write.
         results: Title to timed schedule.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    scale = WIDTH / (max(result.makespan for result in results.values()) or 1.0)
-    parts, top = [], 0
-    for title, result in results.items():
-        parts.append(f'<text x="4" y="{top + 17}" font-weight="bold">{escape(title)}</text>')
-        for rank in range(len(result.schedule)):
-            y = top + ROW * (rank + 1)
-            parts.append(f'<text x="4" y="{y + 15}">rank {rank}</text>')
-            width = result.makespan * scale
-            parts.append(f'<rect x="{MARGIN}" y="{y}" width="{width:.2f}" height="{ROW - 2}" fill="#eeeeee"/>')
-        parts += [_svg_bar(bar, top + ROW * (bar.rank + 1), scale) for bar in _bars(result)]
-        top += ROW * (len(result.schedule) + 2)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{MARGIN + WIDTH + 10}" height="{top}" '
-    head += 'font-family="sans-serif" font-size="12">\n'
-    Path(path).write_text(head + "\n".join(parts) + "\n</svg>\n", encoding="utf-8")
-
-
-def _svg_bar(bar: _Bar, y: int, scale: float) -> str:
-    x, width = MARGIN + bar.start * scale, (bar.end - bar.start) * scale
-    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW - 2}" fill="{bar.fill}" stroke="#ffffff">'
-    tip = f"<title>{bar.action}: {bar.start:g} to {bar.end:g}</title></rect>"
-    if width < 7 * len(str(bar.action.microbatch)):
-        return box + tip
-    place = f'x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" fill="{bar.ink}"'
-    return f"{box}{tip}<text {place}>{bar.action.microbatch}</text>"
-
-
-def write_png(path: str | Path, results: Mapping[str, Simulation]) -> None:
-    """Write the schedules, one above the other on one time axis, as a PNG file.
-
-    Args:
-        path: The file to write.
-        results: Title to timed schedule.
+        kind: Of the file, whatever its name.
 
     Raises:
         UnsupportedError: If matplotlib is not installed.
@@ -127,8 +90,8 @@ def write_png(path: str | Path, results: Mapping[str, Simulation]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UnsupportedError(
-            f"{path}: PNG needs matplotlib, which is not installed. Run `pip install matplotlib` (or install the extra "
-            "hf_parallel[viz]), or write SVG, which needs nothing."
+            f"{path}: a picture needs matplotlib, which is not installed. Run `pip install matplotlib` (or install the extra "
+            "hf_parallel[viz]), or use --trace, which needs nothing."
         ) from None
     heights = [len(result.schedule) + 1 for result in results.values()]
     figure = Figure(figsize=(14, 0.32 * sum(heights) + 0.6 * len(heights)), layout="constrained")
@@ -137,7 +100,7 @@ def write_png(path: str | Path, results: Mapping[str, Simulation]) -> None:
     for axes, (title, result) in zip(grid[:, 0], results.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=10)
         _draw(axes, result)
-    figure.savefig(path, dpi=120, format="png")
+    figure.savefig(path, dpi=120, format=kind)
 
 
 def _draw(axes: Any, result: Simulation) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.record import unchanged
 from hf_parallel.model.tensors import map_tensors, tensors_in

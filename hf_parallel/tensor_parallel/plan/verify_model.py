@@ -1,7 +1,7 @@
 """Proof of a whole plan: loss-like outputs and every gradient of the sharded model against the plain one.
 
 Pairs are verified one at a time; this check sees what only shows when they meet. The ranks are threads of one process
-on the CPU (`verify_model`), or the real ranks of a group (`check_on_ranks`).
+on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
@@ -20,7 +19,6 @@ from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, perturb, run, undisturbed, widen
 from hf_parallel.tensor_parallel.plan.virtual_ranks import run_virtual_ranks, virtual_groups
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
-from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
@@ -81,36 +79,6 @@ def _verify(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], trains: b
     except Exception as error:  # the model's own code, on shards: may raise anything
         raise PlanError(f"the sharded model does not run: {type(error).__name__}: {error}") from error
     _compare(plan, reference, [values for values, _ in results], lambda name: [grads[name] for _, grads in results])
-
-
-def check_on_ranks(model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any]) -> None:
-    """`verify_model` on the real ranks of `group`: each holds one plain and one sharded copy of `model`.
-
-    All ranks of the group must call this with the same model and sample; `model` itself is not changed.
-
-    Raises:
-        PlanError: If an output or a gradient differs; on every rank alike.
-    """
-    for trains in _modes(model, plan, sample):
-        _check_mode(model, plan, group, tp_rank, sample, trains)
-
-
-def _check_mode(
-    model: nn.Module, plan: TPPlan, group: TPGroup, tp_rank: int, sample: Mapping[str, Any], trains: bool
-) -> None:
-    reference = _outputs_and_grads(_copied(model, trains), sample)
-    sharded = _copied(model, trains)
-    apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
-    values, grads = _outputs_and_grads(sharded, sample)
-
-    def all_ranks(item: Any) -> list[Any]:
-        if isinstance(group, VirtualGroup):
-            raise PlanError("check_on_ranks needs a process group. Use verify_model to check in one process.")
-        items: list[Any] = [None] * plan.tp_size
-        dist.all_gather_object(items, item, group=group)
-        return items
-
-    _compare(plan, reference, all_ranks(values), lambda name: all_ranks(grads[name]))
 
 
 def _copied(model: nn.Module, trains: bool) -> nn.Module:

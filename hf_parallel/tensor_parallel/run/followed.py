@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from hf_parallel.compat.torch_tools import pytree
 
 
 class Followed(TorchFunctionMode):

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from hf_parallel.compat.private_torch import no_torch_function
+from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered
 

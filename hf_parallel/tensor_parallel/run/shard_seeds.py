@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from hf_parallel.compat.torch_tools import DropoutModule
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.random_streams import generators_of
 from hf_parallel.tensor_parallel.run.forwards import put_over
@@ -104,7 +104,7 @@ def install_seeds(model: nn.Module, pair: PairPlan, seeds: PairSeeds, *, row_is_
 def draws(root: nn.Module) -> bool:
     """Whether a module may draw random numbers in training: dropout modules, attributes and settings above zero."""
     return any(
-        (isinstance(module, _DropoutNd) and module.p > 0) or any(rate > 0 for rate in _rates(module))
+        (isinstance(module, DropoutModule) and module.p > 0) or any(rate > 0 for rate in _rates(module))
         for module in root.modules()
     )
 

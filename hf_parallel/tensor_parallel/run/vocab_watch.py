@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree
 from hf_parallel.tensor_parallel.run.functions import TPGroup, max_over
 
 

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, not_overridden
+from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over

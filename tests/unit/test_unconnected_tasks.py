@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.machine.tasks import lonely_task
+from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings import launch
 
 
@@ -56,12 +56,12 @@ ALONE = {
 
 @pytest.mark.parametrize("case", LONELY)
 def test_a_task_beside_others_is_found(case: str) -> None:
-    assert lonely_task(LONELY[case]) is not None
+    assert unconnected_task(LONELY[case]) is not None
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_one_process_is_none(case: str) -> None:
-    assert lonely_task(ALONE[case]) is None
+    assert unconnected_task(ALONE[case]) is None
 
 
 @pytest.fixture

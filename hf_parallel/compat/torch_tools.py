@@ -1,0 +1,55 @@
+"""Tools of torch that have no public name: pytrees, dispatch modes, fake tensors, operations on many tensors at once.
+
+Apart from `private_torch`, which rooms use that do not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+
+__all__ = ["DropoutModule", "FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """`target.copy_(source)` for each pair, in a few kernels."""
+    torch._foreach_copy_(targets, sources)
+
+
+def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """`tensor.mul_(factor)` for each, in a few kernels."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """The norm of each tensor, in a few kernels; summed in `dtype`, if one is given."""
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+
+
+def move_values_only(model: nn.Module) -> None:
+    """From here on `model.to()` and its like cast tensors without values but leave them where they are: nowhere."""
+    vars(model)["_apply"] = MethodType(_apply, model)
+
+
+def move_everything(model: nn.Module) -> None:
+    """Undo `move_values_only`."""
+    vars(model).pop("_apply", None)
+
+
+def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def apply(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return fn(tensor)
+        dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+        return tensor if dtype == tensor.dtype else tensor.to(dtype)
+
+    applied: nn.Module = type(model)._apply(model, apply, recurse)
+    return applied
