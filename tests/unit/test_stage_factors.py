@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ def word(before: dict[str, float], now: dict[str, float | None], pp_size: int = 
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(pp_size=pp_size), pp_group=None)
     factors = StageFactors(mesh)
     for name, value in before.items():
-        factors.take(name, lambda value=value: torch.tensor(value, dtype=torch.float64))
+        factors.take(name, functools.partial(torch.tensor, value, dtype=torch.float64))
     found = {name: None if value is None else torch.tensor(value, dtype=torch.float64) for name, value in now.items()}
     factors.settle(found.__getitem__)
     return int(factors.word(torch.device("cpu")))
