@@ -18,7 +18,7 @@ from hf_parallel.errors import UnsupportedError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import FrameType
 
     from torch import Tensor, nn
@@ -250,6 +250,23 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     if engine is None:
         raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
     engine.queue_callback(callback)
+
+
+def gives_gradients_away(parameters: Iterable[Tensor]) -> bool:
+    """Whether the backward pass now running is `torch.autograd.grad` for some of `parameters`: none gets a `grad` of it.
+
+    Stops at the first parameter that does.
+    """
+    from torch import _C
+    from torch.autograd.graph import get_gradient_edge
+
+    for parameter in parameters:
+        try:
+            if _C._will_engine_execute_node(get_gradient_edge(parameter).node):
+                return False
+        except RuntimeError:  # torch does not answer for a leaf whose gradient goes to the caller
+            return True
+    return False
 
 
 def gradient_hooks(parameter: Tensor) -> dict[int, Any]:

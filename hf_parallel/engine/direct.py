@@ -21,7 +21,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
-from hf_parallel.compat.private_torch import queue_after_backward
+from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
@@ -286,9 +286,17 @@ class DirectEngine(Engine):
             yield
 
     def _during_backward(self, gradient: torch.Tensor) -> None:
+        if not self._queued and self._gives_gradients_away():
+            return
         if self.mesh.tp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
         self.end_pass_later()
+
+    def _gives_gradients_away(self) -> bool:
+        """Whether user code called `torch.autograd.grad`: what it assigns to `p.grad` is refused at the step, not averaged."""
+        if self.gradients.replicas.sharded is not None:  # then the leaves are others, of which torch gives no `p.grad`
+            return False
+        return gives_gradients_away(p for p in self.attachment.parameters.values() if p.requires_grad)
 
     def compare_step(self) -> None:
         """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""

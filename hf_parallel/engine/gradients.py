@@ -310,7 +310,8 @@ class GradientSync:
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
-                "parallelized model's forward, or backward ran while gradients were still accumulating. Call "
+                "parallelized model's forward, torch.autograd.grad gave them, or backward ran while gradients were still "
+                "accumulating. Call "
                 "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )

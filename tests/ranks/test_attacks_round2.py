@@ -123,6 +123,15 @@ class ClipsEachBatch(Trainer):
         return loss
 
 
+class DifferentiatesByHand(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return loss.detach()
+
+
 def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
     return {"change": lambda trainer: trainer.add_callback(kind())}
 
@@ -135,6 +144,7 @@ KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     )
 }
 KINDS["clips_each"] = (ClipsEachBatch, {})
+KINDS["by_autograd"] = (DifferentiatesByHand, {})
 KINDS["counting"] = (Trainer, {"prepare": counting})
 user_steps.KINDS |= KINDS
 
@@ -160,6 +170,10 @@ JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "by_hand_pp2": ("ClipsByHand", PP2, SCALED, 0),
     "by_hand_tp2": ("ClipsByHand", TP2, "", 0),
     "by_hand_zero1": ("ClipsByHand", {"zero": {"stage": 1}}, "", 0),
+    "autograd_dp2": ("by_autograd", {}, "gradients that were never reduced", 0),
+    "autograd_tp2": ("by_autograd", TP2, "gradients that were never reduced", 0),
+    "autograd_zero1": ("by_autograd", {"zero": {"stage": 1}}, "gradients that were never reduced", 0),
+    "autograd_zero2": ("by_autograd", {"zero": {"stage": 2}}, "gradients that were never reduced", 0),
     "squares_pp2": ("ClipsBySquares", PP2, SCALED, 0),
     "halved_pp2": ("ReadsAndHalves", PP2, "", 0),
     "each_pp2": ("ScalesEach", PP2, "", 0),
