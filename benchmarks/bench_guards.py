@@ -72,7 +72,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     *((Backwards, name, None) for name in ("scaled", "lost", "arrived", "agree", "agree_later")),
     (BatchCheck, "check", None),
     (batches, "_state", None),
-    *((batches.RiddenDigests, name, None) for name in ("put", "arrived", "judge")),
+    *((batches.BatchDigests, name, None) for name in ("put", "arrived", "judge")),
     (batches.SharedBatch, "compare", None),
     (DirectGradients, "watch", None),
     (DirectGradients, "stop", None),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.engine.microbatch_loss import Share
-from hf_parallel.guards.batches import RiddenDigests
+from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
@@ -41,7 +41,7 @@ class LastStage:
         device: torch.device,
         watchdog: Watchdog,
         *,
-        digests: RiddenDigests,
+        digests: BatchDigests,
         freezing: Freezing,
     ) -> None:
         self._mesh, self._device, self._watchdog = mesh, device, watchdog

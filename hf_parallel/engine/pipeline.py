@@ -33,7 +33,7 @@ from hf_parallel.engine.window import COUNTS, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
-from hf_parallel.guards.batches import Announced, RiddenDigests
+from hf_parallel.guards.batches import Announced, BatchDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
@@ -85,7 +85,7 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        self._digests = RiddenDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
+        self._digests = BatchDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
             digests=self._digests,

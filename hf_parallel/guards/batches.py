@@ -92,7 +92,7 @@ class Digests:
         return (values * weights[: values.numel()]).sum()
 
 
-class RiddenDigests:
+class BatchDigests:
     """Digests of what the ranks of one model copy read and hold in common, on messages that are sent anyway.
 
     Args:

@@ -16,6 +16,7 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.gradient_parts import FlatGradient, LocalGradient
 from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
 from hf_parallel.ledger import Ledger
@@ -23,129 +24,6 @@ from hf_parallel.mesh import Mesh
 
 
 Counted: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
-
-
-class _Openable:
-    """A shard of a gradient, of which user code may have the whole: what it does to that counts."""
-
-    name: str
-    _owner: ShownGradients
-    opened: Tensor | None = None
-
-    def tensor(self) -> Tensor:
-        raise NotImplementedError
-
-    @property
-    def sharded_dim(self) -> int | None:
-        return self._owner.sharded_dim(self.name)
-
-    def whole(self, local: Tensor) -> Tensor:
-        return self._owner.assemble(self.name, local)
-
-    def open(self) -> Tensor:
-        """The whole, to be changed in place; collective over tp."""
-        if self.opened is None:
-            self.opened = self.whole(self.tensor()).clone()
-        return self.opened
-
-    def close(self) -> None:
-        """The shard is what counts from now on."""
-        self.opened = None
-
-    @torch.no_grad()
-    def _with_opened(self, local: Tensor) -> Tensor:
-        if self.opened is not None:
-            local.copy_(self._owner.cut(self.name, self.opened))
-        return local
-
-
-class _Local(_Openable):
-    """A gradient that is here, perhaps as a shard."""
-
-    def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: ShownGradients) -> None:
-        self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
-        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
-        self.arrived = False
-        self.is_summand = False  # other stages have the rest of it
-
-    def tensor(self) -> Tensor:
-        return self._with_opened(self.gradient)
-
-    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self.is_summand and "clamp" in str(function):
-            refuse_summand(self.name)
-        function(self.gradient if self.opened is None else self.opened, *args, **kwargs)
-
-    def arrive(self, gradient: Tensor) -> None:
-        self.tensor().add_(gradient)
-        self.close()
-        self.arrived = True
-
-    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        if self.is_summand:
-            refuse_summand(self.name)
-        return self._owner.power(self.name, self.parameter, self.tensor() if local is None else local, norm_type)
-
-
-class _Flat(_Openable):
-    """A gradient whose parts are with the optimizers of several ranks."""
-
-    def __init__(
-        self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: ShownGradients
-    ) -> None:
-        self.name, self.parameter, self._owner = name, parameter, owner
-        self.shard, self.position = place
-        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
-        self.gathered: Tensor | None = None
-        self.pending: Tensor | None = None
-
-    def tensor(self) -> Tensor:
-        if self.gathered is None:
-            self._owner.gather(self.shard)
-        if self.gathered is None:
-            raise RuntimeError(f"the gradient of {self.name} was not gathered")
-        return self._with_opened(self.gathered)
-
-    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self.gathered is not None:
-            function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
-            return
-        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
-        if piece is not None and gradient is not None:
-            moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
-            function(gradient[piece], *moved, **kwargs)
-            self._owner.note_parts()
-
-    def arrive(self, gradient: Tensor) -> None:
-        self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
-
-    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        source = local if local is not None else None if self.gathered is None else self.tensor()
-        mine = self.shard.part_of(self.position, source) if source is not None else None
-        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
-        values = mine[1] if mine is not None else None
-        if source is None and piece is not None and gradient is not None:
-            values = gradient[piece]
-        counted = self._owner.counted(self.name, self.parameter)
-        if isinstance(counted, Tensor) and values is not None:
-            part = self.shard.part_of(self.position, counted)
-            values = values * part[1].to(values.device) if part is not None else None
-        kept = [values] if values is not None and counted is not False else []
-        return power_sum(kept, norm_type, self.parameter.device)
-
-    @torch.no_grad()
-    def take(self, whole: Tensor) -> None:
-        """This rank's elements of a gradient that user code assigned or changed."""
-        found, gradient = self.shard.part_of(self.position, whole), self.shard.master.grad
-        if found is None or gradient is None:
-            return
-        piece, values = found[0], found[1].to(gradient.device)
-        if values.dtype == gradient.dtype:
-            gradient[piece] = values
-        else:  # what was shown rounded and not changed keeps its digits
-            gradient[piece] = torch.where(
-                gradient[piece].to(values.dtype) == values, gradient[piece], values.to(gradient.dtype)
-            )
 
 
 class ShownGradients:
@@ -170,7 +48,7 @@ class ShownGradients:
         self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
         self._waiting = waiting
         self.factors = StageFactors(mesh)
-        self._flat: dict[str, _Flat] = {}
+        self._flat: dict[str, FlatGradient] = {}
         self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
         self._zero: ZeroPartition | None = None
         self._active = False
@@ -293,7 +171,7 @@ class ShownGradients:
         self._zero = zero
         for shard in zero.shards:
             for position, (name, param) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True)):
-                self._flat[name] = _Flat(name, param, (shard, position), self)
+                self._flat[name] = FlatGradient(name, param, (shard, position), self)
 
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
@@ -309,7 +187,9 @@ class ShownGradients:
                 if name not in absent:
                     parameter.grad = SharedGradient.of(parameter, flat, self)
             elif staged and parameter.grad is not None:
-                parameter.grad = SharedGradient.of(parameter, _Local(name, parameter, parameter.grad, self), self)
+                parameter.grad = SharedGradient.of(
+                    parameter, LocalGradient(name, parameter, parameter.grad, self), self
+                )
 
     @property
     def _parts_of(self) -> ZeroPartition | None:
@@ -321,7 +201,7 @@ class ShownGradients:
         self._between = True
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                part = _Local(name, parameter, parameter.grad, self)
+                part = LocalGradient(name, parameter, parameter.grad, self)
                 part.is_summand = len(self._ledger.entries[name].holders) > 1
                 parameter.grad = SharedGradient.of(parameter, part, self)
 
@@ -401,7 +281,7 @@ class ShownGradients:
             if assigned and master.grad is None and flat.gathered is None:
                 master.grad = torch.zeros_like(master)
 
-    def _return(self, flat: _Flat, gradient: Tensor | None, before_backward: bool) -> None:
+    def _return(self, flat: FlatGradient, gradient: Tensor | None, before_backward: bool) -> None:
         shard, piece = flat.shard, flat.shard.inside(flat.position)
         if gradient is None:
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
@@ -452,18 +332,5 @@ class ShownGradients:
                 parameter.grad = SharedGradient.of(parameter, flat, self) if fresh else stand
             elif stand is not None and parameter.grad is not None:
                 same = stand.changed is None and stand.part.tensor() is parameter.grad
-                part = _Local(name, parameter, parameter.grad, self)
+                part = LocalGradient(name, parameter, parameter.grad, self)
                 parameter.grad = stand if same else SharedGradient.of(parameter, part, self)
-
-
-def refuse_summand(name: str) -> None:
-    """A gradient that several stages have summands of has no norm, and cannot be limited, before they are added up.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    raise UnsupportedError(
-        f"the gradient of {name}, which several stages share, is read or limited between two batches of a step with pp_size above "
-        "1: its summands are added up after the last batch. Do it where accelerator.sync_gradients is true "
-        "(on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
-    )

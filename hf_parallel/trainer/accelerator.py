@@ -1,7 +1,7 @@
 """The Accelerator of a parallel run.
 
-`attach_accelerator` puts it in place of a stock one, for a Trainer and for a loop of one's own (see `raw_loop`). The class of
-the live object is swapped, so no global is patched.
+`attach_accelerator` puts it in place of a stock one, for a Trainer and for a loop of one's own (see `raw_loop`). Only the class
+of that object is replaced by a subclass: other Accelerators of the process stay as they are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""The gradient of one parameter, where this rank holds a part of it: what user code does to the whole reaches the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.data_parallel.flat import FlatShard
+from hf_parallel.data_parallel.norms import power_sum
+from hf_parallel.errors import UnsupportedError
+
+
+if TYPE_CHECKING:
+    from hf_parallel.guards.gradients import ShownGradients
+
+
+class _Part:
+    """A shard of a gradient, of which user code may have the whole: what it does to that counts."""
+
+    name: str
+    _owner: ShownGradients
+    opened: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self._owner.sharded_dim(self.name)
+
+    def whole(self, local: Tensor) -> Tensor:
+        return self._owner.assemble(self.name, local)
+
+    def open(self) -> Tensor:
+        """The whole, to be changed in place; collective over tp."""
+        if self.opened is None:
+            self.opened = self.whole(self.tensor()).clone()
+        return self.opened
+
+    def close(self) -> None:
+        """The shard is what counts from now on."""
+        self.opened = None
+
+    @torch.no_grad()
+    def _with_opened(self, local: Tensor) -> Tensor:
+        if self.opened is not None:
+            local.copy_(self._owner.cut(self.name, self.opened))
+        return local
+
+
+class LocalGradient(_Part):
+    """A gradient that is here, perhaps as a shard."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: ShownGradients) -> None:
+        self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
+        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.arrived = False
+        self.is_summand = False  # other stages have the rest of it
+
+    def tensor(self) -> Tensor:
+        return self._with_opened(self.gradient)
+
+    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self.is_summand and "clamp" in str(function):
+            refuse_summand(self.name)
+        function(self.gradient if self.opened is None else self.opened, *args, **kwargs)
+
+    def arrive(self, gradient: Tensor) -> None:
+        self.tensor().add_(gradient)
+        self.close()
+        self.arrived = True
+
+    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        if self.is_summand:
+            refuse_summand(self.name)
+        return self._owner.power(self.name, self.parameter, self.tensor() if local is None else local, norm_type)
+
+
+class FlatGradient(_Part):
+    """A gradient whose parts are with the optimizers of several ranks."""
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: ShownGradients
+    ) -> None:
+        self.name, self.parameter, self._owner = name, parameter, owner
+        self.shard, self.position = place
+        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.gathered: Tensor | None = None
+        self.pending: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self.gathered is None:
+            self._owner.gather(self.shard)
+        if self.gathered is None:
+            raise RuntimeError(f"the gradient of {self.name} was not gathered")
+        return self._with_opened(self.gathered)
+
+    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self.gathered is not None:
+            function(self.gathered if self.opened is None else self.opened, *args, **kwargs)
+            return
+        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
+        if piece is not None and gradient is not None:
+            moved = [arg.to(gradient.device) if isinstance(arg, Tensor) else arg for arg in args]
+            function(gradient[piece], *moved, **kwargs)
+            self._owner.note_parts()
+
+    def arrive(self, gradient: Tensor) -> None:
+        self.pending = gradient.clone() if self.pending is None else self.pending.add_(gradient)
+
+    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
+        source = local if local is not None else None if self.gathered is None else self.tensor()
+        mine = self.shard.part_of(self.position, source) if source is not None else None
+        piece, gradient = self.shard.inside(self.position), self.shard.master.grad
+        values = mine[1] if mine is not None else None
+        if source is None and piece is not None and gradient is not None:
+            values = gradient[piece]
+        counted = self._owner.counted(self.name, self.parameter)
+        if isinstance(counted, Tensor) and values is not None:
+            part = self.shard.part_of(self.position, counted)
+            values = values * part[1].to(values.device) if part is not None else None
+        kept = [values] if values is not None and counted is not False else []
+        return power_sum(kept, norm_type, self.parameter.device)
+
+    @torch.no_grad()
+    def take(self, whole: Tensor) -> None:
+        """This rank's elements of a gradient that user code assigned or changed."""
+        found, gradient = self.shard.part_of(self.position, whole), self.shard.master.grad
+        if found is None or gradient is None:
+            return
+        piece, values = found[0], found[1].to(gradient.device)
+        if values.dtype == gradient.dtype:
+            gradient[piece] = values
+        else:  # what was shown rounded and not changed keeps its digits
+            gradient[piece] = torch.where(
+                gradient[piece].to(values.dtype) == values, gradient[piece], values.to(gradient.dtype)
+            )
+
+
+def refuse_summand(name: str) -> None:
+    """A gradient that several stages have summands of has no norm, and cannot be limited, before they are added up.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"the gradient of {name}, which several stages share, is read or limited between two batches of a step with pp_size above "
+        "1: its summands are added up after the last batch. Do it where accelerator.sync_gradients is true "
+        "(on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
+    )
