@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
+    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
@@ -250,6 +251,36 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     if engine is None:
         raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
     engine.queue_callback(callback)
+
+
+def scaler_of_group(stock: torch.amp.GradScaler, device: str, group: ProcessGroup | None) -> torch.amp.GradScaler:
+    """A loss scaler with the settings of `stock` that skips a step on all ranks of a group or on none.
+
+    Args:
+        stock: Makes the decision from its own rank's gradients.
+        device: Type of the device that the scale is on.
+        group: The ranks that decide together.
+    """
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    class GroupGradScaler(ShardedGradScaler):
+        def unscale_(self, optimizer: Optimizer) -> None:
+            super().unscale_(optimizer)
+            # Its flags have shape (1,); fused optimizers subtract them from step counts of shape ().
+            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                flag.squeeze_()
+
+    if isinstance(stock, ShardedGradScaler):
+        return stock
+    return GroupGradScaler(
+        device=device,
+        init_scale=stock.get_scale(),
+        growth_factor=stock.get_growth_factor(),
+        backoff_factor=stock.get_backoff_factor(),
+        growth_interval=stock.get_growth_interval(),
+        enabled=stock.is_enabled(),
+        process_group=group,
+    )
 
 
 def gives_gradients_away(parameters: Iterable[Tensor]) -> bool:

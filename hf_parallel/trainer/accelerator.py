@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
-from hf_parallel.compat.private_torch import loss_scale
+from hf_parallel.compat.private_torch import loss_scale, scaler_of_group
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -118,20 +118,9 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     def _agree_on_skipped_steps(self) -> None:
         """fp16: one scale and one skip decision for all ranks. The stock scaler decides on local gradients alone."""
-        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
         stock: torch.amp.GradScaler | None = self.scaler  # type: ignore[has-type]
-        if stock is None or isinstance(stock, ShardedGradScaler) or not dist.is_initialized():
-            return
-        self.scaler = ShardedGradScaler(
-            device=self.device.type,
-            init_scale=stock.get_scale(),
-            growth_factor=stock.get_growth_factor(),
-            backoff_factor=stock.get_backoff_factor(),
-            growth_interval=stock.get_growth_interval(),
-            enabled=stock.is_enabled(),
-            process_group=dist.group.WORLD,
-        )
+        if stock is not None and dist.is_initialized():
+            self.scaler = scaler_of_group(stock, self.device.type, dist.group.WORLD)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
