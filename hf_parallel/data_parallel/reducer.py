@@ -106,7 +106,9 @@ class GradientReducer:
         under_way, self._under_way = self._under_way, []
         flags = self._exchange_flags(wire, under_way) if wire.lossy else None
         wire.flush()
-        for index, (bucket, item) in enumerate(zip(self._buckets, under_way, strict=True)):
+        under_way.reverse()
+        for index, bucket in enumerate(self._buckets):
+            item = under_way.pop()  # so that its buffer goes as soon as the gradients are copied out of it
             item.wait()
             if factor != 1.0 and not wire.lossy:
                 item.flat[: bucket.numel].mul_(factor)

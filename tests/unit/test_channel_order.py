@@ -154,8 +154,10 @@ def all_notes(name: str, pp_size: int, count: int, *, backward: bool = True) -> 
         return None
 
 
-SIZES = [(pp_size, count) for pp_size in (2, 3, 4) for count in sorted({1, 2, pp_size, pp_size + 1, 2 * pp_size})]
-MANY = [pytest.param(*size, marks=pytest.mark.slow) for size in itertools.product((5, 6, 7, 8), (1, 4, 8, 11, 16))]
+SIZES = [(2, 1), (2, 4), (3, 2), (3, 6), (4, 5)]
+MANY = [
+    pytest.param(*size, marks=pytest.mark.slow) for size in itertools.product(range(2, 9), (1, 2, 3, 4, 6, 8, 11, 16))
+]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -188,10 +190,6 @@ def test_one_communicator_for_a_direction_would_deadlock() -> None:
 
 def test_one_hardware_queue_would_deadlock() -> None:
     """Why CUDA_DEVICE_MAX_CONNECTIONS=1 is refused with pipeline stages."""
-    stuck = [
-        (name, size)
-        for name in SCHEDULES
-        for size in SIZES
-        if (notes := all_notes(name, *size)) is not None and deadlock(notes, "a pair and direction", queues=1)
-    ]
-    assert stuck
+    notes = all_notes("interleaved_1f1b", 2, 4)
+    assert notes is not None
+    assert deadlock(notes, "a pair and direction", queues=1)

@@ -25,14 +25,13 @@ from hf_parallel.pipeline_parallel.run.transport import Message, TensorSpec, Tra
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 
 
-DTYPES: Final = (
+DTYPES: Final = (  # those that NCCL sends too
     torch.float32,
     torch.float64,
     torch.float16,
     torch.bfloat16,
     torch.int64,
     torch.int32,
-    torch.int16,
     torch.int8,
     torch.uint8,
     torch.bool,
