@@ -13,7 +13,7 @@ import pytest
 from hf_parallel.settings.recipes import find_recipe
 
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 # Counts by name from before the first import, so that nothing of ours has to be replaced.
@@ -65,7 +65,17 @@ open("found" + os.environ["RANK"] + ".json", "w").write(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("script", [TRAINER, LOOP, LOADED], ids=["trainer", "loop", "loaded"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(TRAINER, id="trainer"),
+        pytest.param(LOOP, id="loop", marks=SLOW),
+        pytest.param(LOADED, id="loaded", marks=SLOW),
+    ],
+)
 def test_a_rank_resolves_its_settings_once(script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COUNT + script + TELL)
     command = ["-m", "accelerate.commands.launch", "--config_file", str(find_recipe("cpu_pp2")), "train.py"]

@@ -281,9 +281,9 @@ def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
     if isinstance(group, VirtualGroup):
         return group.exchange(x)
     x = x.contiguous()
-    whole = x.new_empty(group.size(), *x.shape)  # into one tensor: NCCL copies each part of a list once more
-    dist.all_gather_into_tensor(whole, x, group=group)
-    return list(whole.unbind(0))
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
 
 
 class _CopyToTP(torch.autograd.Function):
