@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader
 from trainer_cases import ENV, Case, make_trainer
 
 
+pytestmark = pytest.mark.long
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one": (1, None),
     "ddp2": (2, None),

@@ -18,6 +18,9 @@ from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_case
 
 
+pytestmark = pytest.mark.long
+
+
 def own_draw(model: Any, names: str = "") -> Any:
     """Change the tensors whose name has `names` in it, on every rank in another way; rank 0 has the reference's."""
     generator = torch.Generator().manual_seed(100 + int(os.environ.get("RANK", "0")))

@@ -138,6 +138,7 @@ def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients
     assert all(min(row["seconds"].values()) > 0 for row in report["rows"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_convergence_runs(tmp_path: Path) -> None:
     report = run("bench_compression.py", tmp_path / "report.json", "--page", str(tmp_path / "no_page.md"))
     rows = {row["method"]: row for row in report["rows"]}
