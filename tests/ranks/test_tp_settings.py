@@ -83,23 +83,23 @@ def test_a_run_with_settings_of_its_own_equals_one_process(name: str, runs: dict
 
 def test_overrides_are_in_effect(runs: dict[str, Any]) -> None:
     shown = runs["two"]["overrides"]["shown"]
-    assert shown["model.layers.0.self_attn.q_proj"] == "_gather_forward (16, 32)"
-    assert shown["model.layers.0.self_attn.o_proj"] == "_gather_forward (16, 32)"
-    assert shown["model.layers.1.self_attn.q_proj"] == "_column_forward (16, 32)"
-    assert shown["model.layers.1.self_attn.o_proj"] == "_row_forward (32, 16)"
+    assert shown["model.layers.0.self_attn.q_proj"] == "gather_forward (16, 32)"
+    assert shown["model.layers.0.self_attn.o_proj"] == "gather_forward (16, 32)"
+    assert shown["model.layers.1.self_attn.q_proj"] == "column_forward (16, 32)"
+    assert shown["model.layers.1.self_attn.o_proj"] == "row_forward (32, 16)"
     assert {shown[f"model.layers.{i}.mlp.down_proj"] for i in range(4)} == {"whole (32, 64)"}
-    assert shown["lm_head"] == "_vocab_head_forward (50, 32)"
+    assert shown["lm_head"] == "vocab_head_forward (50, 32)"
 
 
 def test_overrides_of_the_vocabulary_are_in_effect(runs: dict[str, Any]) -> None:
     whole, tied = (runs["two"][name]["shown"] for name in ("whole_head", "tied_head"))
     assert (whole["lm_head"], whole["model.embed_tokens"]) == ("whole (99, 32)", "_embedding_forward (50, 32)")
-    assert (tied["lm_head"], tied["model.embed_tokens"]) == ("_gather_forward (50, 32)", "_embedding_forward (50, 32)")
+    assert (tied["lm_head"], tied["model.embed_tokens"]) == ("gather_forward (50, 32)", "_embedding_forward (50, 32)")
 
 
 def test_each_rank_has_whole_experts(runs: dict[str, Any]) -> None:
     shown = runs["two"]["whole_experts"]["shown"]
-    assert shown["model.layers.0.mlp.experts"] == "_sum_forward (2, 64, 32) (2, 32, 32)"
+    assert shown["model.layers.0.mlp.experts"] == "sum_forward (2, 64, 32) (2, 32, 32)"
 
 
 EXPERTS = ["mixtral", "gpt_oss", "qwen3_moe", "deepseek_v3"]
