@@ -171,23 +171,18 @@ class Mesh:
             pairs: (source, target) ranks of the pipeline, in ascending order.
             backend: None for the default group's; `"gloo"` lets CUDA tensors travel through host memory.
         """
-        shape, found = self.shape, {}
-        for pair in pairs:
-            ends = set(pair)
-            lists = shape.groups(lambda d, p, t, ends=ends: (d, t) if p in ends else (-1, d, p, t))  # type: ignore[misc]
-            group = new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout, backend=backend)
-            if group is not None:
-                found[pair] = group
-        return found
+        groups = {pair: self.holders_group(pair, backend) for pair in pairs}
+        return {pair: group for pair, group in groups.items() if group is not None}
 
-    def holders_group(self, pp_ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def holders_group(self, pp_ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:
         """Group of the pipeline ranks `pp_ranks` at this rank's (dp, tp); None on other ranks.
 
-        Collective: every rank must call it with the same `pp_ranks`, in the same order of calls.
+        Collective: every rank must call it with the same `pp_ranks`, in the same order of calls. `backend` is that of the
+        group; None for the default group's.
         """
         wanted = set(pp_ranks)
         lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
-        return new_group_of([ranks for ranks in lists if len(ranks) > 1], timeout=self.timeout)
+        return new_group_of(lists, timeout=self.timeout, backend=backend)
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Another group of the same ranks as `dp_group`; None without replicas. Collective."""
