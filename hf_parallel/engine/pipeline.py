@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.autograd_nodes import logits_node, loss_node
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
@@ -80,7 +81,7 @@ class PipelineEngine(Engine):
             always_asks=self.gradients.replicas.partitions,
         )
         self._programs = programs
-        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=self._shifted)
+        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=loss_shifts_labels(self.model))
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0
@@ -200,7 +201,6 @@ class PipelineEngine(Engine):
         microbatches: list[dict[str, Any]] = []
         shares: list[Share] = []
         for index, batch in enumerate(batches):
-            self.check_targets(batch)
             for microbatch, share in self._loss.cut(index, batch):
                 microbatches.append(microbatch)
                 shares.append(share)
