@@ -86,7 +86,7 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        self._digests = BatchDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
+        self._digests = BatchDigests(self.mesh, self._common_weights(attachment))
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
             digests=self._digests,

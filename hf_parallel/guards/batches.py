@@ -17,7 +17,6 @@ from torch import Tensor
 from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.guards.alike import CommonWeights
-from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.mesh import Mesh
 
 
@@ -98,24 +97,22 @@ class BatchDigests:
     Args:
         mesh: This rank's mesh.
         common: Weights that several ranks hold.
-        factors: What stages scaled their gradients with.
 
     Attributes:
         width: Slots that a message needs.
     """
 
-    def __init__(self, mesh: Mesh, common: CommonWeights, factors: StageFactors) -> None:
-        self._mesh, self._common, self._factors = mesh, common, factors
+    def __init__(self, mesh: Mesh, common: CommonWeights) -> None:
+        self._mesh, self._common = mesh, common
         self._digests = Digests()
         self._unread: list[Tensor] = []
-        self.width = mesh.shape.mp_size * (2 + len(common.names))
+        self.width = mesh.shape.mp_size * (1 + len(common.names))
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
         mine[0] = self._digests.of(batches).to(slots.device)
-        mine[1] = self._factors.word(slots.device)
-        mine[2:] = self._common.digests(slots.device)
+        mine[1:] = self._common.digests(slots.device)
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -137,8 +134,7 @@ class BatchDigests:
         for slots in unread:
             rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
             refuse_unlike(self._mesh, [row[0] for row in rows])
-            self._factors.refuse_unlike([row[1] for row in rows])
-            self._common.refuse_unlike([row[2:] for row in rows])
+            self._common.refuse_unlike([row[1:] for row in rows])
 
 
 class SharedBatch:

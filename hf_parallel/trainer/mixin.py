@@ -229,7 +229,6 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if engine is not None:
             others, looks = self._looked_at_by()
             engine.gradients.replicas.let_others_look(others)
-            engine.gradients.shown.factors.at_once = looks
             if looks:
                 engine.gradients.shown.lay_open()
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
