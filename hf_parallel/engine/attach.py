@@ -13,12 +13,14 @@ from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import Stages
+from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.mesh import ranks_per_node
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.messages import Probe
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.transport import make_transport
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
+from hf_parallel.tensor_parallel.run.apply import seen_in_parts
 
 
 def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedModel | None) -> Engine:
@@ -50,6 +52,10 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         engine: Engine = DirectEngine(attachment)
     else:
         engine = _pipeline_engine(attachment, stages, plans.cut)
+    if plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
+        shards = plans.tensor_parallel
+        whole = {pair.row for pair in shards.pairs} if shards.sequence is None else set()
+        engine.part_hooks = PartHooks(setup.model, seen_in_parts(setup.model, shards), whole)
     engine.install()
     return engine
 
