@@ -130,8 +130,16 @@ def steps(loop: Loop) -> None:
         loop.step()
 
 
+def backward_before(loop: Loop) -> None:
+    for block in loop.model.model.layers:
+        backward_pre_hook(block)
+        backward_hook(block)
+    loop.prepare()
+    steps(loop)
+
+
 CHANGES = (in_place_unseen, halved_gradients, backward_pre_hook, backward_hook, wrapped_in_place, other_class)
-BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (before, after, removed)}
+BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (before, after, removed, backward_before)}
 BODIES |= {change.__name__: changed_after(change) for change in CHANGES}
 
 

@@ -83,7 +83,7 @@ class Calls:
 
     @contextmanager
     def as_cut(self, stage: int) -> Iterator[None]:
-        """Inside, modules that `stage` skips have nothing on them that was not there when the model was cut.
+        """Inside, modules that `stage` skips have no forward hooks but those that were there when the model was cut.
 
         What a user puts on a block since then is in effect where the block runs. Here it would see tensors that the block
         did not make, and could write to them or scale their gradients once more.
@@ -99,11 +99,14 @@ class Calls:
 
 
 class _Late:
-    """What was put on a block after the cut: hooks, and a forward around ours."""
+    """What was put on a block after the cut, hooks and a forward around ours, and all its hooks of the backward pass."""
 
     def __init__(self, block: nn.Module, stages: Collection[int]) -> None:
         self.block, self.stages, self.forward = block, frozenset(stages), block.forward
-        self._hooks = [(hooks, frozenset(hooks)) for hooks in module_hooks(block)]
+        *forward, before_backward, backward = module_hooks(block)
+        self._hooks = [(hooks, frozenset(hooks)) for hooks in forward]
+        # Gradients of a skipped block have passed its hooks, or will, where it runs.
+        self._hooks += [(hooks, frozenset()) for hooks in (before_backward, backward)]
         self._taken: list[dict[int, Any]] = []
         self._replaced: Any = None
 
@@ -115,24 +118,24 @@ class _Late:
         return any(len(hooks) > len(cut) or not cut.issuperset(hooks) for hooks, cut in self._hooks)
 
     def take(self) -> None:
-        self._taken = [dict(hooks) for hooks, _ in self._hooks]
-        for hooks, cut in self._hooks:
-            for key in [key for key in hooks if key not in cut]:
-                del hooks[key]
+        self._taken = [{key: hooks[key] for key in hooks if key not in cut} for hooks, cut in self._hooks]
+        for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
+            hooks.update(dict.fromkeys(taken, _nothing))  # in their places: a handle may be removed meanwhile
         self._replaced = vars(self.block).get("forward")
         self.block.forward = self.forward
 
     def give_back(self) -> None:
-        """In the order in which they were, and what was registered meanwhile after them."""
         for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
-            since = {key: hook for key, hook in hooks.items() if key not in taken}
-            hooks.clear()
-            hooks.update(taken | since)
+            hooks.update({key: hook for key, hook in taken.items() if key in hooks})
         if self._replaced is None:
             del self.block.forward
         else:
             self.block.forward = self._replaced
         self._taken, self._replaced = [], None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a hook."""
 
 
 class _SkippedBlock(Uncopyable):
