@@ -25,15 +25,26 @@ class PartHooks:
     Args:
         model: The sharded model.
         modules: Modules that see parts, by name, and parts of what; of all stages, so that all ranks refuse alike.
-        whole_outputs: Those of them that return whole tensors: their forward hooks may come later.
+        whole_inputs: Those of them that are given whole tensors: forward pre-hooks may come later.
+        whole_outputs: Those of them that return whole tensors: forward hooks may come later.
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, str], whole_outputs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, str],
+        whole_inputs: Collection[str] = (),
+        whole_outputs: Collection[str] = (),
+    ) -> None:
         self._watched = []
         for name, parts in modules.items():
             module = model.get_submodule(name)
             before, after, *backward = module_hooks(module)
-            tables = [before, *backward] if name in whole_outputs else [before, after, *backward]
+            tables = [
+                *([] if name in whole_inputs else [before]),
+                *([] if name in whole_outputs else [after]),
+                *backward,
+            ]
             known = [(hooks, set(hooks)) for hooks in tables]
             self._watched.append((name, parts, module, vars(module).get("forward"), known))
 

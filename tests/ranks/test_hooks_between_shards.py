@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 
 ENV = {"ACCELERATE_USE_CPU": "true"}
-REFUSED = "would see this rank's channels only"
+REFUSED, OF_LOGITS = "would see this rank's channels only", "would see this rank's part of the vocabulary only"
 CHECKED = "the sharded model differs from the plain one"  # a layer that is not like the others of its kind
 
 
@@ -37,6 +37,12 @@ def on_columns(model: Any) -> None:
 def between(model: Any) -> None:
     for block in model.model.layers:
         block.mlp.act_fn.register_forward_hook(normalised)
+
+
+def before_columns(model: Any) -> None:
+    for block in model.model.layers:
+        for layer in (block.mlp.up_proj, block.mlp.gate_proj):
+            layer.register_forward_pre_hook(centred)
 
 
 def before_rows(model: Any) -> None:
@@ -61,10 +67,19 @@ def around(model: Any) -> None:
         block.mlp.register_forward_pre_hook(centred)
 
 
+def on_the_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(normalised)
+
+
+def before_the_head(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(centred)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     change.__name__: (change, REFUSED if change in (on_columns, between, before_rows, other_forward) else "")
-    for change in (on_columns, between, before_rows, other_forward, on_rows, around)
+    for change in (on_columns, between, before_rows, other_forward, before_columns, on_rows, around, before_the_head)
 }
+CHANGES["on_the_head"] = (on_the_head, OF_LOGITS)
 
 
 def early(change: Callable[[Any], None], loop: Loop) -> None:

@@ -115,7 +115,8 @@ def seen_in_parts(model: nn.Module, plan: TPPlan) -> dict[str, str]:
     Where several pairs share a root (a block with its MLP's layers in itself), only layers, norms and owners of sliced
     tensors are known to be between the sharded layers.
     """
-    found: dict[str, str] = {}
+    heads = [name for name, linear in plan.linears.items() if linear.role == "vocab_head"]
+    found = dict.fromkeys(heads, "part of the vocabulary")
     for pair in plan.pairs:
         owners = {name.rpartition(".")[0] for name in pair.sliced}
         named = {*pair.columns, pair.row, *pair.norms, *pair.entries, *owners} - {pair.root}
