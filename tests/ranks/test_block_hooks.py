@@ -93,7 +93,10 @@ def halved_gradients(block: torch.nn.Module) -> None:
 
 
 def backward_pre_hook(block: torch.nn.Module) -> None:
-    block.register_full_backward_pre_hook(lambda module, gradients: tuple(0.7 * g for g in gradients))
+    def weaken(module: Any, gradients: Any) -> Any:
+        return tuple(0.7 * gradient for gradient in gradients)
+
+    block.register_full_backward_pre_hook(weaken)
 
 
 def backward_hook(block: torch.nn.Module) -> None:
