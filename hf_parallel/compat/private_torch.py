@@ -169,6 +169,16 @@ def forward_hooks(module: nn.Module) -> dict[int, Any]:
     return module._forward_hooks
 
 
+def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """All that runs around a module's forward and backward, by the ids of the handles; changing it changes what runs."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def around_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what `module(...)` does, hooks of forward and backward included, by `wrapper` of it."""
+    object.__setattr__(module, "_call_impl", wrapper(module._call_impl))
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that a module itself has, by attribute; None where it was told that it has none."""
     return module._parameters

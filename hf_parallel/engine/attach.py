@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
@@ -13,12 +15,15 @@ from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import Stages
+from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.mesh import ranks_per_node
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.messages import Probe
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.transport import make_transport
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
+from hf_parallel.tensor_parallel.run.apply import seen_in_parts
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedModel | None) -> Engine:
@@ -50,8 +55,18 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         engine: Engine = DirectEngine(attachment)
     else:
         engine = _pipeline_engine(attachment, stages, plans.cut)
+    if plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
+        engine.part_hooks = _part_hooks(setup.model, plans.tensor_parallel)
     engine.install()
     return engine
+
+
+def _part_hooks(model: nn.Module, plan: TPPlan) -> PartHooks:
+    given = {name for name, linear in plan.linears.items() if linear.role in ("column", "vocab_head") and linear.entry}
+    returned = {pair.row for pair in plan.pairs}
+    if plan.sequence is not None:  # then only the head's are whole
+        given, returned = {name for name in given if plan.linears[name].role == "vocab_head"}, set()
+    return PartHooks(model, seen_in_parts(model, plan), given, returned)
 
 
 def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: bool) -> ReplicaSettings:

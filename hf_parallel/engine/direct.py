@@ -30,6 +30,7 @@ from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batches import SharedBatch
 from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.meeting import meeting_of_copy
+from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.tensors import tensors_in
@@ -88,6 +89,7 @@ class Engine:
         self._queued = False
         self.gathers = meeting_of_copy(self.mesh)
         self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
+        self.part_hooks = PartHooks(attachment.model, {})
 
     def _common_weights(self, attachment: Attachment) -> CommonWeights:
         replicas = attachment.gradients.replicas
@@ -150,6 +152,7 @@ class Engine:
 
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            engine.part_hooks.check()
             with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward(), in_lockstep(engine.model):
                 return engine.run(args, kwargs)
 

@@ -21,6 +21,7 @@ ELEMENTS = 64  # of a parameter
 COPIES = 4  # parameters held by every tensor-parallel rank
 BITS = 48  # exact as a float64, and never zero
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class CommonWeights:
@@ -45,31 +46,19 @@ class CommonWeights:
     ) -> None:
         self._mesh, self._arriving = mesh, arriving
         self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
-        self._held = [[parameters[name]] if name in parameters else [] for name in self.names]
+        held = [[parameters[name]] if name in parameters else [] for name in self.names]
         copies = [name for name in parameters if mesh.tp_group is not None and ledger.entries[name].spec is None]
         if mesh.tp_group is not None:
             self.names.append(copies[-1] if copies else "")
-            self._held.append([parameters[name] for name in copies[-COPIES:]])
-        self._weights: dict[torch.device, Tensor] = {}
+            held.append([parameters[name] for name in copies[-COPIES:]])
+        self._slots = [_Slot(parameters) for parameters in held]
 
     def digests(self, device: torch.device) -> Tensor:
         """A number of each slot, i64[n]: zero where this rank holds nothing; without waiting for the device."""
         if self._arriving():
             return torch.zeros(len(self.names), dtype=torch.int64, device=device)
-        found = [self._digest(held).to(device) for held in self._held]
+        found = [slot.digest().to(device) for slot in self._slots]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
-
-    def _digest(self, held: Sequence[nn.Parameter]) -> Tensor:
-        total = torch.zeros((), dtype=torch.int64)
-        for position, parameter in enumerate(held):
-            bits = _some(parameter)
-            if bits is None:
-                continue
-            if bits.device not in self._weights:
-                numbers = torch.randint(-(2**62), 2**62, (ELEMENTS,), generator=torch.Generator().manual_seed(1))
-                self._weights[bits.device] = (numbers * 2 + 1).to(bits.device)
-            total = total.to(bits.device) * (2 * position + 3) + (bits * self._weights[bits.device][: len(bits)]).sum()
-        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1 if held else total
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -99,11 +88,42 @@ class CommonWeights:
         )
 
 
+class _Slot:
+    """The parameters of one slot, and views of some elements of each, which are kept while their memory is the same."""
+
+    def __init__(self, held: Sequence[nn.Parameter]) -> None:
+        self._held = held
+        self._places: list[int] | None = None
+        self._views: list[Tensor] = []
+        self._weights = torch.zeros(0, dtype=torch.int64)
+
+    def digest(self) -> Tensor:
+        """A number that is never zero (0-d i64) on the parameters' device; zero on the CPU if nothing is held."""
+        if not self._held:
+            return torch.zeros((), dtype=torch.int64)
+        places = [parameter.data_ptr() if type(parameter) in _PLAIN else 0 for parameter in self._held]
+        if places != self._places:
+            self._look(places)
+        if not self._views:
+            return torch.ones((), dtype=torch.int64)
+        some = torch.cat(self._views)
+        total = (some.view(_SAME_SIZE[some.element_size()]).to(torch.int64) * self._weights).sum()
+        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1
+
+    def _look(self, places: list[int]) -> None:
+        self._places = places
+        found = (_some(parameter) for parameter in self._held)
+        self._views = [view for view in found if view is not None]
+        if self._views:
+            device, count = self._views[0].device, sum(map(len, self._views))
+            numbers = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(1))
+            self._weights = (numbers * 2 + 1).to(device)
+
+
 def _some(parameter: nn.Parameter) -> Tensor | None:
-    """The bits of some elements, i64[<= ELEMENTS]; None of a kind whose memory cannot be read so."""
+    """A view of some elements [<= ELEMENTS]; None of a kind whose memory cannot be read so."""
     values = parameter.detach()
-    if type(values) not in (Tensor, nn.Parameter) or not values.numel() or not values.is_contiguous():
+    if type(values) not in _PLAIN or not values.numel() or not values.is_contiguous():
         return None
     flat = values.view(-1)
-    some = flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS].contiguous()
-    return some.view(_SAME_SIZE[some.element_size()]).to(torch.int64)
+    return flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS]

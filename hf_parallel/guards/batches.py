@@ -21,7 +21,6 @@ from hf_parallel.mesh import Mesh
 
 
 BITS = 52  # a digest is exact as a float64, in which losses travel
-_ODD = 0x5851F42D4C957F2D  # multiplier of a linear congruential generator modulo 2**64
 _CHUNK = 1 << 16
 
 
@@ -67,19 +66,21 @@ class Digests:
 
         Tensors that a graph made (embeddings of the tokens) are left out: ranks compute them for themselves.
         """
-        total: Tensor | None = None
+        labels, values = [], []
         for batch in batches:
             for name in sorted(batch):
                 value = batch[name]
                 if isinstance(value, Tensor) and not value.requires_grad:
-                    mine = self._sum(_integers(value)) + _label(name, value)
-                    total = mine if total is None else total.to(mine.device) * _ODD + mine
-        if total is None:
+                    labels.append(_label(name, value))
+                    values.append(_integers(value))
+        if not values:
             return torch.zeros((), dtype=torch.int64)
+        flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
+        total = self._sum(flat) + zlib.crc32(repr(labels).encode())
         return (total ^ (total >> 29)) & ((1 << BITS) - 1)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sum of the values times odd numbers, modulo 2**64: another value anywhere, or another order, changes it."""
+        """Sum of the values i64[n] times odd numbers, modulo 2**64: another value anywhere, or another order, changes it."""
         if values.device not in self._weights:
             generator = torch.Generator().manual_seed(0)
             numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator) * 2 + 1
@@ -197,5 +198,5 @@ def _integers(value: Tensor) -> Tensor:
     return flat.to(torch.int64)
 
 
-def _label(name: str, value: Tensor) -> int:
-    return zlib.crc32(f"{name}{tuple(value.shape)}{value.dtype}".encode())
+def _label(name: str, value: Tensor) -> str:
+    return f"{name}{tuple(value.shape)}{value.dtype}"

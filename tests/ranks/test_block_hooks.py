@@ -1,7 +1,8 @@
-"""Forward hooks of users on the blocks of a model: in effect once, on the stage that has the block, whenever they were registered."""
+"""Hooks of users on the blocks of a model: in effect once, on the stage that has the block, whenever they were registered."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.long
 
 ENV = {"ACCELERATE_USE_CPU": "true"}
 user_loops.LAYOUTS["pp2_interleaved"] = {"pp_size": 2, "num_microbatches": 2, "schedule": "interleaved_1f1b"}
-LAYOUTS = ("pp2", "pp2_interleaved")
+user_loops.LAYOUTS["pp2_v"] = {"pp_size": 2, "num_microbatches": 3, "schedule": "zbv_zero_bubble"}
+LAYOUTS = ("pp2", "pp2_interleaved", "pp2_v")
 
 
 def louder(module: Any, inputs: Any, output: Any) -> Any:
@@ -54,13 +56,94 @@ def removed(loop: Loop) -> None:
     steps(loop)
 
 
+def changed_after(change: Callable[[torch.nn.Module], Any]) -> Callable[[Loop], None]:
+    """A body that changes every block when the model is prepared."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for block in loop.model.model.layers:
+            change(block)
+        steps(loop)
+
+    return body
+
+
+def hidden(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def in_place_unseen(block: torch.nn.Module) -> None:
+    """As hooks do under `no_grad`."""
+
+    def grow(module: Any, inputs: Any, output: Any) -> None:
+        hidden(output).data.mul_(1.3)
+
+    block.register_forward_hook(grow)
+
+
+def halved_gradients(block: torch.nn.Module) -> None:
+    """Of what the block returns; through a tensor's hook."""
+
+    def watch(module: Any, inputs: Any, output: Any) -> None:
+        if hidden(output).requires_grad:
+            hidden(output).register_hook(lambda gradient: 0.5 * gradient)
+
+    block.register_forward_hook(watch)
+
+
+def backward_pre_hook(block: torch.nn.Module) -> None:
+    def weaken(module: Any, gradients: Any) -> Any:
+        return tuple(0.7 * gradient for gradient in gradients)
+
+    block.register_full_backward_pre_hook(weaken)
+
+
+def backward_hook(block: torch.nn.Module) -> None:
+    def halve(module: Any, to_inputs: Any, to_outputs: Any) -> Any:
+        return tuple(None if gradient is None else 0.5 * gradient for gradient in to_inputs)
+
+    block.register_full_backward_hook(halve)
+
+
+def wrapped_in_place(block: torch.nn.Module) -> None:
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        hidden(output).mul_(1.2)
+        return output
+
+    block.forward = forward
+
+
+def other_class(block: torch.nn.Module) -> None:
+    """A class whose forward is the old one and more."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return louder(self, None, kind.forward(self, *args, **kwargs))
+
+    kind: Any = type(block)
+    block.__class__ = type("Louder", (kind,), {"forward": forward})
+
+
 def steps(loop: Loop) -> None:
     for step in range(STEPS):
         loop.backward(step)
         loop.step()
 
 
-BODIES = {body.__name__: body for body in (before, after, removed)}
+def backward_before(loop: Loop) -> None:
+    for block in loop.model.model.layers:
+        backward_pre_hook(block)
+        backward_hook(block)
+    loop.prepare()
+    steps(loop)
+
+
+CHANGES = (in_place_unseen, halved_gradients, backward_pre_hook, backward_hook, wrapped_in_place, other_class)
+BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (before, after, removed, backward_before)}
+BODIES |= {change.__name__: changed_after(change) for change in CHANGES}
 
 
 def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import forward_hooks
+from hf_parallel.compat.private_torch import around_call, forward_hooks, module_hooks
 from hf_parallel.errors import PlanError
 from hf_parallel.model.random_streams import Streams
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Leaf, Path, get_at, leaves, rebuild, set_at
-from hf_parallel.pipeline_parallel.run.cut import Uncopyable
+from hf_parallel.pipeline_parallel.run.cut import Uncopyable, ZeroOutput
 from hf_parallel.pipeline_parallel.stage_plan import CrossingKey, PipelinePlan, Span
 
 
@@ -63,6 +64,7 @@ class Calls:
     def __init__(self) -> None:
         self.run: Run | None = None
         self._last: list[tuple[dict[int, Any], int]] = []
+        self._skipped: list[_Late] = []
 
     def install_last(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         """Have `hook` run after all forward hooks of a block: what it sees is what the block's caller gets."""
@@ -74,6 +76,66 @@ class Calls:
         for hooks, key in self._last:
             if key in hooks and next(reversed(hooks)) != key:
                 hooks[key] = hooks.pop(key)
+
+    def install_skipped(self, block: nn.Module, stages: Collection[int]) -> None:
+        """`block` (or an embedding) has all that it was cut with; `stages` skip it."""
+        self._skipped.append(_Late(block, stages))
+
+    @contextmanager
+    def as_cut(self, stage: int) -> Iterator[None]:
+        """Inside, modules that `stage` skips have no forward hooks but those that were there when the model was cut.
+
+        What a user puts on a block since then is in effect where the block runs. Here it would see tensors that the block
+        did not make, and could write to them or scale their gradients once more.
+        """
+        taken = [late for late in self._skipped if stage in late.stages and late.found]
+        for late in taken:
+            late.take()
+        try:
+            yield
+        finally:
+            for late in taken:
+                late.give_back()
+
+
+class _Late:
+    """What was put on a block after the cut, hooks and a forward around ours, and all its hooks of the backward pass."""
+
+    def __init__(self, block: nn.Module, stages: Collection[int]) -> None:
+        self.block, self.stages, self.forward = block, frozenset(stages), block.forward
+        *forward, before_backward, backward = module_hooks(block)
+        self._hooks = [(hooks, frozenset(hooks)) for hooks in forward]
+        # Gradients of a skipped block have passed its hooks, or will, where it runs.
+        self._hooks += [(hooks, frozenset()) for hooks in (before_backward, backward)]
+        self._taken: list[dict[int, Any]] = []
+        self._replaced: Any = None
+
+    @property
+    def found(self) -> bool:
+        """Whether there is any."""
+        if vars(self.block).get("forward") is not self.forward:
+            return True
+        return any(len(hooks) > len(cut) or not cut.issuperset(hooks) for hooks, cut in self._hooks)
+
+    def take(self) -> None:
+        self._taken = [{key: hooks[key] for key in hooks if key not in cut} for hooks, cut in self._hooks]
+        for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
+            hooks.update(dict.fromkeys(taken, _nothing))  # in their places: a handle may be removed meanwhile
+        self._replaced = vars(self.block).get("forward")
+        self.block.forward = self.forward
+
+    def give_back(self) -> None:
+        for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
+            hooks.update({key: hook for key, hook in taken.items() if key in hooks})
+        if self._replaced is None:
+            del self.block.forward
+        else:
+            self.block.forward = self._replaced
+        self._taken, self._replaced = [], None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a hook."""
 
 
 class _SkippedBlock(Uncopyable):
@@ -206,7 +268,7 @@ class _SkippedOutput(Uncopyable):
 
 
 class _Leave(Uncopyable):
-    """Keeps what an own block hands to later stages; after the last one, ends the forward."""
+    """Keeps what an own block hands to later stages; after the last one, ends the forward (`after`)."""
 
     def __init__(self, calls: Calls, index: int, owner: Part) -> None:
         self.calls, self.index, self.owner = calls, index, owner
@@ -218,10 +280,26 @@ class _Leave(Uncopyable):
         if run is None or run.part is not self.owner:
             return
         for key in self.keys:
-            run.tensors[key] = get_at(out if key.kind == "return" else (args, kwargs), key.path)
+            if key.kind != "return":
+                run.tensors[key] = get_at((args, kwargs), key.path)
         run.leave(self.index)
-        if self.is_exit:
-            raise StageExit
+
+    def after(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the block, with what comes behind its hooks: torch adds the nodes of backward hooks to the output last."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            run = self.calls.run
+            if run is None or run.part is not self.owner:
+                return out
+            for key in self.keys:
+                if key.kind == "return":
+                    run.tensors[key] = get_at(out, key.path)
+            if self.is_exit:
+                raise StageExit
+            return out
+
+        return called
 
 
 def intercept(model: nn.Module, plan: PipelinePlan, parts: Sequence[Part]) -> Calls:
@@ -230,6 +308,10 @@ def intercept(model: nn.Module, plan: PipelinePlan, parts: Sequence[Part]) -> Ca
     for index, block in enumerate(blocks_of(model, plan.stack)):
         if index in plan.blocks:
             _intercept_block(calls, plan, parts, index, block)
+    for name in plan.zero_outputs:
+        module = model.get_submodule(name)
+        if isinstance(vars(module).get("forward"), ZeroOutput):  # what it returns is none of the model's values
+            calls.install_skipped(module, [part.index for part in parts])
     return calls
 
 
@@ -241,13 +323,34 @@ def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], in
     }
     owner = next((part for part in parts if part.span.lo <= index < part.span.hi), None)
     if skips:
-        block.forward = _Forward(calls, None if owner is None else block.forward, skips)
+        block.forward = _Forward(calls, None if owner is None else _genuine(block), skips)
         calls.install_last(block, _SkippedOutput(calls, skips))
-    if owner is None:
-        return
+    if owner is not None:
+        _intercept_own(calls, index, block, owner)
+    if skips:
+        calls.install_skipped(block, skips)
+
+
+def _genuine(block: nn.Module) -> Callable[..., Any]:
+    """The forward of a block as it will be when it is called: a class may be patched, or the block given another."""
+    if "forward" in vars(block):
+        found: Callable[..., Any] = block.forward
+        return found
+
+    @functools.wraps(block.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(block).forward(block, *args, **kwargs)
+
+    return forward
+
+
+def _intercept_own(calls: Calls, index: int, block: nn.Module, owner: Part) -> None:
     hooked = [k for k in owner.keys_out if k.block == index and k.kind == "hook"]
     for name in dict.fromkeys(k.module for k in hooked):
         inner = [k for k in hooked if k.module == name]
         block.get_submodule(name).register_forward_hook(_InnerHook(calls, name, inner))
     block.register_forward_pre_hook(_Enter(calls, index, owner))
-    calls.install_last(block, _Leave(calls, index, owner))
+    leave = _Leave(calls, index, owner)
+    calls.install_last(block, leave)
+    if leave.keys or leave.is_exit:
+        around_call(block, leave.after)

@@ -89,7 +89,8 @@ class Stage(Uncopyable):
         self._calls.stay_last()
         run = self._begin(payload)
         try:
-            out = self.forward(**inputs)
+            with self._calls.as_cut(self.stage_index):
+                out = self.forward(**inputs)
         except StageExit as stop:
             # The traceback holds every frame of the forward, and the frames hold the activations.
             stop.__traceback__ = stop.__context__ = None

@@ -109,6 +109,29 @@ def apply_tensor_parallel(
     _detect_reads(model, plan, shared, tp_rank, holds)
 
 
+def seen_in_parts(model: nn.Module, plan: TPPlan) -> dict[str, str]:
+    """Modules whose inputs or outputs are parts, by name, and parts of what; of all stages.
+
+    Where several pairs share a root (a block with its MLP's layers in itself), only layers, norms and owners of sliced
+    tensors are known to be between the sharded layers.
+    """
+    heads = [name for name, linear in plan.linears.items() if linear.role == "vocab_head"]
+    found = dict.fromkeys(heads, "part of the vocabulary")
+    for pair in plan.pairs:
+        owners = {name.rpartition(".")[0] for name in pair.sliced}
+        named = {*pair.columns, pair.row, *pair.norms, *pair.entries, *owners} - {pair.root}
+        prefix = f"{pair.root}."
+        alone = not any(other is not pair and f"{other.root}.".startswith(prefix) for other in plan.pairs)
+        if pair.root and alone:
+            named |= {prefix + name for name, _ in model.get_submodule(pair.root).named_modules() if name}
+        found |= dict.fromkeys(sorted(named), "channels")
+    for block in plan.sequence.blocks if plan.sequence is not None else ():
+        if not block.whole:
+            names = [f"{block.name}.{name}".rstrip(".") for name, _ in model.get_submodule(block.name).named_modules()]
+            found |= dict.fromkeys(names, "part of the sequence")
+    return found
+
+
 def _detect_reads(
     model: nn.Module, plan: TPPlan, shared: SharedCopy, tp_rank: int, holds: Callable[[str], bool]
 ) -> None:

@@ -1,0 +1,84 @@
+"""Hooks and forwards that user code puts on modules that see parts of tensors, after the model was planned.
+
+Between sharded layers these are this rank's channels, with sequence parallelism its part of the sequence. What was there when
+the model was planned is part of the recorded forward, and nothing is sharded where it would compute something else. What comes
+later nobody has looked at: a norm over the channels would be that of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_parallel.compat.private_torch import module_hooks
+from hf_parallel.errors import UnsupportedError
+
+
+OURS = ("hf_parallel.", "transformers.", "accelerate.")
+
+
+class PartHooks:
+    """Notices them; built when the model is sharded, with all that belongs there.
+
+    Args:
+        model: The sharded model.
+        modules: Modules that see parts, by name, and parts of what; of all stages, so that all ranks refuse alike.
+        whole_inputs: Those of them that are given whole tensors: forward pre-hooks may come later.
+        whole_outputs: Those of them that return whole tensors: forward hooks may come later.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, str],
+        whole_inputs: Collection[str] = (),
+        whole_outputs: Collection[str] = (),
+    ) -> None:
+        self._watched = []
+        for name, parts in modules.items():
+            module = model.get_submodule(name)
+            before, after, *backward = module_hooks(module)
+            tables = [
+                *([] if name in whole_inputs else [before]),
+                *([] if name in whole_outputs else [after]),
+                *backward,
+            ]
+            known = [(hooks, set(hooks)) for hooks in tables]
+            self._watched.append((name, parts, module, vars(module).get("forward"), known))
+
+    def check(self) -> None:
+        """Before a forward.
+
+        Raises:
+            UnsupportedError: Names the module and what was put on it.
+        """
+        for name, parts, module, forward, tables in self._watched:
+            for hooks, known in tables:
+                if len(hooks) == len(known) and known.issuperset(hooks):
+                    continue
+                for key in [key for key in hooks if key not in known]:
+                    if not _module_of(hooks[key]).startswith(OURS):
+                        _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts)
+                    known.add(key)
+            if vars(module).get("forward") is not forward:
+                _refuse(f"forward of {name} was replaced", parts)
+
+
+def _module_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _refuse(what: str, parts: str) -> None:
+    raise UnsupportedError(
+        f"{what} after the model was prepared, with tp_size above 1: it would see this rank's {parts} only, and a norm or mean over "
+        "them would be that of a part. Put it there before trainer.train() or accelerator.prepare() (the model is then planned "
+        "with it, and checked), or on a module whose inputs and outputs are whole: the attention or MLP around sharded layers, without "
+        "sequence_parallel."
+    )
