@@ -98,6 +98,11 @@ class ShownGradients:
         spec = self._ledger.entries[name].spec
         return spec.dim if spec is not None and self._mesh.tp_group is not None else None
 
+    def full_size(self, name: str) -> int:
+        """Extent of that dimension in the whole parameter; 0 of one that is not sharded."""
+        spec = self._ledger.entries[name].spec
+        return 0 if spec is None else spec.full_size
+
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that is sharded as the parameter is."""
         spec = self._ledger.entries[name].spec
