@@ -83,7 +83,13 @@ class GradientSync:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def begin_forward(self) -> None:
-        """A training forward pass begins: hooks on parameters run in its backward pass."""
+        """A training forward pass begins: hooks on parameters run in its backward pass.
+
+        Raises:
+            UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
+        """
+        if self._weights is not None:
+            self._weights.check()
         self._hooks.check()
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()

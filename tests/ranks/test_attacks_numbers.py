@@ -92,11 +92,21 @@ class ClipsEachBatch(Trainer):
         return loss
 
 
+class Casts(AtStepEnd):
+    def change(self, model: Any, step: int) -> None:
+        model.to(torch.float64)
+
+
+class SmallerHead(AtStepEnd):
+    def change(self, model: Any, step: int) -> None:
+        model.lm_head = nn.Linear(32, 50, bias=False)
+
+
 def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
     return {"change": lambda trainer: trainer.add_callback(kind())}
 
 
-CALLBACKS = (Prunes, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts)
+CALLBACKS = (Prunes, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
 user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch,)}
 TIED = {"model": "llama_tied"}
@@ -114,6 +124,10 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "counts_zero1": ("Counts", {"zero": {"stage": 1}}, {}, ""),
     "clips_each_tp2": ("ClipsEachBatch", TP2, {}, ""),
     "clips_each_tied_tp2": ("ClipsEachBatch", TP2, TIED, ""),
+    "casts_pp2": ("Casts", PP2, {}, "was cast from torch.float32 to torch.float64"),
+    "casts_tp2": ("Casts", TP2, {}, "was cast from torch.float32 to torch.float64"),
+    "casts_dp2": ("Casts", {}, {}, "was cast from torch.float32 to torch.float64"),
+    "smaller_head_tp2": ("SmallerHead", TP2, {}, "was replaced or taken out after the model was prepared"),
 }
 
 
@@ -147,3 +161,11 @@ def test_right(job: str, runs: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
     ones, twos = runs
     name, _, more, _ = JOBS[job]
     user_steps.same(twos[job][0], ones[name, str(more)][0])
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if JOBS[job][3]])
+def test_refused(job: str, tmp_path: Path) -> None:
+    name, _, _, error = JOBS[job]
+    for rank in launched({job: on_two(job)}, 2, tmp_path / "2")[job]:
+        assert error in str(rank["error"])
+        assert rank["steps"] == 1
