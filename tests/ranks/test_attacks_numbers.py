@@ -102,13 +102,28 @@ class SmallerHead(AtStepEnd):
         model.lm_head = nn.Linear(32, 50, bias=False)
 
 
+class ByAutograd(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        parameters = list(model.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        return loss.detach()
+
+
+class CallsBase(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = model.model(input_ids=inputs["input_ids"])[0]
+        return model.lm_head(hidden).float().logsumexp(-1).mean()
+
+
 def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
     return {"change": lambda trainer: trainer.add_callback(kind())}
 
 
 CALLBACKS = (Prunes, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
-user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch,)}
+user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, CallsBase)}
 TIED = {"model": "llama_tied"}
 # Kind, settings, more, and what an error says; none where the run must be that of one process.
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -128,6 +143,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "casts_tp2": ("Casts", TP2, {}, "was cast from torch.float32 to torch.float64"),
     "casts_dp2": ("Casts", {}, {}, "was cast from torch.float32 to torch.float64"),
     "smaller_head_tp2": ("SmallerHead", TP2, {}, "was replaced or taken out after the model was prepared"),
+    "autograd_pp2": ("ByAutograd", PP2, {}, "torch.autograd.grad of a loss with pp_size=2"),
+    "base_pp2": ("CallsBase", PP2, {}, "Call the whole model and no part of it"),
 }
 
 
@@ -168,4 +185,4 @@ def test_refused(job: str, tmp_path: Path) -> None:
     name, _, _, error = JOBS[job]
     for rank in launched({job: on_two(job)}, 2, tmp_path / "2")[job]:
         assert error in str(rank["error"])
-        assert rank["steps"] == 1
+        assert rank["steps"] == (0 if name in ("ByAutograd", "CallsBase") else 1)
