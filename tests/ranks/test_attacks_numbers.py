@@ -48,6 +48,8 @@ class SeededNoise(AtStepEnd):
         torch.manual_seed(step)
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
+            parameter.copy_(nn.functional.dropout(parameter, 0.1))
+            parameter.add_(torch.bernoulli(parameter.abs().clamp(max=1.0)), alpha=0.01)
 
 
 class DrawsAnew(AtStepEnd):
