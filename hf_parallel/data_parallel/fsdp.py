@@ -23,7 +23,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, whole_numbers_of_parts
+from hf_parallel.compat.private_torch import (
+    HookCarrier,
+    exchangeable_data_of_parts,
+    keep_class_name,
+    own_parameters,
+    whole_numbers_of_parts,
+)
 from hf_parallel.errors import UnsupportedError
 
 
@@ -84,6 +90,7 @@ class ShardedModel:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         whole_numbers_of_parts()
+        exchangeable_data_of_parts()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)

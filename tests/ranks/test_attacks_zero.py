@@ -1,0 +1,100 @@
+"""Optimizer states, gradients and weights that are parts (ZeRO), in the hands of user code: right, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import user_loops
+from rank_runner import run_ranks
+from user_loops import STEPS, Loop
+
+
+pytestmark = pytest.mark.long
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+
+def trained(loop: Loop, before: Callable[[int], None] = lambda step: None) -> None:
+    """With `before` between the backward pass and the step."""
+    loop.prepare()
+    for step in range(STEPS):
+        loop.backward(step)
+        before(step)
+        loop.step()
+
+
+def amplified(loop: Loop) -> None:
+    """Slow gradients are added, by `p.grad.data = ...`."""
+    means: dict[str, Any] = {}
+
+    def amplify(step: int) -> None:
+        for name, parameter in loop.named().items():
+            gradient = parameter.grad
+            assert gradient is not None
+            means[name] = means.get(name, torch.zeros_like(gradient)) * 0.9 + gradient.detach() * 0.1
+            gradient.data = gradient.data + means[name] * 2
+
+    trained(loop, amplify)
+
+
+def swapped(loop: Loop) -> None:
+    """What was taken out comes back."""
+
+    def swap(step: int) -> None:
+        for parameter in loop.named().values():
+            assert parameter.grad is not None
+            kept = parameter.grad.data
+            parameter.grad.data = torch.zeros_like(kept)
+            if step != 1:
+                parameter.grad.data = kept
+
+    trained(loop, swap)
+
+
+def plain(loop: Loop) -> None:
+    """A tensor of another kind is assigned."""
+
+    def assign(step: int) -> None:
+        for parameter in loop.named().values():
+            assert parameter.grad is not None
+            parameter.grad.data = torch.zeros(parameter.shape)
+
+    trained(loop, assign)
+
+
+BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain)}
+# Name -> layout -> what the error says, or nothing where the loop is right.
+EXPECTED: dict[str, dict[str, str]] = {
+    "amplified": {"zero1": "", "zero2": "", "zero3": ""},
+    "swapped": {"zero3": ""},
+    "plain": {"zero3": "Assign what is computed from the tensor itself"},
+}
+CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    ones = run_ranks(main, 1, [(name, "one") for name in BODIES], tmp_path=folder, init_group=False, env=ENV)
+    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
+    return [ones[0] | ranks for ranks in twos]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_parts(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    expected = EXPECTED[name][layout]
+    for found in runs:
+        mine = found[f"{name}-{layout}"]
+        if expected:
+            assert isinstance(mine, str), "it trained"
+            assert expected in mine
+        elif found is runs[0]:
+            assert user_loops.difference(mine, found[f"{name}-one"]) < 1e-5
