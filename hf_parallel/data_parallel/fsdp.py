@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_parallel.compat.private_torch import (
     HookCarrier,
@@ -119,6 +120,9 @@ class ShardedModel:
         )  # behind that of `fully_shard`, which keeps the root's gathered
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
+        weakref.finalize(
+            self, register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._refuse_replaced))).remove
+        )
         self._parameters = list(after.values())
         self._hooks = HookCarrier(self.parts)
         for parameter in self._parameters:
@@ -163,9 +167,35 @@ class ShardedModel:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.reshard()
 
+    def _refuse_replaced(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Refuse an optimizer of the parameters from before: its steps would change nothing.
+
+        Raises:
+            UnsupportedError: It was not prepared.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._now(parameter) is not parameter:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} was made before the model was prepared and was not prepared with it: with zero.stage: 3 "
+                        "or engine: fsdp2 the model has other parameters since. Pass it to accelerator.prepare(), or make it of the "
+                        "prepared model's parameters."
+                    )
+
     def _now(self, parameter: Tensor) -> Tensor:
         reference, new = self._replaced.get(id(parameter), (lambda: None, parameter))
         return new if reference() is parameter else parameter
+
+
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """A hook that lasts as long as the method's object does."""
+
+    def hook(*args: object) -> None:
+        bound = method()
+        if bound is not None:
+            bound(*args)
+
+    return hook
 
 
 def _refuse_parts(name: str, module: nn.Module, args: object) -> None:

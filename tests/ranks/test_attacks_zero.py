@@ -66,12 +66,72 @@ def plain(loop: Loop) -> None:
     trained(loop, assign)
 
 
-BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain)}
+def through_groups(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
+    """Weights are changed where the optimizer has its parameters."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.step()
+            for parameter in loop.optimizers[0].param_groups[0]["params"]:
+                change(parameter.data)
+
+    return body
+
+
+def of_states(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.step()
+            for state in loop.optimizers[0].state.values():
+                change(state)
+
+    return body
+
+
+def pruned(state: Any) -> None:
+    """Small moments are forgotten."""
+    moment = state["exp_avg"]
+    moment.mul_(moment.abs() > moment.abs().mean())
+
+
+def halved(state: Any) -> None:
+    state["exp_avg"].mul_(0.5)
+    state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"]) + state["exp_avg_sq"] * 0.5
+    assert state["step"] > 0
+
+
+def unprepared(loop: Loop) -> None:
+    """An optimizer that is kept from `prepare`."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    loop.model = loop.accelerator.prepare(loop.model)
+    for step in range(STEPS):
+        loop.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain, unprepared)}
+BODIES |= {"clamped": through_groups(lambda data: data.clamp_(-0.02, 0.02))}
+BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
+IS_PART = "this rank has a part of it"
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
     "amplified": {"zero1": "", "zero2": "", "zero3": ""},
     "swapped": {"zero3": ""},
     "plain": {"zero3": "Assign what is computed from the tensor itself"},
+    "clamped": {
+        "zero1": "a change reaches one replica only",
+        "zero1_offload": "a change reaches one replica only",
+        "zero3": "",
+        "tp2": "",
+    },
+    "pruned": {"dp2": "", "zero1": IS_PART, "zero2": IS_PART, "tp2": IS_PART, "zero3": "", "pp2": ""},
+    "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
+    "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
 }
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
 
