@@ -339,6 +339,35 @@ def whole_numbers_of_parts() -> None:
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)
 
 
+def mark_rows_of_parts(kind: type) -> None:
+    """Let views of a DTensor that are copies (rows of what is sharded by rows) be of class `kind`, a DTensor too."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
+    aten = torch.ops.aten
+
+    def memory(tensor: Any) -> int:
+        return int(tensor._local_tensor.untyped_storage().data_ptr())
+
+    def view(func: Any, args: Any, kwargs: Any) -> Any:
+        del handlers[func]
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            handlers[func] = view
+        for one in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(args[0], kind) or memory(one) != memory(args[0]):
+                one.__class__ = kind
+        return found
+
+    for func in (
+        *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+        *(aten.view.default, aten._unsafe_view.default, aten.diagonal.default),
+    ):
+        handlers.setdefault(func, view)
+
+
 def exchangeable_data_of_parts() -> None:
     """Let `p.grad.data = new` of a DTensor have its effect: torch 2.13 drops the new values and keeps the part as it was.
 

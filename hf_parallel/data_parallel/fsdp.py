@@ -28,8 +28,10 @@ from hf_parallel.compat.private_torch import (
     HookCarrier,
     exchangeable_data_of_parts,
     keep_class_name,
+    mark_rows_of_parts,
     own_parameters,
     whole_numbers_of_parts,
+    writes_arguments,
 )
 from hf_parallel.errors import UnsupportedError
 
@@ -52,6 +54,26 @@ class KeptPart(DTensor):
             "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
             "zero.stage to 1 or 2 of the native engine."
         )
+
+
+class CopiedRows(DTensor):
+    """Rows of a tensor that ranks share out by rows: a copy, so that what is written to them would be lost."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0] if args else None
+        written = first if isinstance(first, list | tuple) else [first]
+        if writes_arguments(func) and any(isinstance(one, CopiedRows) for one in written):
+            raise UnsupportedError(
+                "rows of a parameter or gradient were changed in place (p.grad[:n].zero_(), p.data[:n] = x) with zero.stage: 3 or "
+                "engine: fsdp2: ranks share out tensors by rows, so rows are a copy and the change would be lost. Change gradients in "
+                "a hook (parameter.register_hook), which gets the whole, change whole tensors, or set zero.stage to 1 or 2 of the "
+                "native engine."
+            )
+        found = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func.is_view and type(found) is DTensor:
+            found.__class__ = cls
+        return found
 
 
 class ShardedModel:
@@ -92,6 +114,7 @@ class ShardedModel:
     ) -> None:
         whole_numbers_of_parts()
         exchangeable_data_of_parts()
+        mark_rows_of_parts(CopiedRows)
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)

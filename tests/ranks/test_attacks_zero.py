@@ -66,6 +66,41 @@ def plain(loop: Loop) -> None:
     trained(loop, assign)
 
 
+def rows(change: Callable[[Any], Any], *, of_gradient: bool) -> Callable[[Loop], None]:
+    """Rows of the embedding, or of its gradient, are changed in place: only some tokens are trained."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            weight = loop.model.get_input_embeddings().weight
+            with torch.no_grad():
+                change(weight.grad if of_gradient else weight.data)
+            loop.step()
+
+    return body
+
+
+def assigned(tensor: Any) -> None:
+    tensor[:50] = tensor[:50] * 0.5
+
+
+def corner(tensor: Any) -> None:
+    tensor[:50, :7] = tensor[:50, :7] * 0.5
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "sliced": lambda tensor: tensor[:50].zero_(),
+    "selected": lambda tensor: tensor[7].mul_(0.5),
+    "narrowed": lambda tensor: tensor.narrow(0, 3, 70).mul_(0.5),
+    "split": lambda tensor: tensor.split(40)[1].zero_(),
+    "assigned": assigned,
+    "corner": corner,
+    "columns": lambda tensor: tensor[:, :7].zero_(),
+    "read": lambda tensor: tensor.mul_(1.0 / (1.0 + tensor[:50].norm())),
+}
+
+
 def through_groups(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
     """Weights are changed where the optimizer has its parameters."""
 
@@ -115,9 +150,11 @@ def unprepared(loop: Loop) -> None:
 
 
 BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain, unprepared)}
+BODIES |= {f"{name}_gradient": rows(change, of_gradient=True) for name, change in ROWS.items()}
+BODIES |= {f"{name}_weight": rows(change, of_gradient=False) for name, change in ROWS.items()}
 BODIES |= {"clamped": through_groups(lambda data: data.clamp_(-0.02, 0.02))}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
-IS_PART = "this rank has a part of it"
+IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
     "amplified": {"zero1": "", "zero2": "", "zero3": ""},
@@ -133,6 +170,9 @@ EXPECTED: dict[str, dict[str, str]] = {
     "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
 }
+for name in ROWS:
+    of_parts = "" if name in ("columns", "read") else IS_COPY
+    EXPECTED |= {f"{name}_gradient": {"zero2": "", "zero3": of_parts}, f"{name}_weight": {"zero3": of_parts}}
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
 
 
