@@ -19,25 +19,7 @@ from hf_parallel.errors import UnsupportedError
 
 PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
 PIECE = 2**22  # elements that are compared at once
-CHANGED_PARTS = (
-    "parameters of optimizer.param_groups were changed between two steps with zero.stage above 0: there the optimizer has flat "
-    "parts of all parameters, each rank others, so that a change reaches one replica only and a norm or a row is not that of a "
-    "parameter. Change model.parameters() instead, in any way that keeps their shapes."
-)
 ALIGN = 32  # elements: parameters start at multiples of 64 bytes or more, which kernels need for vector loads
-
-
-class FlatParameter(nn.Parameter):
-    """What an optimizer has in place of parameters; changes through `.data` are counted as other changes in place are."""
-
-    @property
-    def data(self) -> Tensor:
-        """As stock: outside of autograd."""
-        return self.detach()
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        raise UnsupportedError(CHANGED_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +48,6 @@ class FlatShard:
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
         saved: During a step, what they were: tensor, elements, values.
-        noted: Version of `master` when we changed it last.
     """
 
     bucket: Bucket
@@ -80,7 +61,6 @@ class FlatShard:
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
-    noted: int | None = None
 
     @property
     def is_copy(self) -> bool:
@@ -91,19 +71,6 @@ class FlatShard:
     def is_finer(self) -> bool:
         """Whether `master` is more precise than the parameters."""
         return self.master.dtype != self.shard.dtype
-
-    def note(self) -> None:
-        """`master` is as it should be."""
-        self.noted = self.master._version
-
-    def refuse_changes(self) -> None:
-        """Refuse what user code wrote to `master` since.
-
-        Raises:
-            UnsupportedError: It was changed.
-        """
-        if self.noted is not None and self.noted != self.master._version:
-            raise UnsupportedError(CHANGED_PARTS)
 
     @torch.no_grad()
     def return_to_buffer(self) -> None:
@@ -226,9 +193,9 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
     if host is not None:
         master, host_gradient = (host.empty(length, bucket.dtype) for _ in range(2))
         return FlatShard(
-            bucket, kind.group, flat, shard, FlatParameter(master.copy_(shard)), start, slots, host_gradient
+            bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, slots, host_gradient
         )
-    return FlatShard(bucket, kind.group, flat, shard, FlatParameter(shard.to(bucket.dtype)), start, slots)
+    return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start, slots)
 
 
 def counted_pieces(

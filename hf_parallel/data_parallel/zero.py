@@ -109,7 +109,6 @@ class ZeroPartition:
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
-        self.note()
 
     @property
     def names(self) -> list[str]:
@@ -243,8 +242,6 @@ class ZeroPartition:
         self._prints = now
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for shard in self.shards:
-            shard.refuse_changes()
         self.take_edits()
         if self._kernel is not None:
             self._kernel.before(optimizer.param_groups)
@@ -273,17 +270,11 @@ class ZeroPartition:
         self._prints = self._fingerprints()
         if self.late is not None:
             self.late.put(works)
-        else:
-            with self._waiting("waits for the updated parameters of the other replicas"):
-                for work in works:
-                    if work is not None:
-                        work.wait()
-        self.note()
-
-    def note(self) -> None:
-        """What the optimizer has is as it should be."""
-        for shard in self.shards:
-            shard.note()
+            return
+        with self._waiting("waits for the updated parameters of the other replicas"):
+            for work in works:
+                if work is not None:
+                    work.wait()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -293,7 +284,6 @@ class ZeroPartition:
             if shard.is_copy:
                 shard.master.copy_(shard.shard)
         self._prints = self._fingerprints()
-        self.note()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of this rank's parts, without what another rank counts already."""

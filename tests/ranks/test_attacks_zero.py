@@ -161,8 +161,6 @@ EXPECTED: dict[str, dict[str, str]] = {
     "swapped": {"zero3": ""},
     "plain": {"zero3": "Assign what is computed from the tensor itself"},
     "clamped": {
-        "zero1": "a change reaches one replica only",
-        "zero1_offload": "a change reaches one replica only",
         "zero3": "",
         "tp2": "",
     },
