@@ -8,7 +8,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from hf_parallel.guards.crossing import crosses_parameters
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
-from hf_parallel.guards.states import guard_states
+from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Entry, Ledger
@@ -277,6 +278,14 @@ class GradientSync:
             guard_states(
                 optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
             )
+
+    def shown_states(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+        """The states of a guarded optimizer as user code sees them: those of parts say so."""
+        zero = self.replicas.zero
+        if zero is not None and optimizer is zero.optimizer:
+            return shown_states(optimizer.state, lambda parameter: True)
+        shards = {id(p) for name, p in self._parameters.items() if self._ledger.entries[name].spec is not None}
+        return shown_states(optimizer.state, lambda p: id(p) in shards) if shards else optimizer.state
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""

@@ -20,6 +20,15 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     own_hooks: OwnHooks
     is_part: bool
 
+    @property
+    def state(self) -> Any:
+        """As stock; numbers over the elements of a part are refused."""
+        return self.gradients.shown_states(self.optimizer)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     def state_dict(self) -> dict[str, Any]:
         """As stock: of the parameters that this rank updates."""
         state: dict[str, Any] = super().state_dict()
