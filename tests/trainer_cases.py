@@ -206,18 +206,30 @@ def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> li
 
 
 def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run all cases in one launch; what rank 0 returned, by name."""
+    """Run all cases in one launch; what rank 0 returned, by name. Stock runs that differ in their names alone run once."""
+    alike = [case.name if case.parallel is not None else repr(dataclasses.replace(case, name="")) for case in cases]
+    distinct: dict[str, Case] = {}
+    for key, case in zip(alike, cases, strict=True):
+        distinct.setdefault(key, case)
     results = run_ranks(
         ranks_main,
         world_size,
-        cases,
+        list(distinct.values()),
         str(folder),
         tmp_path=folder,
         timeout=400,
         init_group=world_size > 1,
         env=ENV,
     )
-    return {case.name: result for case, result in zip(cases, results[0], strict=True)}
+    found = dict(zip(distinct, results[0], strict=True))
+    return {case.name: found[key] for case, key in zip(cases, alike, strict=True)}
+
+
+def wanted_cases(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
+    """Those of `cases` whose tests of this file run: `-k` may have chosen one, and `-m` has left out the slow ones."""
+    items = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params["case"].name for item in items if isinstance(item, pytest.Function)}
+    return [case for case in cases if case.name in names]
 
 
 def runs_and_references(
