@@ -13,6 +13,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file, save_file
+from shared_plans import share_plans
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -202,6 +203,7 @@ def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
 
 def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    share_plans()
     return [json.loads(json.dumps(run_case(case, Path(folder) / case.name, world_size))) for case in cases]
 
 
@@ -227,8 +229,10 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dic
 
 def wanted_cases(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
     """Those of `cases` whose tests of this file run: `-k` may have chosen one, and `-m` has left out the slow ones."""
-    items = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params["case"].name for item in items if isinstance(item, pytest.Function)}
+    items: list[Any] = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    names = {item.callspec.params["case"].name for item in items if "case" in item.callspec.params}
     return [case for case in cases if case.name in names]
 
 

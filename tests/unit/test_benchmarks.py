@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_runner import PRELOAD
+from rank_runner import start_server
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.long
 
 def run(script: str, output: Path, *arguments: str) -> Any:
     """The report of a benchmark at its tiny size. It runs in this process: its ranks are forked as those of tests are."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    start_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, "--smoke", "--output", str(output), *arguments])
         assert not importlib.import_module(script.removesuffix(".py")).main()
