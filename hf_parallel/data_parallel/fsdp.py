@@ -24,15 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_parallel.compat.private_torch import (
-    HookCarrier,
+from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
-    keep_class_name,
     mark_rows_of_parts,
-    own_parameters,
     whole_numbers_of_parts,
-    writes_arguments,
 )
+from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
 from hf_parallel.errors import UnsupportedError
 
 

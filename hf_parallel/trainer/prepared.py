@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from hf_parallel.compat.private_torch import count_step, steps_counted
+from hf_parallel.compat.private_optimizers import count_step, steps_counted
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.guards.parts import marked_state, plain_state
 from hf_parallel.guards.stepping import OwnHooks
