@@ -79,7 +79,7 @@ def exchangeable_data_of_parts() -> None:
                 "over replicas (zero.stage: 3 or engine: fsdp2). Assign what is computed from the tensor itself "
                 "(torch.zeros_like(p.grad), p.grad * 2), or set zero.stage to 1 or 2 of the native engine."
             )
-        alike: Any = new.detach().redistribute(part.device_mesh, part.placements)
+        alike: Any = new.redistribute(part.device_mesh, part.placements).detach()
         stock.__set__(part, alike)
         part._local_tensor, part._spec = alike._local_tensor, alike._spec
 

@@ -336,8 +336,8 @@ def _reader_stack(model: nn.Module) -> Iterator[_ReadRecorder]:
         for handle in handles:
             handle.remove()
         with torch.no_grad():
-            for parameter, value in recorder.before.values():
-                parameter.data.copy_(value)
+            for changed, value in recorder.before.values():
+                changed.data.copy_(value)
 
 
 def capture_inputs(
