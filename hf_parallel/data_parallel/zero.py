@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import all_gather_flat
+from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.flat import (
     ALIGN,

@@ -15,7 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_parallel.compat.private_torch import in_backward_pass, not_overridden, without_memory
+from hf_parallel.compat.private_torch import (
+    in_backward_pass,
+    names_of_arguments,
+    not_overridden,
+    without_memory,
+    writes_arguments,
+)
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.guards.shown_ops import BY_INDEX, COPIES, IN_PLACE, NORMS, SAME, VIEWS, WHOLE, aten
@@ -281,11 +287,11 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
     plain = {id(stand): stand.plain() for stand in stands}
     here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
-    for stand in stands if not func._schema.is_mutable else ():
+    for stand in stands if not writes_arguments(func) else ():
         if isinstance(stand, SharedGradient):
             stand.sums.taken([stand.part.name])
     result = func(*here[0], **here[1])
-    for stand in stands if func._schema.is_mutable else ():
+    for stand in stands if writes_arguments(func) else ():
         if isinstance(stand, SharedGradient) and stand.changed is None:
             stand.part.close()  # what was opened is not what the shard is now
     back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
@@ -304,7 +310,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """What treats each element by itself is right on a shard; rows, views and sums along the shard mean the whole."""
-    part, changes = first.part, func._schema.is_mutable
+    part, changes = first.part, writes_arguments(func)
     if func.overloadpacket not in BY_INDEX and not (func.is_view and not _keeps_rows(func, args, first)):
         try:
             out = _carry_out(func, args, kwargs)
@@ -345,7 +351,7 @@ def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
 
 def _leaves_out(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> bool:
     """Whether a reduction is over other dimensions than that of the shard."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = names_of_arguments(func)
     if "dim" not in names:
         return False
     at = names.index("dim")

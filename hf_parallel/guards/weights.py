@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_modules, own_parameters
 from hf_parallel.errors import UnsupportedError
 
 
@@ -28,9 +29,9 @@ class WeightGuard:
         self._modules = _places_of_modules(model, everywhere)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._places = [
-            (names[id(parameter)], module._parameters, key, parameter)
+            (names[id(parameter)], own_parameters(module), key, parameter)
             for module in model.modules()
-            for key, parameter in module._parameters.items()
+            for key, parameter in own_parameters(module).items()
             if parameter is not None and id(parameter) in names
         ]
         self._kinds = [(name, p, p.shape, p.dtype) for name, p in parameters.items()]
@@ -81,5 +82,5 @@ def _places_of_modules(
     modules, found = dict(model.named_modules(remove_duplicate=False)), []
     for name in sorted(prefixes & modules.keys()):
         parent, _, key = name.rpartition(".")
-        found.append((name, modules[parent]._modules, key, modules[name]))
+        found.append((name, own_modules(modules[parent]), key, modules[name]))
     return found

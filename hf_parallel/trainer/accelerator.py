@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
-from hf_parallel.compat.private_torch import loss_scale, scaler_of_group
+from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError

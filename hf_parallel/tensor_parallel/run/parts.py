@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import no_torch_function
+from hf_parallel.compat.private_torch import no_torch_function, own_parameters
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered
@@ -206,7 +206,7 @@ def watch_calls(call: Callable[..., Any], model: nn.Module) -> Callable[..., Any
     parts = []
     for module in model.modules():
         for key, owned in vars(module).get("tp_owned", {}).items():
-            tensor = module._parameters.get(key)
+            tensor = own_parameters(module).get(key)
             if tensor is not None:
                 parts.append((tensor, owned))
     if not parts:

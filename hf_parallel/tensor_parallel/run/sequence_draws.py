@@ -24,12 +24,14 @@ class Draws:
 
     Args:
         group: The tensor-parallel group.
+
+    Attributes:
         pairs: Saves the random state while a pair runs; the streams are exchanged in what it saved.
     """
 
-    def __init__(self, group: TPGroup, pairs: PairSeeds | None = None) -> None:
+    def __init__(self, group: TPGroup) -> None:
         self._group = group
-        self.pairs = pairs
+        self.pairs: PairSeeds | None = None
         self._generator: torch.Generator | None = None
         self._others: Tensor | None = None  # state of the stream that is not in use
         self._in_region = False
