@@ -148,7 +148,7 @@ class SharedGradient(_Stand):
             sizes[self.part.sharded_dim] = self.part.full_size
         return torch.Size(sizes)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
