@@ -104,6 +104,8 @@ def _statistics() -> dict[str, Any]:
 
 
 _stock_to = torch.storage._to
+_stock_clone = torch.UntypedStorage.clone
+_stock_resize = torch.UntypedStorage.resize_
 
 
 def _storage_to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -112,6 +114,23 @@ def _storage_to(storage: Any, device: torch.device, non_blocking: bool = False) 
         return _stock_to(storage, device, non_blocking)
     made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
     return made.copy_(storage, non_blocking)
+
+
+def _storage_clone(storage: Any) -> Any:
+    """`storage.clone()`, as `_storage_to`."""
+    if not storage.is_cuda:
+        return _stock_clone(storage)
+    made = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+    return made.copy_(storage)
+
+
+def _storage_resize(storage: Any, size: int) -> Any:
+    """`storage.resize_(size)`, as `_storage_to`."""
+    if not storage.is_cuda:
+        return _stock_resize(storage, size)
+    holder = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    torch.ops.softcuda.resize_storage(holder, size)
+    return storage
 
 
 def _install() -> None:
@@ -134,6 +153,8 @@ def _install() -> None:
     }.items():
         setattr(torch._C, f"_cuda_{name}", function)
     torch.storage._to = _storage_to  # type: ignore[assignment]
+    torch.UntypedStorage.resize_ = _storage_resize  # type: ignore[method-assign]
+    torch.UntypedStorage.clone = _storage_clone  # type: ignore[method-assign]
     cuda = torch.cuda
     cuda._initialized = True
     cuda.Stream = cuda.streams.Stream = Stream  # type: ignore[misc, assignment]

@@ -5,11 +5,13 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -108,6 +110,11 @@ const Tensor& resize_(const Tensor& self, at::SymIntArrayRef size, std::optional
   return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
+void resize_storage(const Tensor& holder, int64_t bytes) {
+  c10::DeviceGuard guard(holder.device());
+  at::native::resize_bytes_cpu(holder.storage().unsafeGetStorageImpl(), bytes);
+}
+
 Tensor& set_whole_storage(Tensor& self, at::Storage source) { return at::native::set_(self, source); }
 Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
 Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, at::SymIntArrayRef size, at::SymIntArrayRef stride) {
@@ -190,6 +197,10 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 }  // namespace
 
+// What `UntypedStorage.resize_` is for a tensor that has the storage: torch's own is compiled for CUDA only.
+TORCH_LIBRARY_FRAGMENT(softcuda, m) { m.def("resize_storage(Tensor holder, int bytes) -> ()"); }
+TORCH_LIBRARY_IMPL(softcuda, CUDA, m) { m.impl("resize_storage", resize_storage); }
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -202,6 +213,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", view);
   m.impl("as_strided", as_strided);
   m.impl("_reshape_alias", reshape_alias);
+  m.impl("unfold", at::native::unfold);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);

@@ -65,7 +65,7 @@ void Drawing::exchange() {
 }
 
 // What torch.cuda.default_generators holds.
-TORCH_LIBRARY(softcuda, m) {
+TORCH_LIBRARY_FRAGMENT(softcuda, m) {
   m.def("default_generator(int device) -> Generator?",
         [](int64_t device) -> std::optional<at::Generator> { return default_generator(static_cast<c10::DeviceIndex>(device)); });
 }
