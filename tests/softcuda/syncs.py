@@ -43,4 +43,4 @@ def _place(stack: traceback.StackSummary) -> str:
     if not own:
         return "autograd"
     frame = own[-1]
-    return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} {frame.line}"
+    return f"{'/'.join(Path(frame.filename).parts[-4:])}:{frame.lineno} {frame.line}"
