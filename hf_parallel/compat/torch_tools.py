@@ -42,6 +42,12 @@ def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def sent_to(device: torch.device, numbers: Sequence[float]) -> Tensor:
+    """Numbers of the host as f[n] on a device, which is not waited for: from pageable memory a copy would wait."""
+    here = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
+
+
 def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
     """The norm of each tensor, in a few kernels; summed in `dtype`, if one is given."""
     return torch._foreach_norm(tensors, norm_type, dtype=dtype)

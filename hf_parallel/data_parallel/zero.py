@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_parallel.compat.private_collectives import all_gather_flat
+from hf_parallel.compat.torch_tools import sent_to
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.flat import (
     ALIGN,
@@ -136,8 +137,8 @@ class ZeroPartition:
         self._factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
-        counts = torch.tensor([float(here) for _, flags, _ in under_way for here in flags])
-        counts = counts.to(self._buckets[0].device) if self._buckets else counts
+        device = self._buckets[0].device if self._buckets else torch.device("cpu")
+        counts = sent_to(device, [float(here) for _, flags, _ in under_way for here in flags])
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
         landed = []

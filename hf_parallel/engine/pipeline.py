@@ -94,7 +94,8 @@ class PipelineEngine(Engine):
         )
         self._backwards = Backwards(self.mesh, attachment.device)
         self._direct = self._watch_direct()
-        self._anchor = torch.zeros((), requires_grad=True)  # a graph needs a leaf; no parameter is on every stage
+        # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
+        self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._needs_logits = True
         self._warned_of_rerun = False
 
@@ -187,7 +188,7 @@ class PipelineEngine(Engine):
     def _computed(self, loss: torch.Tensor, made: Made | None) -> torch.Tensor:
         """The loss (0-d) as the caller gets it, with a graph that ends here."""
         finish = functools.partial(self._finish_backward, made, self._seed)
-        return loss_node(self._anchor.to(loss.device), loss, finish, keeps_graph=made is not None)
+        return loss_node(self._anchor, loss, finish, keeps_graph=made is not None)
 
     def _run_schedule(self, batches: list[dict[str, Any]], *, arms: bool) -> list[torch.Tensor]:
         """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
@@ -308,7 +309,7 @@ class PipelineEngine(Engine):
     def _logits_of(self, state: PhaseState, batch: dict[str, Any]) -> torch.Tensor:
         """The logits f[B S V] on this rank, from which a backward goes back through the stages."""
         logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
-        return logits_node(self._anchor.to(logits.device), logits, functools.partial(self._backward_split, state))
+        return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))
 
     def _logits_again(self, announced: Announced, step: int) -> torch.Tensor:
         """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.

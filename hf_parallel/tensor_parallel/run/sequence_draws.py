@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_parallel.model.random_streams import default_generator
 from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds
 
@@ -42,9 +43,7 @@ class Draws:
         if not trains or isinstance(self._group, VirtualGroup):
             yield
             return
-        generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
+        generator = default_generator(device)
         state = generator.get_state()
         torch.empty(1, device=generator.device).uniform_(
             generator=generator
