@@ -291,6 +291,7 @@ class DirectEngine(Engine):
     def compare_step(self) -> None:
         """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
         if self.mesh.tp_group is not None:
+            self._shared_batch.settle()
             self._backwards.agree_later()
 
 

@@ -156,7 +156,7 @@ class SharedBatch:
     def compare(self, batch: Mapping[str, Any], *, trains: bool = False) -> None:
         """Collective over the tensor-parallel ranks: three numbers each.
 
-        On a GPU a batch without labels is judged when the next one comes: nothing else there waits for the device.
+        On a GPU a batch is judged when the next one comes or the step ends (`settle`): the device has then long got to it.
 
         Raises:
             RankMismatchError: On every rank, naming those that differ.
@@ -164,21 +164,29 @@ class SharedBatch:
         if self._mesh.tp_group is None:
             return
         mine = self._digests.of([batch]).to(self._device).reshape(1)
-        word = torch.tensor([self._random.word() if trains else 0], device=self._device)
+        word = torch.full((1,), self._random.word() if trains else 0, device=self._device)
         mine = torch.cat([mine, word, self._common.digests(self._device)])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.tp_group)
         values = torch.cat(everyone)
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            before[1].synchronize()
-            self._judge(before[0])
-        if values.device.type != "cuda" or "labels" in batch:
+        self.settle()
+        if values.device.type != "cuda":
             self._judge(values)
             return
         here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         here.copy_(values, non_blocking=True)
         self._under_way = here, torch.cuda.current_stream(values.device).record_event()
+
+    def settle(self) -> None:
+        """Judge what is not judged yet; before an update.
+
+        Raises:
+            RankMismatchError: As `compare`.
+        """
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before[1].synchronize()
+            self._judge(before[0])
 
     def _judge(self, values: Tensor) -> None:
         rows = values.view(self._mesh.shape.tp_size, -1).tolist()

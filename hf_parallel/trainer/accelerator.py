@@ -359,5 +359,6 @@ def attach_accelerator(
         accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
     accelerator.hf_parallel = session
     # accelerate takes every group of GPU processes for one of NCCL, and pads and gathers in a way that gloo does not have.
-    if dist.is_initialized() and backend_for(dist.group.WORLD, accelerator.device.type) == "gloo":
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None and backend_for(world, accelerator.device.type) == "gloo":
         PartialState().backend = "gloo"
