@@ -40,6 +40,14 @@ def count_step(scheduler: Any) -> None:
     scheduler._step_count += 1
 
 
+def allow_foreach(kind: type[Tensor]) -> None:
+    """Let torch's optimizers choose their kernels for lists of tensors for a subclass too, as torch does for DTensor."""
+    from torch.optim.optimizer import _foreach_supported_types
+
+    if kind not in _foreach_supported_types:
+        _foreach_supported_types.append(kind)
+
+
 def scaler_of_group(stock: torch.amp.GradScaler, device: str, group: ProcessGroup | None) -> torch.amp.GradScaler:
     """A loss scaler with the settings of `stock` that skips a step on all ranks of a group or on none.
 

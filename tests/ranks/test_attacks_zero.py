@@ -101,18 +101,60 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def through_groups(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
-    """Weights are changed where the optimizer has its parameters."""
+def changed_in_place(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter, alpha=-0.1)
+
+
+def scaled(parameter: Any) -> None:
+    parameter.data *= 0.9
+
+
+def exchanged(parameter: Any) -> None:
+    parameter.data = parameter.data * 0.9
+
+
+def shrunk_together(parameter: Any) -> None:
+    torch._foreach_mul_([parameter.detach()], 0.9)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "clamped": lambda parameter: parameter.data.clamp_(-0.02, 0.02),
+    "changed_in_place": changed_in_place,
+    "scaled": scaled,
+    "exchanged": exchanged,
+    "shrunk_together": shrunk_together,
+    "looked_at": lambda parameter: float(parameter.detach().norm() + parameter.data.abs().max()),
+}
+
+
+def through_groups(change: Callable[[Any], Any], first: int = 0) -> Callable[[Loop], None]:
+    """Weights are changed where the optimizer has its parameters, from a step on."""
 
     def body(loop: Loop) -> None:
         loop.prepare()
         for step in range(STEPS):
             loop.backward(step)
             loop.step()
-            for parameter in loop.optimizers[0].param_groups[0]["params"]:
-                change(parameter.data)
+            for group in loop.optimizers[0].param_groups:
+                for parameter in group["params"] if step >= first else ():
+                    change(parameter)
 
     return body
+
+
+def clamped_in_hook(loop: Loop) -> None:
+    """Before the step of the optimizer."""
+    loop.prepare()
+
+    def clamp(optimizer: Any, *args: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.clamp_(-0.02, 0.02)
+
+    loop.optimizers[0].optimizer.register_step_pre_hook(clamp)
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
 
 
 def of_states(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
@@ -152,8 +194,10 @@ def unprepared(loop: Loop) -> None:
 BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain, unprepared)}
 BODIES |= {f"{name}_gradient": rows(change, of_gradient=True) for name, change in ROWS.items()}
 BODIES |= {f"{name}_weight": rows(change, of_gradient=False) for name, change in ROWS.items()}
-BODIES |= {"clamped": through_groups(lambda data: data.clamp_(-0.02, 0.02))}
+BODIES |= {name: through_groups(change) for name, change in CHANGES.items()}
+BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
+OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
@@ -161,9 +205,19 @@ EXPECTED: dict[str, dict[str, str]] = {
     "swapped": {"zero3": ""},
     "plain": {"zero3": "Assign what is computed from the tensor itself"},
     "clamped": {
+        "zero1": OF_PART,
+        "zero2": OF_PART,
+        "zero1_offload": OF_PART,
         "zero3": "",
         "tp2": "",
     },
+    "clamped_last": {"zero1": OF_PART, "zero1_offload": OF_PART, "zero3": "", "tp2": ""},
+    "clamped_in_hook": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "changed_in_place": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "scaled": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "exchanged": {"zero1": "p.data = ... was called", "zero1_offload": "p.data = ... was called", "tp2": ""},
+    "shrunk_together": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "looked_at": {"zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
     "pruned": {"dp2": "", "zero1": IS_PART, "zero2": IS_PART, "tp2": IS_PART, "zero3": "", "pp2": ""},
     "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
