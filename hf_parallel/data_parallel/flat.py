@@ -33,7 +33,7 @@ class FlatParameter(nn.Parameter):
     """What an optimizer has in place of parameters. Changes through `.data`, which stock tensors hide, count in its version."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """As stock: the same memory, outside of autograd."""
         return self.detach()
 
