@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.hooks import Hook, HookGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
@@ -155,7 +155,7 @@ class BatchHooks:
                 whole = self._guard.changed_by(name, hook, whole)
             self._add(name, whole, after)
 
-    def _add(self, name: str, gradient: Tensor, after: Sequence[Callable[[Tensor], None]]) -> None:
+    def _add(self, name: str, gradient: Tensor, after: Sequence[Hook]) -> None:
         """Add a gradient, which is the sum over the holders, and run the hooks on the sum of the step so far."""
         parameter, shared = self._parameters[name], name in self._agreed
         counts = not shared or self._ledger.entries[name].holders[0] == self._mesh.pp_rank
