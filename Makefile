@@ -26,16 +26,19 @@ demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/d
 		examples/finetune_llama7b.py --demo --output_dir build/demo
 
 test: setup  ## the tests that need no GPU and no patience, in two processes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not slow and not gpu and not deepspeed and not softcuda" $(PYTEST_ARGS)
 
 test-long: setup  ## the matrices of layouts, schedules, recipes and user code, in two processes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "long and not slow and not gpu and not deepspeed" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "long and not slow and not gpu and not deepspeed and not softcuda" $(PYTEST_ARGS)
 
 test-all: setup  ## every test this machine can run
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles its ops for minutes
 	$(BIN)/python -m pytest -q -m deepspeed $(PYTEST_ARGS)
+
+test-softcuda: setup  ## the GPU tests and core training on CUDA tensors in host memory; compiles their kernels with g++
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -p softcuda.plugin -m "softcuda or gpu" tests/softcuda tests/gpu $(PYTEST_ARGS)
 
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py

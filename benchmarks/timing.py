@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psutil
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 
 Spans: TypeAlias = dict[str, list[float]]
@@ -30,6 +33,8 @@ ENOUGH_ROUNDS = 3
 
 def llama_config(hidden: int, blocks: int, vocab: int, length: int) -> LlamaConfig:
     """A Llama of the shape that the benchmarks train, with heads of 64 where the width allows two."""
+    from transformers import LlamaConfig  # ranks that train no Llama start without it
+
     heads = max(2, hidden // 64)
     return LlamaConfig(
         hidden_size=hidden,
@@ -183,13 +188,15 @@ class Rounds:
 
 
 def run_both_ranks(worker: Callable[[int, Any], Any], settings: Any) -> Any:
-    """Run ``worker(rank, settings)`` in two fresh processes of a gloo group; return what rank 0 returned, from JSON.
+    """Run ``worker(rank, settings)`` in two processes of a gloo group; return what rank 0 returned, from JSON.
+
+    They are forked from a server that has imported the benchmark, and nothing of this process.
 
     Raises:
         SystemExit: If one of them failed; its traceback is on stderr.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_rank_main, args=(rank, worker, settings, folder), daemon=True) for rank in (0, 1)

@@ -78,19 +78,6 @@ def count_targets(batch: Mapping[str, Any], shifted: bool) -> torch.Tensor:
     return (labels[..., 1:] if shifted else labels).ne(IGNORED_LABEL).sum()
 
 
-def require_targets(count: float, what: str) -> None:
-    """Refuse a loss over nothing.
-
-    Raises:
-        ConfigError: `count` is zero.
-    """
-    if count == 0:
-        raise ConfigError(
-            f"every label of {what} is {IGNORED_LABEL}: the loss would be 0/0 = nan and destroy the weights. Check the "
-            "collator and the label masking, or drop such rows from the dataset."
-        )
-
-
 class BatchCheck:
     """Compares the batch across the ranks of one model copy on the first steps after each reset.
 

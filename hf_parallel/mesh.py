@@ -253,3 +253,13 @@ def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) ->
             f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
             "same YAML file, load the same model and run the same versions of torch and transformers."
         )
+
+
+def backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the name of the backend that `group` uses for tensors of `device_type`, or "" if it has none."""
+    # The config reads "cpu:gloo,cuda:nccl"; a single-backend group lists that backend for every device it takes.
+    for entry in dist.get_backend_config(group).split(","):
+        device, _, backend = entry.rpartition(":")
+        if device in ("", device_type):
+            return backend
+    return ""

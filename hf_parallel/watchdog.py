@@ -28,9 +28,9 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from hf_parallel.compat.private_torch import blocked_collective, is_connection_loss
+from hf_parallel.compat.private_collectives import blocked_collective, is_connection_loss
 from hf_parallel.errors import RankFailure
 from hf_parallel.machine.processes import birth_of, host_identity
 from hf_parallel.noticeboard import NoticeBoard
@@ -63,7 +63,6 @@ class Watchdog:
         rank: This rank.
         names: Words for every rank, in rank order, such as `rank 1 (pp 1 of 2)`.
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
-        stream: Where the report goes; stderr by default.
     """
 
     def __init__(
@@ -72,13 +71,11 @@ class Watchdog:
         rank: int,
         names: Sequence[str],
         timeout_s: float,
-        stream: TextIO | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._names = list(names)
         self._timeout_s = timeout_s
-        self._stream = stream
         self._line: tuple[bool, str, float] = (False, IDLE, time.monotonic())
         self._stop = threading.Event()
         self._thread: _WatchThread | None = None
@@ -245,11 +242,7 @@ class Watchdog:
         who, heartbeats = self._board.read("who", STORE_S), self._heartbeats()
         heartbeats[self._rank] = {"waits": True, "text": text, "age": round(age, 1), "last": True}
         trouble = self._board.trouble()
-        print(
-            report(self._names, self._rank, text, age, heartbeats, self._timeout_s, trouble),
-            file=self._stream or sys.stderr,
-            flush=True,
-        )
+        _tell(report(self._names, self._rank, text, age, heartbeats, self._timeout_s, trouble))
         silent = [rank for rank, heartbeat in heartbeats.items() if heartbeat.get("silent", False)]
         self._board.end(json.dumps({"reason": f"{name} gave up: {text}", "silent": silent}))
         kill_silent(silent, who)
@@ -261,7 +254,7 @@ class Watchdog:
         name, (_, text, since) = self._names[self._rank], self._line
         doing, notice = f"{text}, since {time.monotonic() - since:.1f} s", json.loads(reason)
         message = f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}."
-        print(message, file=self._stream or sys.stderr, flush=True)
+        _tell(message)
         if notice["silent"]:
             kill_silent([rank for rank in notice["silent"] if rank != self._rank], self._board.read("who", STORE_S))
         os._exit(EXIT_CODE)
@@ -280,11 +273,16 @@ class Watchdog:
                 self._board.write("failed", f"{kind.__name__}: {error}")
                 self._board.flush()
             previous(kind, error, trace)
-            stream = self._stream or sys.stderr
-            print(f"hf_parallel: {name} failed: {type(error).__name__}: {error}", file=stream, flush=True)
+            _tell(f"hf_parallel: {name} failed: {type(error).__name__}: {error}")
 
         hook.hf_parallel, hook.previous = True, previous  # type: ignore[attr-defined]
         sys.excepthook = hook
+
+
+def _tell(text: str) -> None:
+    """To stderr at once: the process may end before a logger's handlers have run."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 class _WatchThread(threading.Thread):

@@ -1,7 +1,7 @@
 """Run a test function on several gloo ranks, one process each.
 
-Ranks are forked from a fork server that imported torch, transformers and hf_parallel once, so a launch costs tenths of a second
-where a fresh interpreter costs seconds. Ranks meet through a file store: no ports, no retries.
+Ranks are forked from a fork server that imported torch, transformers and hf_parallel once (and `preloaded`, what a first run
+would do late), so a launch costs tenths of a second where a fresh interpreter costs seconds. Ranks meet through a file store: no ports, no retries.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ PRELOAD = [
     "pytest",
     "hf_parallel.trainer.callback",
     "hf_parallel.trainer.plugin",
+    "preloaded",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 # Several tests at a time share the cores.
@@ -64,8 +66,7 @@ def run_ranks(
     """
     timeout *= PATIENCE
     context = multiprocessing.get_context("forkserver")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context.set_forkserver_preload(PRELOAD)
+    start_server()
     run_dir = tmp_path / os.urandom(4).hex()
     run_dir.mkdir(parents=True)
     processes, pending = [], {}
@@ -111,6 +112,19 @@ def run_ranks(
     if failures:
         raise RankError("\n".join(failures))
     return [results[rank] for rank in range(world_size)]
+
+
+def start_server() -> None:
+    """Start the fork server unless it runs; it finds `preloaded` beside this file."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    forkserver.set_forkserver_preload(PRELOAD)
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ |= {"PYTHONPATH": path} if path else {}
 
 
 def _exit_of(process: Any) -> str:

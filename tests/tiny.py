@@ -96,9 +96,9 @@ def gemma3n() -> Gemma3nForCausalLM:
 
 def mamba() -> MambaForCausalLM:
     torch.manual_seed(0)
-    return MambaForCausalLM(
-        MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, state_size=4, pad_token_id=0)
-    )
+    # A limit that Mamba's config does not have: planning counts the operations of a row of this length, one by one.
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "state_size": 4, "max_position_embeddings": 64}
+    return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, **sizes, pad_token_id=0))
 
 
 def uneven(dropout_rate: float = 0.0) -> LlamaForCausalLM:

@@ -13,6 +13,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file, save_file
+from shared_plans import share_plans
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -202,22 +203,37 @@ def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
 
 def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> list[dict[str, Any]]:
+    share_plans()
     return [json.loads(json.dumps(run_case(case, Path(folder) / case.name, world_size))) for case in cases]
 
 
 def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run all cases in one launch; what rank 0 returned, by name."""
+    """Run all cases in one launch; what rank 0 returned, by name. Stock runs that differ in their names alone run once."""
+    alike = [case.name if case.parallel is not None else repr(dataclasses.replace(case, name="")) for case in cases]
+    distinct: dict[str, Case] = {}
+    for key, case in zip(alike, cases, strict=True):
+        distinct.setdefault(key, case)
     results = run_ranks(
         ranks_main,
         world_size,
-        cases,
+        list(distinct.values()),
         str(folder),
         tmp_path=folder,
         timeout=400,
         init_group=world_size > 1,
         env=ENV,
     )
-    return {case.name: result for case, result in zip(cases, results[0], strict=True)}
+    found = dict(zip(distinct, results[0], strict=True))
+    return {case.name: found[key] for case, key in zip(cases, alike, strict=True)}
+
+
+def wanted_cases(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
+    """Those of `cases` whose tests of this file run: `-k` may have chosen one, and `-m` has left out the slow ones."""
+    items: list[Any] = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    names = {item.callspec.params["case"].name for item in items if "case" in item.callspec.params}
+    return [case for case in cases if case.name in names]
 
 
 def runs_and_references(

@@ -128,7 +128,8 @@ def prepared_by(accelerator: Accelerator) -> Prepared:
 def connect_deepspeed_by_gloo() -> None:
     """Let accelerate connect CPU processes for DeepSpeed; it has no backend for them and would count one process.
 
-    The stock way is `TrainingArguments(ddp_backend="gloo")`, which every user would have to know.
+    The stock way is `TrainingArguments(ddp_backend="gloo")`, which every user would have to know. For the whole process: its
+    one `PartialState` is made somewhere in the user's code after this, so there is no scope that begins and ends around it.
 
     Raises:
         UnsupportedError: This accelerate chooses its backend elsewhere.

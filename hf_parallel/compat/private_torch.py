@@ -1,4 +1,4 @@
-"""The only module that touches private names of torch, transformers and accelerate.
+"""Private names of torch: of tensors, modules, operators, autograd, DTensor and `fully_shard`.
 
 Each function checks what it relies on and says which package moved when the check fails.
 """
@@ -6,157 +6,26 @@ Each function checks what it relies on and says which package moved when the che
 from __future__ import annotations
 
 import contextlib
-import dis
-import re
-import sys
-import threading
-from collections import OrderedDict
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.errors import UnsupportedError
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import FrameType
 
-    import torch
     from torch import Tensor, nn
-    from torch.distributed import ProcessGroup, Work
-    from torch.distributed.distributed_c10d import Store
-    from torch.optim import Optimizer
-
-
-def private_store() -> Store | None:
-    """A connection of its own to the default process group's key-value store; None when this torch gives none.
-
-    Its own, because a call that blocks on one connection blocks every other thread that uses it.
-    """
-    from torch.distributed import distributed_c10d
-
-    getter = getattr(distributed_c10d, "_get_default_store", None)
-    clone = getattr(getter(), "clone", None) if getter is not None else None
-    return clone() if clone is not None else None
-
-
-def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
-    """The call of a torch.distributed collective that another thread of this process is in, and its name.
-
-    The call is equal as long as the thread stays in it. NCCL's collectives return at once, so they are not seen.
-    """
-    from torch.distributed import distributed_c10d
-
-    own = threading.get_ident()
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost if thread != own else None
-        for _ in range(4):  # the wait itself may be a helper's
-            if frame is None:
-                break
-            if frame.f_globals is vars(distributed_c10d):
-                return (id(frame), frame.f_lasti), frame.f_code.co_name
-            frame = frame.f_back
-    return None, None
-
-
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Return when its result is there."""
-        ...
-
-
-def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
-    """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
-    import torch.distributed as dist
-
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: Work | None = gather(whole, mine, group=group, async_op=True)
-    return work
-
-
-def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
-    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
-
-    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them.
-    """
-    import torch.distributed as dist
-
-    if "gloo" in dist.get_backend(group):
-        parts = whole.new_empty(group.size(), mine.numel())
-        return _PartsToSum(dist.all_to_all_single(parts.view(-1), whole, group=group, async_op=True), parts, mine)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    work: Work | None = scatter(mine, whole, group=group, async_op=True)
-    return work
-
-
-class _PartsToSum:
-    """The ranks' parts on their way here, f[N, n]; `wait` sums them into `mine`, f[n]."""
-
-    def __init__(self, work: Pending | None, parts: Tensor, mine: Tensor) -> None:
-        self._work, self._parts, self._mine = work, parts, mine
-
-    def wait(self) -> None:
-        import torch
-
-        if self._work is not None:
-            self._work.wait()
-        torch.sum(self._parts, 0, out=self._mine)
-
-
-def loss_scale(scaler: Any) -> Tensor:
-    """What an fp16 loss scaler multiplies losses with now, without waiting for the device.
-
-    Raises:
-        UnsupportedError: This torch keeps it elsewhere.
-    """
-    scale: Tensor | None = getattr(scaler, "_scale", None)
-    if scale is None:
-        raise UnsupportedError(
-            f"the scale of {type(scaler).__name__} cannot be read, so what gradient compression feeds back would be in "
-            "the wrong units. Train in bf16, or set gradient_compression.method to int8."
-        )
-    return scale
-
-
-# Where in gloo's own source a failed transfer was noticed stands at the head of its messages.
-_OF_GLOO = re.compile(r"\[[^\]\s]*\bgloo/[^\]\s]*\.(cc|h):\d+\] ")
-
-
-def is_connection_loss(error: BaseException, *, in_collective: bool = False) -> bool:
-    """Whether a collective failed because another rank is gone.
-
-    NCCL's and the network's errors have classes of their own. gloo raises plain RuntimeErrors (torch 2.13): they begin
-    with the place in its source, and no Python code has raised them.
-
-    Args:
-        error: What was raised.
-        in_collective: Whether only a collective can have raised it, so that who did need not be found out.
-    """
-    from torch.distributed import DistBackendError, DistNetworkError
-
-    if isinstance(error, (DistBackendError, DistNetworkError)):
-        return True
-    if type(error) is not RuntimeError or _OF_GLOO.match(str(error)) is None:
-        return False
-    return in_collective or not _raised_by_python(error)
-
-
-def _raised_by_python(error: BaseException) -> bool:
-    """Whether a `raise` statement made this error, and no compiled function that was called."""
-    trace = error.__traceback__
-    if trace is None:
-        return True
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code.co_code
-    return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to, through any view of its memory; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view was made of, as autograd sees it; None for what is no view."""
+    return tensor._base
 
 
 def has_pre_hooks(module: nn.Module) -> bool:
@@ -189,6 +58,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """As `own_parameters`, children."""
+    return module._modules
+
+
 def unregister(module: nn.Module, key: str) -> Tensor:
     """Take a parameter or a buffer from a module; `state_dict` does not name it any more."""
     table: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
@@ -205,6 +79,11 @@ def name_of_op(op: Any) -> str:
 def packet_of_op(op: Any) -> Any:
     """The op without its overload, as `flop_registry` has it; None for what is none."""
     return getattr(op, "_overloadpacket", None)
+
+
+def names_of_arguments(op: Any) -> list[str]:
+    """The names of an op's arguments, in their order, by its schema."""
+    return [argument.name for argument in op._schema.arguments]
 
 
 def arguments_written(op: Any) -> list[tuple[int, str]]:
@@ -243,16 +122,6 @@ def writes_arguments(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
-def steps_counted(scheduler: Any) -> int:
-    """How often a learning rate scheduler was stepped, the step of its constructor included."""
-    return int(scheduler._step_count)
-
-
-def count_step(scheduler: Any) -> None:
-    """Count a step that is not taken, as accelerate does between two updates."""
-    scheduler._step_count += 1
-
-
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` once, when the backward pass now running has finished (as DDP and FSDP do)."""
     from torch.autograd import Variable
@@ -261,36 +130,6 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     if engine is None:
         raise UnsupportedError("this torch has no autograd engine callbacks: install torch >= 2.11")
     engine.queue_callback(callback)
-
-
-def scaler_of_group(stock: torch.amp.GradScaler, device: str, group: ProcessGroup | None) -> torch.amp.GradScaler:
-    """A loss scaler with the settings of `stock` that skips a step on all ranks of a group or on none.
-
-    Args:
-        stock: Makes the decision from its own rank's gradients.
-        device: Type of the device that the scale is on.
-        group: The ranks that decide together.
-    """
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    class GroupGradScaler(ShardedGradScaler):
-        def unscale_(self, optimizer: Optimizer) -> None:
-            super().unscale_(optimizer)
-            # Its flags have shape (1,); fused optimizers subtract them from step counts of shape ().
-            for flag in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-                flag.squeeze_()
-
-    if isinstance(stock, ShardedGradScaler):
-        return stock
-    return GroupGradScaler(
-        device=device,
-        init_scale=stock.get_scale(),
-        growth_factor=stock.get_growth_factor(),
-        backoff_factor=stock.get_backoff_factor(),
-        growth_interval=stock.get_growth_interval(),
-        enabled=stock.is_enabled(),
-        process_group=group,
-    )
 
 
 def gives_gradients_away(parameters: Iterable[Tensor]) -> bool:
@@ -324,48 +163,6 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     """As `gradient_hooks`, of `register_post_accumulate_grad_hook`."""
     found: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return found if found is not None else {}
-
-
-def whole_numbers_of_parts() -> None:
-    """Let `float(p.grad.sum())` of a DTensor give the sum over all ranks: torch 2.13 gives that of this rank's part.
-
-    For all DTensors of this process: a number that was right stays what it was.
-    """
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if not isinstance(handlers, dict):
-        raise UnsupportedError(
-            "numbers taken of partitioned tensors cannot be made whole: this torch keeps the functions of DTensor elsewhere. Use "
-            "zero.stage 1 or 2 of the native engine, or torch 2.13."
-        )
-
-    def item(func: Any, args: Any, kwargs: Any) -> Any:
-        value = args[0]
-        partial = any(placement.is_partial() for placement in value.placements)
-        return func(value.full_tensor() if partial else value.to_local())
-
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)
-
-
-def is_hook_table(name: str) -> bool:
-    """Whether an attribute of an optimizer holds hooks."""
-    return name.startswith("_optimizer_") and name.endswith("_hooks")
-
-
-def step_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
-    """The hooks before and after a step, by the ids of their handles, in the order in which they run."""
-    tables = (
-        getattr(optimizer, "_optimizer_step_pre_hooks", None),
-        getattr(optimizer, "_optimizer_step_post_hooks", None),
-    )
-    if not all(isinstance(table, OrderedDict) for table in tables):
-        raise UnsupportedError(
-            f"optimizer {type(optimizer).__name__} does not keep hooks of its steps as torch.optim.Optimizer does. Derive it "
-            "from that class, and call its __init__."
-        )
-    return tables  # type: ignore[return-value]
 
 
 def not_overridden() -> Any:

@@ -52,6 +52,11 @@ def run_inside_checkpoint(
         vars(block)[name] = checkpoint
 
 
+def indivisible_modules(model: Any) -> set[str]:
+    """Names of the classes whose modules a model wants on one device each: its blocks."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
 def attention_of(config: Any) -> str:
     """The attention implementation that a model of this config has: "sdpa", "eager" or another one's name."""
     return str(config._attn_implementation)

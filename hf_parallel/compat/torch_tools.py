@@ -11,12 +11,20 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.conv import _ConvNd as ConvModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
-__all__ = ["DropoutModule", "FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "pytree"]
+__all__ = [
+    "ConvModule",
+    "DropoutModule",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+]
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -24,9 +32,20 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def add_all(targets: list[Tensor], others: list[Tensor]) -> None:
+    """`target.add_(other)` for each pair, in a few kernels."""
+    torch._foreach_add_(targets, others)
+
+
 def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     """`tensor.mul_(factor)` for each, in a few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def sent_to(device: torch.device, numbers: Sequence[float]) -> Tensor:
+    """Numbers of the host as f[n] on a device, which is not waited for: from pageable memory a copy would wait."""
+    here = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def norms_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype | None) -> Sequence[Tensor]:

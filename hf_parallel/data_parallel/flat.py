@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_optimizers import allow_foreach
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.data_parallel.buckets import Bucket
 from hf_parallel.data_parallel.host import HostMemory
 from hf_parallel.errors import UnsupportedError
@@ -19,7 +21,31 @@ from hf_parallel.errors import UnsupportedError
 
 PER_TENSOR = frozenset({"step"})  # state that is one number, even for a parameter that is one number itself
 PIECE = 2**22  # elements that are compared at once
+CHANGED_PARTS = (
+    "parameters in optimizer.param_groups were changed outside of optimizer.step() with zero.stage above 0: there the optimizer "
+    "has flat parts of all parameters, each rank others, so the change would reach one replica only, and norms and rows are not "
+    "those of a parameter. Change model.parameters() instead, in any way that keeps their shapes."
+)
 ALIGN = 32  # elements: parameters start at multiples of 64 bytes or more, which kernels need for vector loads
+
+
+class FlatParameter(nn.Parameter):
+    """What an optimizer has in place of parameters. Changes through `.data`, which stock tensors hide, count in its version."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As stock: the same memory, outside of autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if new.data_ptr() == self.data_ptr() and new.shape == self.shape and new.dtype == self.dtype:
+            return  # `p.data *= x`
+        raise UnsupportedError(
+            f"p.data = ... was called on a parameter in optimizer.param_groups, of shape {tuple(self.shape)}, with zero.stage "
+            "above 0: it is a part of a buffer whose memory has to stay. Assign to model.parameters(), or, in the step of an "
+            "optimizer of yours, change it in place (p.data.copy_(...))."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +74,7 @@ class FlatShard:
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
         saved: During a step, what they were: tensor, elements, values.
+        noted: Version of `master` when it was last changed by a step or by us.
     """
 
     bucket: Bucket
@@ -61,6 +88,7 @@ class FlatShard:
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
     saved: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
+    noted: int = 0
 
     @property
     def is_copy(self) -> bool:
@@ -71,6 +99,19 @@ class FlatShard:
     def is_finer(self) -> bool:
         """Whether `master` is more precise than the parameters."""
         return self.master.dtype != self.shard.dtype
+
+    def note(self) -> None:
+        """What `master` holds now is as it should be."""
+        self.noted = version_of(self.master)
+
+    def refuse_changes(self) -> None:
+        """Refuse what user code wrote to `master` since.
+
+        Raises:
+            UnsupportedError: It was changed.
+        """
+        if self.noted != version_of(self.master):
+            raise UnsupportedError(CHANGED_PARTS)
 
     @torch.no_grad()
     def return_to_buffer(self) -> None:
@@ -187,15 +228,17 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
         slot.copy_(param)
         param.data = slot
         slots.append(slot)
+    allow_foreach(FlatParameter)
     length = bucket.numel // group.size()
     start = group.rank() * length
     shard = flat[start : start + length]  # (elements / ranks,), a view
     if host is not None:
         master, host_gradient = (host.empty(length, bucket.dtype) for _ in range(2))
         return FlatShard(
-            bucket, kind.group, flat, shard, nn.Parameter(master.copy_(shard)), start, slots, host_gradient
+            bucket, kind.group, flat, shard, FlatParameter(master.copy_(shard)), start, slots, host_gradient
         )
-    return FlatShard(bucket, kind.group, flat, shard, nn.Parameter(shard.to(bucket.dtype)), start, slots)
+    mine = shard.to(bucket.dtype).data  # `.data`: writes to the buffer by a gather do not count as changes of the part
+    return FlatShard(bucket, kind.group, flat, shard, FlatParameter(mine), start, slots)
 
 
 def counted_pieces(

@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os+g+p; Zhao et
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,8 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, whole_numbers_of_parts
+from hf_parallel.compat.private_dtensor import (
+    exchangeable_data_of_parts,
+    mark_rows_of_parts,
+    whole_numbers_of_parts,
+)
+from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
 from hf_parallel.errors import UnsupportedError
 
 
@@ -45,6 +51,26 @@ class KeptPart(DTensor):
             "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
             "zero.stage to 1 or 2 of the native engine."
         )
+
+
+class CopiedRows(DTensor):
+    """Rows of a tensor that ranks share out by rows: a copy, so that what is written to them would be lost."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        first = args[0] if args else None
+        written = first if isinstance(first, list | tuple) else [first]
+        if writes_arguments(func) and any(isinstance(one, CopiedRows) for one in written):
+            raise UnsupportedError(
+                "rows of a parameter or gradient were changed in place (p.grad[:n].zero_(), p.data[:n] = x) with zero.stage: 3 or "
+                "engine: fsdp2: ranks share out tensors by rows, so rows are a copy and the change would be lost. Change gradients in "
+                "a hook (parameter.register_hook), which gets the whole, change whole tensors, or set zero.stage to 1 or 2 of the "
+                "native engine."
+            )
+        found = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func.is_view and type(found) is DTensor:
+            found.__class__ = cls
+        return found
 
 
 class ShardedModel:
@@ -84,6 +110,8 @@ class ShardedModel:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         whole_numbers_of_parts()
+        exchangeable_data_of_parts()
+        mark_rows_of_parts(CopiedRows)
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         own = _one_dtype(before)
@@ -112,6 +140,9 @@ class ShardedModel:
         )  # behind that of `fully_shard`, which keeps the root's gathered
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
+        weakref.finalize(
+            self, register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._refuse_replaced))).remove
+        )
         self._parameters = list(after.values())
         self._hooks = HookCarrier(self.parts)
         for parameter in self._parameters:
@@ -156,9 +187,35 @@ class ShardedModel:
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.reshard()
 
+    def _refuse_replaced(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Refuse an optimizer of the parameters from before: its steps would change nothing.
+
+        Raises:
+            UnsupportedError: It was not prepared.
+        """
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._now(parameter) is not parameter:
+                    raise UnsupportedError(
+                        f"{type(optimizer).__name__} was made before the model was prepared and was not prepared with it: with zero.stage: 3 "
+                        "or engine: fsdp2 the model has other parameters since. Pass it to accelerator.prepare(), or make it of the "
+                        "prepared model's parameters."
+                    )
+
     def _now(self, parameter: Tensor) -> Tensor:
         reference, new = self._replaced.get(id(parameter), (lambda: None, parameter))
         return new if reference() is parameter else parameter
+
+
+def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """A hook that lasts as long as the method's object does."""
+
+    def hook(*args: object) -> None:
+        bound = method()
+        if bound is not None:
+            bound(*args)
+
+    return hook
 
 
 def _refuse_parts(name: str, module: nn.Module, args: object) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.torch_tools import scale_all
+from hf_parallel.compat.torch_tools import scale_all, sent_to
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
@@ -128,7 +128,7 @@ class GradientReducer:
         """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""
         present = [float(here) for item in under_way for here in item.present]
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
-        counts = torch.tensor(present, device=device)
+        counts = sent_to(device, present)
         wait = wire.all_reduce(counts, None)
         return wait, list(counts.split([len(item.present) for item in under_way]))
 

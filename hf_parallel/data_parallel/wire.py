@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import Pending, reduce_scatter_flat
+from hf_parallel.compat.private_collectives import Pending, reduce_scatter_flat
 from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
 from hf_parallel.errors import UnsupportedError
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import all_gather_flat
+from hf_parallel.compat.private_collectives import all_gather_flat
+from hf_parallel.compat.torch_tools import sent_to
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.flat import (
     ALIGN,
@@ -109,6 +110,7 @@ class ZeroPartition:
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
+        self.note()
 
     @property
     def names(self) -> list[str]:
@@ -136,8 +138,8 @@ class ZeroPartition:
         self._factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
-        counts = torch.tensor([float(here) for _, flags, _ in under_way for here in flags])
-        counts = counts.to(self._buckets[0].device) if self._buckets else counts
+        device = self._buckets[0].device if self._buckets else torch.device("cpu")
+        counts = sent_to(device, [float(here) for _, flags, _ in under_way for here in flags])
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
         landed = []
@@ -228,6 +230,7 @@ class ZeroPartition:
         if self.late is not None:
             self.late.wait_for_all()
         for shard in self.shards:
+            shard.refuse_changes()
             shard.return_to_buffer()
         now, changed = self._fingerprints(), None
         if now is not None and self._prints is not None:
@@ -240,6 +243,7 @@ class ZeroPartition:
             if shard not in self._apart or next(flags):
                 shard.take_edits()
         self._prints = now
+        self.note()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.take_edits()
@@ -268,6 +272,7 @@ class ZeroPartition:
                 shard.shard.copy_(shard.master, non_blocking=True)
             works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
         self._prints = self._fingerprints()
+        self.note()
         if self.late is not None:
             self.late.put(works)
             return
@@ -276,14 +281,21 @@ class ZeroPartition:
                 if work is not None:
                     work.wait()
 
+    def note(self) -> None:
+        """What the optimizer has now is as it should be: later changes of it, outside of a step, are refused."""
+        for shard in self.shards:
+            shard.note()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the model's parameters, which were loaded, into the fp32 copies."""
         for shard in self.shards:
+            shard.refuse_changes()
             shard.return_to_buffer()
             if shard.is_copy:
                 shard.master.copy_(shard.shard)
         self._prints = self._fingerprints()
+        self.note()
 
     def gradients(self) -> list[Tensor]:
         """Gradients of this rank's parts, without what another rank counts already."""

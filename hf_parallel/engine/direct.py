@@ -20,9 +20,8 @@ from accelerate.state import GradientState
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
-from hf_parallel.batches import BatchCheck, RandomCheck, count_targets, require_targets
+from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward
-from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
@@ -85,7 +84,6 @@ class Engine:
         self.autocast: Autocast = contextlib.nullcontext
         self.scaler: Any = None
         self._signature = inspect.signature(attachment.forward)
-        self._shifted = loss_shifts_labels(attachment.model)
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
         self._queued = False
@@ -216,16 +214,6 @@ class Engine:
             arguments = dict(kwargs)
         return {name: value for name, value in arguments.items() if value is not None}
 
-    def check_targets(self, batch: Mapping[str, Any]) -> None:
-        """Refuse a training batch whose loss would be an average over nothing."""
-        if not isinstance(batch.get("labels"), torch.Tensor):
-            return
-        given = batch.get("num_items_in_batch")
-        if given is not None:
-            require_targets(float(given), "this optimizer step")
-        else:
-            require_targets(float(count_targets(batch, self._shifted)), "a batch")
-
     @property
     def trains(self) -> bool:
         """Whether a forward now is a training forward."""
@@ -245,7 +233,6 @@ class DirectEngine(Engine):
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
         if self.trains:
             batch = self.bound(args, kwargs)
-            self.check_targets(batch)
             self.attachment.batch_check.check([batch])
             self._shared_batch.compare(batch, trains=True)
             self.gradients.begin_forward()
@@ -304,6 +291,7 @@ class DirectEngine(Engine):
     def compare_step(self) -> None:
         """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
         if self.mesh.tp_group is not None:
+            self._shared_batch.settle()
             self._backwards.agree_later()
 
 

@@ -8,7 +8,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,21 +17,22 @@ from torch import nn
 
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
-from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
+from hf_parallel.data_parallel.fsdp import local_of
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.engine.counted import Counted
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import crosses_parameters
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
-from hf_parallel.guards.states import guard_states
+from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
-from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
 
@@ -59,16 +61,17 @@ class GradientSync:
         self._ledger = ledger
         self._parameters = dict(parameters)
         self._mesh = mesh
+        self._counted = Counted(ledger, mesh)
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
         self._in_window = False  # the last backward pass was not the last of its step
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
-        self.shown = ShownGradients(ledger, parameters, mesh, self._counts_own, settings.waiting)
+        self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
-        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counts)
+        self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -83,7 +86,13 @@ class GradientSync:
         return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def begin_forward(self) -> None:
-        """A training forward pass begins: hooks on parameters run in its backward pass."""
+        """A training forward pass begins: hooks on parameters run in its backward pass.
+
+        Raises:
+            UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
+        """
+        if self._weights is not None:
+            self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
@@ -139,7 +148,7 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
-        elif self._mesh.shape.pp_size > 1:
+        elif self._mesh.mp_group is not None:
             self.shown.show_between()
 
     def reduce(self, factor: float) -> None:
@@ -214,7 +223,9 @@ class GradientSync:
     def _norm(self, norm_type: float) -> torch.Tensor:
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        total = self._power_sum([g for n, p in self._parameters.items() for g in self._counted(n, p)], norm_type)
+        total = self._power_sum(
+            [g for n, p in self._parameters.items() for g in self._counted.gradients(n, p)], norm_type
+        )
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
             dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
@@ -295,6 +306,14 @@ class GradientSync:
             guard_states(
                 optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
             )
+
+    def shown_states(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+        """The states of a guarded optimizer as user code sees them: those of parts say so."""
+        zero = self.replicas.zero
+        if zero is not None and optimizer is zero.optimizer:
+            return shown_states(optimizer.state, lambda parameter: True)
+        shards = {id(p) for name, p in self._parameters.items() if self._ledger.entries[name].spec is not None}
+        return shown_states(optimizer.state, lambda p: id(p) in shards) if shards else optimizer.state
 
     def _gradients(self) -> list[torch.Tensor]:
         """Every gradient on this rank: of parameters, and of the optimizer's parts."""
@@ -378,45 +397,3 @@ class GradientSync:
                 kind,
                 self._mesh.shape.pp_size,
             )
-
-    def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
-        """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
-        entry: Entry = self._ledger.entries[name]
-        if entry.owner != self._mesh.pp_rank and not own:
-            return []
-        if entry.spec is None:
-            return None if self._mesh.tp_rank == 0 else []
-        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
-        return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
-
-    def _counts(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
-        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
-        return self._mask(name, parameter, self._ranges(name, parameter))
-
-    def _counts_own(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
-        """As `_counts`, also where another stage counts the parameter in the norm of the model."""
-        return self._mask(name, parameter, self._ranges(name, parameter, own=True))
-
-    def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:
-        spec = self._ledger.entries[name].spec
-        if not ranges or spec is None:
-            return ranges is None
-        mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
-        for start, length in ranges:
-            mask.narrow(spec.dim, start, length).fill_(True)
-        return mask
-
-    def _counted(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
-        """The parts of this rank's gradient of `name` that this rank counts in the norm."""
-        gradient = parameter.grad
-        if gradient is None:
-            return []
-        if is_part(gradient):
-            wanted, part = self._counts(name, parameter), local_of(gradient)
-            if isinstance(wanted, torch.Tensor):
-                return [part * rows_of(gradient, wanted).to(part.device)]
-            return [part] if wanted else []
-        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
-        if not ranges or spec is None:
-            return [gradient] if ranges is None else []
-        return [gradient.narrow(spec.dim, start, length) for start, length in ranges]

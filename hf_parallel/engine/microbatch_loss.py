@@ -37,12 +37,14 @@ class Share:
         labels: The labels, for a loss function that is called beside the model.
         num_items: Normaliser of a sum over label positions.
         weight: Factor of the microbatch's loss.
+        missing: Of a mean over labels: what the microbatch contributes if it has none of them (0-d).
     """
 
     batch: int
     labels: torch.Tensor | None
     num_items: Any
-    weight: float
+    weight: float | torch.Tensor = 1.0
+    missing: torch.Tensor | None = None
 
 
 class MicrobatchLoss:
@@ -99,23 +101,25 @@ class MicrobatchLoss:
             batch: The model's inputs by name.
         """
         if self.takes_whole_batches:
-            yield dict(batch), Share(index, batch["labels"], batch.get("num_items_in_batch"), 1.0)
+            yield dict(batch), Share(index, batch["labels"], batch.get("num_items_in_batch"))
             return
         whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         total, num_items = self._counts(whole, batch.get("num_items_in_batch"))
         for microbatch in self.split(whole):
             labels = microbatch.get("labels")
-            weight = 1.0
+            weight: float | torch.Tensor = 1.0
+            missing: torch.Tensor | None = None
             if self._function is not None:
                 del microbatch["labels"]
             elif self._kind == "mean":
-                weight = float(count_targets(microbatch, self._shifted)) / max(float(total), 1.0)
+                weight = count_targets(microbatch, self._shifted) / total.clamp(min=1)
+                missing = torch.where(total > 0, 0.0, torch.nan)
             else:
                 if self._kind == "sum_and_extra":
                     # c / (N w) + a, times w, is c / N + a w: the sum stays, the extra term is averaged over the rows.
                     weight = num_rows(microbatch) / num_rows(whole)
                 microbatch["num_items_in_batch"] = num_items if weight == 1.0 else num_items * weight
-            yield microbatch, Share(index, labels, num_items, weight)
+            yield microbatch, Share(index, labels, num_items, weight, missing)
 
     def _counts(self, whole: dict[str, Any], given: Any) -> tuple[Any, Any]:
         """Label tokens of a batch, and what its sum is divided by: the number that upstream code gave, if it did."""
@@ -131,8 +135,8 @@ class MicrobatchLoss:
         """The loss (0-d) of one microbatch, from the output of the last stage; they add up to the batch's loss."""
         if self._function is not None:
             return self._function(output, share.labels, num_items_in_batch=share.num_items)
-        if share.weight == 0.0:  # a mean over no label is nan; this keeps the graph and adds nothing
-            logits: torch.Tensor = output["logits"]  # f[B/m S V]
-            return logits.float().sum() * 0.0
         loss: torch.Tensor = output["loss"]
-        return loss if share.weight == 1.0 else loss * share.weight
+        if share.missing is None:
+            return loss if isinstance(share.weight, float) and share.weight == 1.0 else loss * share.weight
+        # A mean over no label is nan, and cross-entropy gives ignored positions a gradient of zero whatever it gets itself.
+        return torch.where(torch.as_tensor(share.weight) > 0, loss * share.weight, share.missing)

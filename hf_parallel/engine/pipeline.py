@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.autograd_nodes import logits_node, loss_node
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
@@ -81,12 +82,12 @@ class PipelineEngine(Engine):
             always_asks=self.gradients.replicas.partitions,
         )
         self._programs = programs
-        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=self._shifted)
+        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=loss_shifts_labels(self.model))
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        self._digests = BatchDigests(self.mesh, self._common_weights(attachment), self.gradients.shown.factors)
+        self._digests = BatchDigests(self.mesh, self._common_weights(attachment))
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
             digests=self._digests,
@@ -101,7 +102,8 @@ class PipelineEngine(Engine):
             take_reduced=self.gradients.take_reduced,
         )
         self._direct = self._watch_direct()
-        self._anchor = torch.zeros((), requires_grad=True)  # a graph needs a leaf; no parameter is on every stage
+        # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
+        self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._needs_logits = True
         self._warned_of_rerun = False
 
@@ -198,7 +200,7 @@ class PipelineEngine(Engine):
     def _computed(self, loss: torch.Tensor, made: Made | None) -> torch.Tensor:
         """The loss (0-d) as the caller gets it, with a graph that ends here."""
         finish = functools.partial(self._finish_backward, made, self._seed)
-        return loss_node(self._anchor.to(loss.device), loss, finish, keeps_graph=made is not None)
+        return loss_node(self._anchor, loss, finish, keeps_graph=made is not None)
 
     def _run_schedule(self, batches: list[dict[str, Any]], *, arms: bool) -> list[torch.Tensor]:
         """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
@@ -212,7 +214,6 @@ class PipelineEngine(Engine):
         microbatches: list[dict[str, Any]] = []
         shares: list[Share] = []
         for index, batch in enumerate(batches):
-            self.check_targets(batch)
             for microbatch, share in self._loss.cut(index, batch):
                 microbatches.append(microbatch)
                 shares.append(share)
@@ -326,7 +327,7 @@ class PipelineEngine(Engine):
     def _logits_of(self, state: PhaseState, batch: dict[str, Any]) -> torch.Tensor:
         """The logits f[B S V] on this rank, from which a backward goes back through the stages."""
         logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
-        return logits_node(self._anchor.to(logits.device), logits, functools.partial(self._backward_split, state))
+        return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))
 
     def _logits_again(self, announced: Announced, step: int) -> torch.Tensor:
         """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.compat.private_torch import private_store
+from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.engine.parallelize import parallelize
-from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.mesh import Mesh, MeshShape, compare_over_ranks
 from hf_parallel.settings.launch import check_world
 from hf_parallel.watchdog import Watchdog
@@ -77,7 +75,6 @@ class Session:
         config: HFParallelConfig,
         schedule: ScheduleChoice,
         explanation: str,
-        device: torch.device,
         num_processes: int | None = None,
     ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
@@ -86,15 +83,13 @@ class Session:
             config: Validated settings.
             schedule: The pipeline schedule that they ask for.
             explanation: Where the settings came from and which layout follows, for the start-up line.
-            device: Where this rank computes.
             num_processes: Processes that accelerate counts, to be compared with those that run.
 
         Raises:
-            ConfigError: The processes that run do not fit the settings, or stages could block each other.
+            ConfigError: The processes that run do not fit the settings.
             RankMismatchError: Ranks read different settings.
         """
         check_world(config, num_processes)
-        _refuse_one_queue(config, device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
@@ -179,8 +174,3 @@ class Session:
         if self.engine is not None:
             self._released[id(self.engine.model)] = self.engine
         self.engine = None
-
-
-def _refuse_one_queue(config: HFParallelConfig, device: torch.device) -> None:
-    if config.pp_size > 1 and device.type == "cuda" and has_one_queue(os.environ):
-        raise ConfigError(f"pp_size={config.pp_size}: {ONE_QUEUE}. {ONE_QUEUE_FIX}")

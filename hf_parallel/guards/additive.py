@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_parallel.compat.private_torch import own_buffers, own_parameters, version_of
 from hf_parallel.compat.torch_tools import pytree
 
 
@@ -299,7 +300,7 @@ class _State:
     def _of_module(self, value: nn.Module) -> None:
         for module in value.modules():
             self._of_mapping(vars(module), DEPTH)
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (own_parameters(module), own_buffers(module)):
                 self._of_mapping(tensors, DEPTH)
                 for tensor in tensors.values():
                     self._walk(tensor, DEPTH)
@@ -307,8 +308,8 @@ class _State:
     def _of_tensor(self, value: Tensor) -> None:
         if value.requires_grad:
             self.learned.append(value)
-        version, content = value._version, value.detach().clone() if value.numel() <= 2**16 else None
-        self._same.append(lambda: value._version == version)
+        version, content = version_of(value), value.detach().clone() if value.numel() <= 2**16 else None
+        self._same.append(lambda: version_of(value) == version)
 
         def undo() -> None:
             if content is not None:

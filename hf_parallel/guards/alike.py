@@ -57,7 +57,7 @@ class CommonWeights:
         """A number of each slot, i64[n]: zero where this rank holds nothing; without waiting for the device."""
         if self._arriving():
             return torch.zeros(len(self.names), dtype=torch.int64, device=device)
-        found = [slot.digest().to(device) for slot in self._slots]
+        found = [slot.digest(device) for slot in self._slots]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
@@ -97,18 +97,18 @@ class _Slot:
         self._views: list[Tensor] = []
         self._weights = torch.zeros(0, dtype=torch.int64)
 
-    def digest(self) -> Tensor:
-        """A number that is never zero (0-d i64) on the parameters' device; zero on the CPU if nothing is held."""
+    def digest(self, device: torch.device) -> Tensor:
+        """A number on `device` (0-d i64): zero if nothing is held, else never zero."""
         if not self._held:
-            return torch.zeros((), dtype=torch.int64)
+            return torch.zeros((), dtype=torch.int64, device=device)
         places = [parameter.data_ptr() if type(parameter) in _PLAIN else 0 for parameter in self._held]
         if places != self._places:
             self._look(places)
         if not self._views:
-            return torch.ones((), dtype=torch.int64)
+            return torch.ones((), dtype=torch.int64, device=device)
         some = torch.cat(self._views)
         total = (some.view(_SAME_SIZE[some.element_size()]).to(torch.int64) * self._weights).sum()
-        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1
+        return (((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1).to(device)
 
     def _look(self, places: list[int]) -> None:
         self._places = places

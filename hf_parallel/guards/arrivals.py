@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import version_of
+
 
 class Arrivals:
     """The gradients of one rank's parameters, by what has happened to them.
@@ -41,7 +43,7 @@ class Arrivals:
             if gradient is None or reference is None:
                 continue
             self._ready.discard(id(parameter))
-            if reference() is gradient and gradient._version == version:
+            if reference() is gradient and version_of(gradient) == version:
                 self._aside.append((parameter, gradient))
                 parameter.grad = None
 
@@ -100,7 +102,7 @@ class Arrivals:
         gradient = parameter.grad
         if gradient is not None:
             self._ready.add(id(parameter))
-            self._reduced[id(parameter)] = (weakref.ref(gradient), gradient._version)
+            self._reduced[id(parameter)] = (weakref.ref(gradient), version_of(gradient))
 
     def use(self, updated: Iterable[Tensor]) -> bool:
         """An optimizer steps on the gradients of `updated`: whether all of them were reduced."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.torch_tools import add_all, scale_all
 from hf_parallel.errors import UnsupportedError
 
 
@@ -96,10 +97,10 @@ def add(gradients: Sequence[tuple[nn.Parameter, Tensor]], factor: Tensor) -> Non
     """
     if not gradients:
         return
-    torch._foreach_mul_([gradient for _, gradient in gradients], factor.to(gradients[0][1].device))
+    scale_all([gradient for _, gradient in gradients], factor.to(gradients[0][1].device))
     both = [(parameter.grad, gradient) for parameter, gradient in gradients if parameter.grad is not None]
     if both:
-        torch._foreach_add_([there for there, _ in both], [gradient for _, gradient in both])
+        add_all([there for there, _ in both], [gradient for _, gradient in both])
     for parameter, gradient in gradients:
         if parameter.grad is None:
             parameter.grad = gradient

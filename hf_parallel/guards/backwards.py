@@ -108,12 +108,11 @@ class Backwards:
         """Of each rank: how many marks, whether there are direct gradients, the marks and their sizes. Begins anew."""
         marks, sizes = self._marks, self._sizes
         self.forget()
-        count = float(len(marks))
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         mark = sum(((1.0 + 0.618 * i) * m.to(self._device) for i, m in enumerate(marks)), zero)
         size = sum((s.to(self._device) for s in sizes), zero)
-        head = torch.tensor([count, float(bool(direct))], dtype=torch.float64, device=self._device)
-        mine = torch.cat([head, torch.stack([mark, size])])
+        # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
+        mine = torch.stack([zero + float(len(marks)), zero + float(bool(direct)), mark, size])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.mp_group)
         return torch.stack(everyone)

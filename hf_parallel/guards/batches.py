@@ -17,7 +17,6 @@ from torch import Tensor
 from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.guards.alike import CommonWeights
-from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.mesh import Mesh
 
 
@@ -99,24 +98,22 @@ class BatchDigests:
     Args:
         mesh: This rank's mesh.
         common: Weights that several ranks hold.
-        factors: What stages scaled their gradients with.
 
     Attributes:
         width: Slots that a message needs.
     """
 
-    def __init__(self, mesh: Mesh, common: CommonWeights, factors: StageFactors) -> None:
-        self._mesh, self._common, self._factors = mesh, common, factors
+    def __init__(self, mesh: Mesh, common: CommonWeights) -> None:
+        self._mesh, self._common = mesh, common
         self._digests = Digests()
         self._unread: list[Tensor] = []
-        self.width = mesh.shape.mp_size * (2 + len(common.names))
+        self.width = mesh.shape.mp_size * (1 + len(common.names))
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
         mine[0] = self._digests.of(batches).to(slots.device)
-        mine[1] = self._factors.word(slots.device)
-        mine[2:] = self._common.digests(slots.device)
+        mine[1:] = self._common.digests(slots.device)
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -138,8 +135,7 @@ class BatchDigests:
         for slots in unread:
             rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
             refuse_unlike(self._mesh, [row[0] for row in rows])
-            self._factors.refuse_unlike([row[1] for row in rows])
-            self._common.refuse_unlike([row[2:] for row in rows])
+            self._common.refuse_unlike([row[1:] for row in rows])
 
 
 class SharedBatch:
@@ -160,7 +156,7 @@ class SharedBatch:
     def compare(self, batch: Mapping[str, Any], *, trains: bool = False) -> None:
         """Collective over the tensor-parallel ranks: three numbers each.
 
-        On a GPU a batch without labels is judged when the next one comes: nothing else there waits for the device.
+        On a GPU a batch is judged when the next one comes or the step ends (`settle`): the device has then long got to it.
 
         Raises:
             RankMismatchError: On every rank, naming those that differ.
@@ -168,21 +164,29 @@ class SharedBatch:
         if self._mesh.tp_group is None:
             return
         mine = self._digests.of([batch]).to(self._device).reshape(1)
-        word = torch.tensor([self._random.word() if trains else 0], device=self._device)
+        word = torch.full((1,), self._random.word() if trains else 0, device=self._device)
         mine = torch.cat([mine, word, self._common.digests(self._device)])
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.tp_group)
         values = torch.cat(everyone)
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            before[1].synchronize()
-            self._judge(before[0])
-        if values.device.type != "cuda" or "labels" in batch:
+        self.settle()
+        if values.device.type != "cuda":
             self._judge(values)
             return
         here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         here.copy_(values, non_blocking=True)
         self._under_way = here, torch.cuda.current_stream(values.device).record_event()
+
+    def settle(self) -> None:
+        """Judge what is not judged yet; before an update.
+
+        Raises:
+            RankMismatchError: As `compare`.
+        """
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            before[1].synchronize()
+            self._judge(before[0])
 
     def _judge(self, values: Tensor) -> None:
         rows = values.view(self._mesh.shape.tp_size, -1).tolist()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from hf_parallel.compat.private_torch import is_hook_table
+from hf_parallel.compat.private_optimizers import is_hook_table
 
 
 MOST = 64  # parameters of a group that take part

@@ -31,6 +31,10 @@ class _Part:
     def sharded_dim(self) -> int | None:
         return self._owner.sharded_dim(self.name)
 
+    @property
+    def full_size(self) -> int:
+        return self._owner.full_size(self.name)
+
     def whole(self, local: Tensor) -> Tensor:
         return self._owner.assemble(self.name, local)
 

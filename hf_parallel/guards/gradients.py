@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
@@ -97,6 +98,11 @@ class ShownGradients:
         """Along which dimension tensor-parallel ranks hold parts of a parameter."""
         spec = self._ledger.entries[name].spec
         return spec.dim if spec is not None and self._mesh.tp_group is not None else None
+
+    def full_size(self, name: str) -> int:
+        """Extent of that dimension in the whole parameter; 0 of one that is not sharded."""
+        spec = self._ledger.entries[name].spec
+        return 0 if spec is None else spec.full_size
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that is sharded as the parameter is."""
@@ -219,7 +225,7 @@ class ShownGradients:
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
         parts = [shard.master.grad for shard in self._zero.shards] if self._zero is not None else []
-        self._noted = [(part, part._version) for part in parts if part is not None]
+        self._noted = [(part, version_of(part)) for part in parts if part is not None]
 
     def _refuse_changed_parts(self) -> None:
         """What `optimizer.param_groups` holds under ZeRO are flat parts, each rank its own: norms of them are none.
@@ -228,7 +234,7 @@ class ShownGradients:
             UnsupportedError: Somebody changed them.
         """
         noted, self._noted = self._noted, []
-        if any(part._version != version for part, version in noted):
+        if any(version_of(part) != version for part, version in noted):
             raise UnsupportedError(
                 "gradients of optimizer.param_groups were changed between the backward pass and the step with zero.stage above "
                 "0: there the optimizer has flat parts of all parameters, each rank others, so that a norm or a row of them is "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hf_parallel.compat.private_torch import private_store
+from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
 

@@ -26,16 +26,11 @@ class StageFactors:
 
     Args:
         mesh: This rank's mesh.
-
-    Attributes:
-        at_once: Whether factors are compared before each step; else they ride on a message of the next forward pass.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._taken: dict[str, Tensor] = {}
-        self._word: Tensor | None = None
-        self.at_once = False
 
     def begin(self) -> None:
         """New gradients."""
@@ -49,30 +44,38 @@ class StageFactors:
                 self._taken[name] = now
 
     def settle(self, power: Callable[[str], Tensor | None]) -> None:
-        """The optimizer steps next.
+        """The optimizer steps next; collective over the stages, one number each.
+
+        On a GPU only ranks on which user code took numbers wait for it.
 
         Args:
             power: Sum of squares of a gradient (0-d, f64) as it is now; None if it is gone.
 
         Raises:
-            UnsupportedError: Stages scaled by different numbers and factors are compared at once; on every rank of the copy.
+            UnsupportedError: Stages scaled by different numbers.
+        """
+        word, group = self.word(power), self._mesh.pp_group
+        if group is None:
+            return
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        mine = torch.zeros(1, dtype=torch.int64, device=device) if word is None else word.reshape(1).to(device)
+        words = [torch.empty_like(mine) for _ in range(self._mesh.shape.pp_size)]
+        dist.all_gather(words, mine, group=group)
+        if word is not None or device.type == "cpu":
+            self.refuse_unlike([int(one) for one in torch.cat(words).tolist()])
+
+    def word(self, power: Callable[[str], Tensor | None]) -> Tensor | None:
+        """A number for the factor since `begin` (0-d int64), 0 for none; None if too few numbers were taken.
+
+        Args:
+            power: As for `settle`.
         """
         before, self._taken = self._taken, {}
         now = {name: power(name) for name in before}
         pairs = [(before[name], value) for name, value in now.items() if value is not None]
-        if len(pairs) == len(before) > 1:
-            self._word = _word(*(torch.stack(side) for side in zip(*pairs, strict=True)))
-        if self.at_once and self._mesh.pp_group is not None:
-            mine = self.word(next(iter(before.values())).device if before else torch.device("cpu"))
-            device = torch.device("cuda") if dist.get_backend(self._mesh.pp_group) == "nccl" else torch.device("cpu")
-            words = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self._mesh.shape.pp_size)]
-            dist.all_gather(words, mine.reshape(1).to(device), group=self._mesh.pp_group)
-            self.refuse_unlike([int(word) for word in torch.cat(words).tolist()])
-
-    def word(self, device: torch.device) -> Tensor:
-        """A number for the factor of the last step (0-d int64), once; 0 for none. Does not wait for the device."""
-        word, self._word = self._word, None
-        return torch.zeros((), dtype=torch.int64, device=device) if word is None else word.to(device)
+        if not len(pairs) == len(before) > 1:
+            return None
+        return _word(*(torch.stack(side) for side in zip(*pairs, strict=True)))
 
     def refuse_unlike(self, words: Sequence[int]) -> None:
         """Compare factors.

@@ -15,60 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_parallel.compat.private_torch import in_backward_pass, not_overridden, without_memory
+from hf_parallel.compat.private_torch import (
+    in_backward_pass,
+    names_of_arguments,
+    not_overridden,
+    without_memory,
+    writes_arguments,
+)
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
-
-
-aten = torch.ops.aten
-NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim}
-SAME = {aten.detach.default, aten.alias.default}
-COPIES = {aten._to_copy.default, aten.clone.default}
-# Elementwise changes by numbers: right on any part of a tensor.
-IN_PLACE = {
-    aten.mul_.Tensor,
-    aten.mul_.Scalar,
-    aten.div_.Tensor,
-    aten.div_.Scalar,
-    aten.clamp_.default,
-    aten.clamp_min_.default,
-    aten.clamp_max_.default,
-    aten.zero_.default,
-    aten.neg_.default,
-    aten.nan_to_num_.default,
-}
-# Reductions to one number, which are computed on the whole of a tensor.
-WHOLE = {
-    aten.sum.default,
-    aten.mean.default,
-    aten.max.default,
-    aten.min.default,
-    aten.std.correction,
-    aten.var.correction,
-    aten.std.default,
-    aten.var.default,
-    aten.any.default,
-    aten.all.default,
-    aten.median.default,
-    aten.prod.default,
-    aten.count_nonzero.default,
-}
-VIEWS = {aten.view, aten.reshape, aten._unsafe_view}
-# Elements by their places in the whole tensor.
-BY_INDEX = {
-    *(
-        aten.index,
-        aten.index_put,
-        aten.index_put_,
-        aten.index_select,
-        aten.index_fill,
-        aten.index_fill_,
-        aten.index_copy_,
-    ),
-    *(aten.index_add_, aten.index_copy, aten.index_add, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add_),
-    *(aten.masked_select, aten.tril, aten.triu, aten.tril_, aten.triu_, aten.sort, aten.topk, aten.cumsum),
-    *(aten._softmax, aten._log_softmax, aten.flip, aten.roll),
-}
+from hf_parallel.guards.shown_ops import BY_INDEX, COPIES, IN_PLACE, NORMS, SAME, VIEWS, WHOLE, aten
 
 
 class Part(Protocol):
@@ -87,6 +43,11 @@ class Part(Protocol):
     @property
     def sharded_dim(self) -> int | None:
         """Along which dimension it is a shard."""
+        ...
+
+    @property
+    def full_size(self) -> int:
+        """Extent of that dimension in the whole."""
         ...
 
     def open(self) -> Tensor:
@@ -172,12 +133,32 @@ class SharedGradient(_Stand):
     @staticmethod
     def of(like: Tensor, part: Part, sums: Sums, changed: Tensor | None = None) -> SharedGradient:
         """Stands for the gradient of `like`, or for `changed`."""
-        made: SharedGradient = without_memory(SharedGradient, like.shape, like.dtype, like.device)
+        made: SharedGradient = without_memory(SharedGradient, _here(like), like.dtype, like.device)
         made.part, made.sums, made.changed = part, sums, changed
         return made
 
     def plain(self) -> Tensor:
         return self.part.tensor() if self.changed is None else self.changed
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Sizes are those of the whole gradient, as its rows are."""
+        sizes = list(_here(self))
+        if self.part.is_shard and self.part.sharded_dim is not None:
+            sizes[self.part.sharded_dim] = self.part.full_size
+        return torch.Size(sizes)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def nelement(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def __getitem__(self, key: Any) -> Any:
         """Rows are those of the whole gradient: a rank has others, and fewer."""
@@ -287,6 +268,12 @@ def _type_of(args: Sequence[Any]) -> float:
     return float(args[1]) if len(args) > 1 and args[1] is not None else 2.0
 
 
+def _here(tensor: Tensor) -> torch.Size:
+    """The shape of what this rank has."""
+    shape: torch.Size = Tensor.shape.__get__(tensor)  # type: ignore[attr-defined]
+    return shape
+
+
 def _is_big(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
@@ -300,11 +287,11 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
     plain = {id(stand): stand.plain() for stand in stands}
     here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
-    for stand in stands if not func._schema.is_mutable else ():
+    for stand in stands if not writes_arguments(func) else ():
         if isinstance(stand, SharedGradient):
             stand.sums.taken([stand.part.name])
     result = func(*here[0], **here[1])
-    for stand in stands if func._schema.is_mutable else ():
+    for stand in stands if writes_arguments(func) else ():
         if isinstance(stand, SharedGradient) and stand.changed is None:
             stand.part.close()  # what was opened is not what the shard is now
     back = {id(tensor): stand for stand in stands if (tensor := plain[id(stand)]) is not None}
@@ -314,7 +301,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
         if id(leaf) in back:
             return back[id(leaf)]
         shared = source is not None and (source.part.is_shard or func in COPIES)
-        if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == source.shape:
+        if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == _here(source):
             return SharedGradient.of(leaf, source.part, source.sums, leaf)
         return leaf
 
@@ -323,7 +310,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """What treats each element by itself is right on a shard; rows, views and sums along the shard mean the whole."""
-    part, changes = first.part, func._schema.is_mutable
+    part, changes = first.part, writes_arguments(func)
     if func.overloadpacket not in BY_INDEX and not (func.is_view and not _keeps_rows(func, args, first)):
         try:
             out = _carry_out(func, args, kwargs)
@@ -337,7 +324,7 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
         alike = all(isinstance(leaf, SharedGradient) for leaf in tensors)
         if out is not None and (alike or func.is_view or _leaves_out(func, args, kwargs, first)):
             return out
-    if func.overloadpacket in VIEWS and list(args[1]) == [first.numel()]:  # flatten() has counted the shard
+    if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
     if (changes or func.is_view) and first.changed is None:
         out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
@@ -356,14 +343,15 @@ def _whole(tree: Any) -> Any:
 def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
     """Whether a view is asked for in the shape of the shard (`g.view(len(g), -1)`): rows of the shard are rows."""
     sizes = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    same = list(sizes) == list(first.shape)
-    rows = first.part.sharded_dim == 0 and len(sizes) > 1 and sizes[0] == first.shape[0]
+    here = _here(first)
+    same = list(sizes) == list(here)
+    rows = first.part.sharded_dim == 0 and len(sizes) > 1 and sizes[0] == here[0]
     return func.overloadpacket in VIEWS and (same or rows)
 
 
 def _leaves_out(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> bool:
     """Whether a reduction is over other dimensions than that of the shard."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = names_of_arguments(func)
     if "dim" not in names:
         return False
     at = names.index("dim")

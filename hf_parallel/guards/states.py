@@ -7,13 +7,117 @@ without a word.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_parallel.errors import UnsupportedError
+
+
+# Functions whose result for a part says nothing about the whole; `torch.linalg.vector_norm` has its name with a prefix.
+ACROSS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "linalg_", "_foreach_")
+    for name in (
+        *("all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "bincount", "cosine_similarity"),
+        *("count_nonzero", "cumsum", "dist", "dot", "histc", "kthvalue", "logsumexp", "max", "mean", "median", "min"),
+        *(
+            "matrix_norm",
+            "nanmean",
+            "nanmedian",
+            "nanquantile",
+            "nansum",
+            "nonzero",
+            "norm",
+            "prod",
+            "quantile",
+            "renorm",
+        ),
+        *("softmax", "sort", "std", "std_mean", "sum", "topk", "unique", "var", "var_mean", "vdot", "vector_norm"),
+        *("__array__", "numpy", "tolist"),
+    )
+)
+
+
+class StateOfPart(Tensor):
+    """The state of a part of a tensor as user code sees it: elements may be read and changed, but not compared."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ACROSS:
+            raise UnsupportedError(
+                f"{func.__name__}() of an optimizer's state with tp_size or zero.stage above 0: this rank has a part of it, whose norms, "
+                "means and thresholds are not those of a parameter. Change the elements of optimizer.state.values() alike (moments to "
+                "zero, times a factor), or set tp_size to 1 and zero.stage to 0."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self.as_subclass(Tensor).detach().clone())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class _Shown(MutableMapping[Any, Any]):
+    """A dict whose values user code sees in another form; what it changes is changed there."""
+
+    def __init__(self, real: MutableMapping[Any, Any], form: Callable[[Any, Any], Any]) -> None:
+        self.real, self.form = real, form
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.form(key, self.real[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.real[key] = value.as_subclass(Tensor) if type(value) is StateOfPart else value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.real[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.real
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.real)
+
+    def __len__(self) -> int:
+        return len(self.real)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self.real else default
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self.real.pop(key, *default)
+
+    def clear(self) -> None:
+        self.real.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(dict(self.real), memo)
+
+    def __repr__(self) -> str:
+        return repr(dict(self.real))
+
+
+def shown_states(states: MutableMapping[Any, Any], is_part: Callable[[Any], bool]) -> MutableMapping[Any, Any]:
+    """The states of an optimizer as user code sees them.
+
+    Args:
+        states: By parameter.
+        is_part: Whether this rank has a part of a parameter only.
+    """
+
+    def of_key(key: Any, value: Any) -> Any:
+        wrapped = isinstance(value, Tensor) and type(value) is Tensor and value.ndim > 0
+        return value.as_subclass(StateOfPart) if wrapped else value
+
+    def of_parameter(parameter: Any, state: Any) -> Any:
+        return _Shown(state, of_key) if isinstance(state, dict) and is_part(parameter) else state
+
+    return _Shown(states, of_parameter)
 
 
 class PartStates(defaultdict[Any, Any]):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hf_parallel.compat.private_torch import step_hooks
+from hf_parallel.compat.private_optimizers import step_hooks
 
 
 class OwnHooks:

@@ -1,7 +1,7 @@
 """Notices parameters that were exchanged after the model was prepared: optimizer and reduction would go on with the old.
 
-Values may be changed at any time (`p.data.clamp_()`, `load_state_dict`, `p.data = ...`); the object and its shape may not,
-nor may the modules that have parameters somewhere in the model: a new head would run, and the old one would be trained and saved.
+Values may be changed at any time (`p.data.clamp_()`, `load_state_dict`, `p.data = ...`); the object, its shape and its type may
+not, nor may the modules that have parameters somewhere in the model: a new head would run, and the old one would be trained and saved.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_modules, own_parameters
 from hf_parallel.errors import UnsupportedError
 
 
@@ -28,18 +29,18 @@ class WeightGuard:
         self._modules = _places_of_modules(model, everywhere)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._places = [
-            (names[id(parameter)], module._parameters, key, parameter)
+            (names[id(parameter)], own_parameters(module), key, parameter)
             for module in model.modules()
-            for key, parameter in module._parameters.items()
+            for key, parameter in own_parameters(module).items()
             if parameter is not None and id(parameter) in names
         ]
-        self._shapes = [(name, parameter, parameter.shape) for name, parameter in parameters.items()]
+        self._kinds = [(name, p, p.shape, p.dtype) for name, p in parameters.items()]
 
     def check(self) -> None:
-        """Before an optimizer step.
+        """Before a training forward pass and before an optimizer step.
 
         Raises:
-            UnsupportedError: Names a module or parameter that another has replaced, or that was given another shape.
+            UnsupportedError: Names a module or parameter that another has replaced, or that was given another shape or type.
         """
         for name, modules, key, module in self._modules:
             if modules.get(key) is not module:
@@ -55,7 +56,13 @@ class WeightGuard:
                     "reduction and checkpoints hold the one of before, so the new one would not be trained. Change its values "
                     "(`with torch.no_grad(): parameter.copy_(new)`, or `parameter.data = new`), or replace it before training."
                 )
-        for name, parameter, shape in self._shapes:
+        for name, parameter, shape, dtype in self._kinds:
+            if parameter.dtype != dtype:
+                raise UnsupportedError(
+                    f"parameter {name} was cast from {dtype} to {parameter.dtype} (model.to, model.half) after the model was "
+                    "prepared: gradient buffers and messages between ranks are made for the type of before. Cast the model before "
+                    "accelerator.prepare() or trainer.train()."
+                )
             if parameter.shape != shape:
                 raise UnsupportedError(
                     f"parameter {name} was given data of shape {tuple(parameter.shape)} after the model was prepared: this rank "
@@ -75,5 +82,5 @@ def _places_of_modules(
     modules, found = dict(model.named_modules(remove_duplicate=False)), []
     for name in sorted(prefixes & modules.keys()):
         parent, _, key = name.rpartition(".")
-        found.append((name, modules[parent]._modules, key, modules[name]))
+        found.append((name, own_modules(modules[parent]), key, modules[name]))
     return found

@@ -34,13 +34,17 @@ def stream_seed(seed: int, segment: int) -> int:
     return mix64((mix64(seed & MASK) + segment) & MASK)
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """What draws on a device when code names no generator; a CUDA device without an index is the current one."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
 def generators_of(module: nn.Module) -> list[torch.Generator]:
     """The default random generators of the CPU and, for a module on a CUDA device, of that device."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
+    return [torch.default_generator] + ([default_generator(device)] if device.type == "cuda" else [])
 
 
 class Streams:

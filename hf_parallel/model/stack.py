@@ -13,6 +13,7 @@ from typing import cast
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_parallel.compat.private_transformers import indivisible_modules
 from hf_parallel.errors import PlanError
 
 
@@ -28,7 +29,7 @@ def candidate_stacks(model: nn.Module) -> list[str]:
     Raises:
         PlanError: The model has no `nn.ModuleList` of at least two children.
     """
-    indivisible = set(getattr(model, "_no_split_modules", None) or ())
+    indivisible = indivisible_modules(model)
     ranked: list[tuple[bool, int, int, str]] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2:

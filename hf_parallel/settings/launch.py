@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
@@ -238,8 +239,18 @@ def check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, la
         elif accelerate and (launch.world_size > 1 or launch.launched_by == "accelerate"):
             check_accelerate(config, accelerate, launch.world_size)
         config.dp_size(launch.world_size)
+        _refuse_one_queue(config)
     except ConfigError as error:
         raise ConfigError(f"{origin}:\n{error}{_one_process_hint(launch.world_size, config)}") from None
+
+
+def _refuse_one_queue(config: HFParallelConfig) -> None:
+    """Where ranks would have GPUs: the process group, which needs the device, does not exist yet."""
+    if config.pp_size > 1 and has_one_queue(os.environ) and os.environ.get(USE_CPU_VARIABLE, "").lower() != "true":
+        import torch
+
+        if torch.cuda.is_available():
+            raise ConfigError(f"pp_size={config.pp_size}: {ONE_QUEUE}. {ONE_QUEUE_FIX}")
 
 
 def _one_process_hint(world_size: int, config: HFParallelConfig) -> str:

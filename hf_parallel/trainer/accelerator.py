@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
-from hf_parallel.compat.private_torch import loss_scale, scaler_of_group
+from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.trainer.model_folder import install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
@@ -357,3 +358,7 @@ def attach_accelerator(
     if not issubclass(kind, made):
         accelerator.__class__ = type(f"HFParallel{kind.__name__}", (made, kind), {})
     accelerator.hf_parallel = session
+    # accelerate takes every group of GPU processes for one of NCCL, and pads and gathers in a way that gloo does not have.
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None and backend_for(world, accelerator.device.type) == "gloo":
+        PartialState().backend = "gloo"

@@ -108,7 +108,7 @@ class HFParallelCallback(TrainerCallback):
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)
-        self.session = Session.start(self.config, self._schedule, self.explanation, args.device)
+        self.session = Session.start(self.config, self._schedule, self.explanation)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
 

@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.parts import watch_calls
@@ -30,6 +31,8 @@ from hf_parallel.trainer.checkpoints import CheckpointMixin
 
 
 logger = logging.getLogger(__name__)
+
+NOT_IN_GRAPH = "appears to not have been used in the graph"  # torch, of tensors that a loss does not depend on
 
 
 class HFParallelTrainerMixin(CheckpointMixin):
@@ -117,10 +120,15 @@ class HFParallelTrainerMixin(CheckpointMixin):
     # -- loss ----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As stock; refuses when somebody replaced the parallelized forward."""
+        """As stock; refuses when somebody replaced the parallelized forward, or differentiates with `torch.autograd.grad`."""
         if self._engine is not None:
             self._engine.check_installed()
-        return super().training_step(model, *args, **kwargs)
+        try:
+            return super().training_step(model, *args, **kwargs)
+        except RuntimeError as error:
+            if self._pipeline is not None and NOT_IN_GRAPH in str(error):
+                raise UnsupportedError(by_hand(self._pipeline.mesh.shape.pp_size)) from error
+            raise
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -229,7 +237,6 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if engine is not None:
             others, looks = self._looked_at_by()
             engine.gradients.replicas.let_others_look(others)
-            engine.gradients.shown.factors.at_once = looks
             if looks:
                 engine.gradients.shown.lay_open()
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
@@ -246,6 +253,15 @@ class HFParallelTrainerMixin(CheckpointMixin):
             others_look, gradients_too = (bool(flag) for flag in flags.tolist())
             known = self._hf_parallel_looks = (others_look, gradients_too)
         return known
+
+
+def by_hand(pp_size: int) -> str:
+    """What to say of gradients that torch does not find."""
+    return (
+        f"torch.autograd.grad of a loss with pp_size={pp_size}: the schedule has run the backward pass of all stages already, so "
+        "there is no graph from the loss to model.parameters(). Call accelerator.backward(loss), which leaves the gradients in "
+        "p.grad, or set pp_size to 1."
+    )
 
 
 def is_users(callback: TrainerCallback) -> bool:

@@ -106,9 +106,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
             )
         if self._session is None:
             refuse_settings(accelerator)
-            self._session = Session.start(
-                self.config, self._schedule, self.explanation, accelerator.device, accelerator.num_processes
-            )
+            self._session = Session.start(self.config, self._schedule, self.explanation, accelerator.num_processes)
             self._session.sample = self._sample
             self._session.total_steps = self._total_steps
             self._session.raw_loop = True

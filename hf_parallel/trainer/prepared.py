@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-from hf_parallel.compat.private_torch import count_step, steps_counted
+from hf_parallel.compat.private_optimizers import count_step, steps_counted
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.guards.parts import marked_state, plain_state
 from hf_parallel.guards.stepping import OwnHooks
@@ -19,6 +19,15 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     gradients: GradientSync
     own_hooks: OwnHooks
     is_part: bool
+
+    @property
+    def state(self) -> Any:
+        """As stock; numbers over the elements of a part are refused."""
+        return self.gradients.shown_states(self.optimizer)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
         """As stock: of the parameters that this rank updates."""

@@ -82,20 +82,6 @@ def unlike_models(rank: int, folder: str) -> None:
     trainer.train()
 
 
-def no_label(rank: int, folder: str) -> None:
-    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
-        batch = tiny.collate(features)
-        batch["labels"].fill_(-100)
-        return batch
-
-    trainer_on(PP2, folder, collate).train()
-
-
-def no_label_tp(rank: int, folder: str) -> None:
-    _, model, _, batch = raw_loop(TP2)
-    model(**batch | {"labels": torch.full_like(batch["labels"], -100)})
-
-
 def forward_replaced(rank: int, folder: str) -> None:
     accelerator, model, _, _ = raw_loop(PP2)
     model.forward = type(model).forward.__get__(model)
@@ -226,8 +212,6 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     unlike_configs: r"RankMismatchError: rank 1.* made another config than rank 0.*num_microbatches\": 4.*num_microbatches\": 5.*same YAML",
     unlike_layouts: r"RankMismatchError: rank 1 made another config than rank 0",
     unlike_models: r"RankMismatchError: rank 1 \(pp 1 of 2\) made another plan than rank 0.*load the same model",
-    no_label: r"ConfigError: every label of this optimizer step is -100.*Check the collator",
-    no_label_tp: r"ConfigError: every label of a batch is -100",
     forward_replaced: r"UnsupportedError: model\.forward was replaced by transformers\..*LlamaForCausalLM\.forward",
     forward_replaced_in_trainer: r"UnsupportedError: model\.forward was replaced by .*Replace.*before trainer\.train\(\)",
     adafactor: r"UnsupportedError: .*Adafactor.*tp_size 1",

@@ -308,7 +308,7 @@ def dropped_main(rank: int, world_size: int, folder: str) -> list[str]:
     from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 
     schedule = ScheduleChoice(PipelineConfig(), pp_size=1)
-    session = Session.start(HFParallelConfig(), schedule, "a test", torch.device("cpu"))
+    session = Session.start(HFParallelConfig(), schedule, "a test")
     del session
     gc.collect()
     return [t.name for t in threading.enumerate() if t.name.startswith("hf_parallel")]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 
-from hf_parallel.compat.private_torch import scaler_of_group
+from hf_parallel.compat.private_optimizers import scaler_of_group
 
 
 def steps(rank: int, world_size: int, fused: bool) -> tuple[list[float], float]:

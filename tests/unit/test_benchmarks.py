@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_runner import start_server
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +24,17 @@ pytestmark = pytest.mark.long
 
 
 def run(script: str, output: Path, *arguments: str) -> Any:
+    """The report of a benchmark at its tiny size. It runs in this process: its ranks are forked as those of tests are."""
+    start_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, "--smoke", "--output", str(output), *arguments])
+        assert not importlib.import_module(script.removesuffix(".py")).main()
+    report: Any = json.loads(output.read_text())
+    return report
+
+
+def run_alone(script: str, output: Path, *arguments: str) -> Any:
+    """As `run`, in a process of its own: the benchmark handles signals, or sets variables that ranks inherit."""
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--smoke", "--output", str(output), *arguments]
     subprocess.run(
         command, check=True, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -44,7 +57,7 @@ def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_guards_runs(tmp_path: Path) -> None:
-    report = run("bench_guards.py", tmp_path / "report.json", "--layouts", "pp2", "zero1")
+    report = run_alone("bench_guards.py", tmp_path / "report.json", "--layouts", "pp2", "zero1")
     assert [row["layout"] for row in report["rows"]] == ["pp2", "zero1"]
     assert all(row["inside_cpu_s"] > 0 for row in report["rows"]), "a guard that was renamed is not measured"
 
@@ -113,7 +126,7 @@ def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_of_the_wire_runs(tmp_path: Path) -> None:
-    report = run("bench_wire.py", tmp_path / "report.json")
+    report = run_alone("bench_wire.py", tmp_path / "report.json")
     if "skipped" in report:
         pytest.skip(report["skipped"])
     rows = {(row["layout"], row["way"]): row for row in report["rows"]}
@@ -140,7 +153,7 @@ def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients
 
 @pytest.mark.slow
 def test_the_benchmark_of_convergence_runs(tmp_path: Path) -> None:
-    report = run("bench_compression.py", tmp_path / "report.json", "--page", str(tmp_path / "no_page.md"))
+    report = run_alone("bench_compression.py", tmp_path / "report.json", "--page", str(tmp_path / "no_page.md"))
     rows = {row["method"]: row for row in report["rows"]}
     assert rows["none"]["changes"] == [0.0]
     assert 3.5 < rows["int8"]["ratio"] < 4

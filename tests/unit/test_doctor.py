@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
@@ -21,11 +20,11 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 from hf_parallel.dry_run import doctor
 from hf_parallel.dry_run.doctor import Check
-from hf_parallel.engine.session import _refuse_one_queue
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine import facts
 from hf_parallel.machine.facts import Gpu
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.launch import Launch, check_fit
 
 
 H100 = Gpu("H100", 85 * 10**9, (9, 0))
@@ -146,10 +145,15 @@ def test_one_hardware_queue_is_an_error_for_doctor_and_for_stages(monkeypatch: p
     wrong = doctor.queue_checks({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert_one(wrong, "hardware queues", "error", r"one hardware queue.*CUDA_DEVICE_MAX_CONNECTIONS=32")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _refuse_one_queue(HFParallelConfig(pp_size=2), torch.device("cpu"))
-    _refuse_one_queue(HFParallelConfig(tp_size=2), torch.device("cuda", 0))
+    launch = Launch(None, "none", "torchrun", 0, 2)
+    for has_gpu, on_cpu in ((False, ""), (True, "true")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", on_cpu)
+        check_fit(HFParallelConfig(pp_size=2), None, launch, "a test")
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    check_fit(HFParallelConfig(tp_size=2), None, launch, "a test")
     with pytest.raises(ConfigError, match=r"pp_size=2: CUDA_DEVICE_MAX_CONNECTIONS=1 .* Unset"):
-        _refuse_one_queue(HFParallelConfig(pp_size=2), torch.device("cuda", 0))
+        check_fit(HFParallelConfig(pp_size=2), None, launch, "a test")
 
 
 def test_backends_and_compilers() -> None:

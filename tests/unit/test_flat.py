@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from accelerate.utils import clean_state_dict_for_safetensors
 from torch import nn
 
-from hf_parallel.data_parallel.flat import place_in
+from hf_parallel.compat.private_torch import version_of
+from hf_parallel.data_parallel.flat import FlatParameter, place_in
+from hf_parallel.errors import UnsupportedError
 
 
 def in_one_buffer() -> tuple[nn.Sequential, torch.Tensor]:
@@ -47,3 +50,20 @@ def test_the_memory_lives_as_long_as_a_parameter_and_a_copy_has_its_own() -> Non
     del flat
     assert not model[0].weight.any()
     assert other[0].weight[1, 2] == 5
+
+
+def test_every_change_of_a_part_counts_and_none_of_the_buffer() -> None:
+    buffer = torch.ones(8)
+    part = FlatParameter(buffer[:4].data)
+    before = version_of(part)
+    buffer.add_(1.0)
+    float(part.data.sum())
+    assert version_of(part) == before
+    assert part.tolist() == [2.0] * 4
+    part.data.mul_(2.0)
+    part.data[1:].zero_()
+    part.data *= 3.0
+    assert version_of(part) == before + 3
+    assert buffer.tolist() == [12.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0]
+    with pytest.raises(UnsupportedError, match="whose memory has to stay"):
+        part.data = torch.zeros(4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
@@ -115,10 +117,72 @@ def private_imports(path: Path) -> list[str]:
     return found
 
 
-def test_private_names_are_imported_in_compat_alone() -> None:
+# Documented although they begin with an underscore: of the standard library, and of named tuples.
+DOCUMENTED = {"sys._getframe", "os._exit", "_fields", "_make", "_replace", "_asdict"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def own_private_names(package: Path) -> set[str]:
+    """Private names of the package's own functions, classes, fields and attributes that modules and tensors do not have."""
+    found: set[str] = set()
+    for node in (node for path in sources(package) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own_object(node.value):
+            found.add(node.attr)
+    return {name for name in found if is_private(name)} - {*dir(nn.Module()), *dir(Tensor)}
+
+
+def is_own_object(node: ast.expr) -> bool:
+    """`self`, `cls` or `super()`: which methods of stock classes may be overridden is checked elsewhere."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_attributes(path: Path, own: set[str]) -> list[str]:
+    """Private attributes of others that are used, by a dot or by `getattr` and its like; names of torch's ops are not."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name, text = "", ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.Attribute) and not is_own_object(node.value) and not text.startswith("aten."):
+            name = node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            name = next((str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)), "")
+        if is_private(name) and name not in own and not {name, text} & DOCUMENTED:
+            found.append(f"{path.name}:{node.lineno}: {text or name}")
+    return found
+
+
+def test_private_names_are_used_in_compat_alone() -> None:
+    own = own_private_names(PACKAGE)
     rest = [path for path in sources(PACKAGE) if room_of_file(path, PACKAGE) != "compat"]
-    assert [line for path in rest for line in private_imports(path)] == []
-    assert private_imports(PACKAGE / "compat" / "torch_tools.py") != []
+    assert [line for path in rest for line in [*private_imports(path), *private_attributes(path, own)]] == []
+    compat = PACKAGE / "compat" / "torch_tools.py"
+    assert private_imports(compat) != []
+    assert private_attributes(compat, own) != []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch._foreach_mul_(tensors, 2.0)",
+        "module._parameters['weight']",
+        "type(model)._apply(model, fn)",
+        "torch.nn.modules.conv._ConvNd",
+        "getattr(model, '_no_split_modules', None)",
+    ],
+)
+def test_a_planted_private_attribute_is_found(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(line)
+    assert len(private_attributes(path, own_private_names(PACKAGE))) == 1
 
 
 def test_packages_start_with_a_docstring_only() -> None:

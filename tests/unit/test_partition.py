@@ -116,11 +116,11 @@ def test_misfits_are_refused_with_numbers() -> None:
 
 def test_costs_are_two_flops_per_weight_and_token_and_the_head_counts_when_tied() -> None:
     model = build("llama_tied")
-    costs = block_costs(model, discover_stages(model, batch()), num_tokens=10, flops_per_byte=0.0)
+    costs = block_costs(model, discover_stages(model, batch()), flops_per_byte=0.0)
     weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
-    attention = 2 * 2 * 8 * 32 * 10  # two products of each token with the 8 tokens of the sample, width 32
-    assert costs.blocks == pytest.approx([2 * weights * 10 + attention] * 5)
-    assert costs.last == pytest.approx(2 * VOCAB * 32 * 10)
+    attention = 2 * 2 * 8 * 32  # two products of each token with the 8 tokens of the sample, width 32
+    assert costs.blocks == pytest.approx([2 * weights + attention] * 5)
+    assert costs.last == pytest.approx(2 * VOCAB * 32)
     assert costs.first < 0.01 * costs.blocks[0]
     assert costs.of_backward() == StageCosts(tuple(2 * c for c in costs.blocks), 2 * costs.first, 2 * costs.last)
 

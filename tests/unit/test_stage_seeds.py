@@ -15,7 +15,7 @@ import torch
 from stage_models import BLOCKS, assert_same_gradients, batch, build, cut, summed
 from torch import Tensor, nn
 
-from hf_parallel.model.random_streams import mix64, stream_seed
+from hf_parallel.model.random_streams import default_generator, mix64, stream_seed
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
 from hf_parallel.pipeline_parallel.run.stage import Stage
@@ -150,3 +150,11 @@ def test_code_outside_the_blocks_draws_the_same_on_every_stage_that_runs_it() ->
     assert torch.equal(first[0], whole[0])
     assert all(torch.equal(a, b) for a, b in zip(second, whole, strict=True))
     assert len({tuple(drawn.tolist()) for drawn in whole}) == 5
+
+
+def test_a_device_without_an_index_draws_from_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert default_generator(torch.device("cuda")) == "second"
+    assert default_generator(torch.device("cuda:0")) == "first"
+    assert default_generator(torch.device("cpu")) is torch.default_generator

@@ -169,6 +169,7 @@ def _restore_flat(zero: ZeroPartition, saved: SavedState, settings: Sequence[Map
     saved.index.read(pieces)
     for shard, master in masters:
         shard.master.copy_(master)
+    zero.note()
     positions = {id(shard.master): position for position, shard in enumerate(order)}
     groups = [
         {**each, "params": [positions[id(param)] for param in group["params"]]}

@@ -21,7 +21,7 @@ WAIT_S = 10.0  # for a file system that shows a new file a little later on other
 PAUSE_S = 0.05
 
 
-def require_shared(folder: Path, mesh: Mesh, setting: str = "output_dir", wait_s: float | None = None) -> None:
+def require_shared(folder: Path, mesh: Mesh) -> None:
     """Refuse a folder that the ranks do not share: rank 0 writes a token there, which every rank must read; collective.
 
     Every rank also writes a file of its own there and removes it, as it will for its part of a checkpoint.
@@ -29,8 +29,6 @@ def require_shared(folder: Path, mesh: Mesh, setting: str = "output_dir", wait_s
     Args:
         folder: As this rank names it; made if it is not there.
         mesh: This rank's mesh.
-        setting: What the folder is the value of, for the message.
-        wait_s: Longest wait for the token, `WAIT_S` by default.
 
     Raises:
         CheckpointError: Some ranks do not see what rank 0 wrote, or cannot write; the same text on all, with their machines.
@@ -44,13 +42,13 @@ def require_shared(folder: Path, mesh: Mesh, setting: str = "output_dir", wait_s
             if mesh.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text(token)
-        problem = _problem(path, token, mesh.rank, WAIT_S if wait_s is None else wait_s)
+        problem = _problem(path, token, mesh.rank, WAIT_S)
         answers = everyone((problem, socket.gethostname(), str(folder)))
     finally:
         if mesh.rank == 0:
             path.unlink(missing_ok=True)
     if any(problem for problem, _, _ in answers):
-        raise CheckpointError(_text(answers, setting))
+        raise CheckpointError(_text(answers))
 
 
 def _problem(path: Path, token: str, rank: int, wait_s: float) -> str | None:
@@ -76,7 +74,7 @@ def _holds(path: Path, token: str) -> bool:
         return False
 
 
-def _text(answers: Sequence[tuple[str | None, str, str]], setting: str) -> str:
+def _text(answers: Sequence[tuple[str | None, str, str]]) -> str:
     """One sentence about all ranks with a problem."""
     odd = [
         f"rank {rank} on {host} ({folder}) {problem}"
@@ -86,8 +84,8 @@ def _text(answers: Sequence[tuple[str | None, str, str]], setting: str) -> str:
     shown = "; ".join(odd[:4]) + (f"; and {len(odd) - 4} more ranks" if len(odd) > 4 else "")
     _, host, folder = answers[0]
     return (
-        f"{setting}={folder}: {shown} what rank 0 on {host} wrote there. Is this folder shared? Every rank writes its part of "
-        f"a checkpoint there, and a resumed run reads it. Set {setting} to one folder on a file system that all machines mount, "
+        f"output_dir={folder}: {shown} what rank 0 on {host} wrote there. Is this folder shared? Every rank writes its part of "
+        f"a checkpoint there, and a resumed run reads it. Set output_dir to one folder on a file system that all machines mount, "
         "with the same path on every rank; or set save_strategy to 'no'."
     )
 

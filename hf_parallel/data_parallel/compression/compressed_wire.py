@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_parallel.compat.private_torch import reduce_scatter_flat
+from hf_parallel.compat.private_collectives import reduce_scatter_flat
 from hf_parallel.data_parallel.compression.exchange import CompressedAllReduce, HierarchicalAllReduce, Meter
 from hf_parallel.data_parallel.compression.feedback import ErrorFeedback, Layout
 from hf_parallel.data_parallel.compression.lane import Job, Lane

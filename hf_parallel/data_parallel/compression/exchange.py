@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.compat.private_torch import Pending, all_gather_flat, reduce_scatter_flat
+from hf_parallel.compat.private_collectives import Pending, all_gather_flat, reduce_scatter_flat
 from hf_parallel.data_parallel.compression.codecs import GradientCompressor
 
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import torch
 
-from hf_parallel.compat.private_torch import Pending
+from hf_parallel.compat.private_collectives import Pending
 
 
 Job: TypeAlias = Generator[Pending | None, None, None]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.compat.private_torch import Pending
+from hf_parallel.compat.private_collectives import Pending
 from hf_parallel.data_parallel.compression.exchange import Meter
 from hf_parallel.data_parallel.compression.feedback import Layout
 

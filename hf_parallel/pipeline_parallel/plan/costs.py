@@ -67,12 +67,11 @@ def stage_costs(bounds: Sequence[int], costs: StageCosts) -> list[float]:
 def block_costs(
     model: nn.Module,
     plan: PipelinePlan,
-    num_tokens: int = 1,
     *,
     flops_per_byte: float | None = None,
     recomputed: bool = False,
 ) -> StageCosts:
-    """Forward cost of each block, of the prologue and of the tail, from the ops of the discovery forward.
+    """Forward cost a token of each block, of the prologue and of the tail, from the ops of the discovery forward.
 
     Counted are matmul FLOPs by shape (2 m n k a product): 2 per weight and token, vocabulary x hidden for the head
     whether tied or not, the routed experts only, attention products at the length that the plan's FLOPs are for. Ops
@@ -84,7 +83,6 @@ def block_costs(
     Args:
         model: the model; a block whose kernels torch cannot count costs 2 FLOPs per element of its matrices.
         plan: from `discover_stages`.
-        num_tokens: tokens to scale to, >= 1.
         flops_per_byte: what moving a byte costs, >= 0; None for a typical value of the model's device.
         recomputed: whether the blocks run again in the backward (activation checkpointing).
 
@@ -93,15 +91,15 @@ def block_costs(
     if flops_per_byte is None:
         kind = next((p.device.type for p in model.parameters()), "cpu")
         flops_per_byte = FLOPS_PER_BYTE.get(kind, FLOPS_PER_BYTE_OF_OTHERS)
-    products = {epoch: value * num_tokens / plan.num_tokens for epoch, value in plan.flops.items()}
-    moved = {e: value * flops_per_byte * num_tokens / plan.sample_tokens for e, value in plan.traffic.items()}
+    products = {epoch: value / plan.num_tokens for epoch, value in plan.flops.items()}
+    moved = {e: value * flops_per_byte / plan.sample_tokens for e, value in plan.traffic.items()}
     count = plan.num_blocks
     weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in blocks_of(model, plan.stack)]
 
     def at(epoch: int, fallback: float = 0.0) -> float:
         return (products.get(epoch, 0.0) or fallback) + moved.get(epoch, 0.0)
 
-    parts = [at(2 * j + 1, 2.0 * num_tokens * weights[j]) if j in plan.blocks else 0.0 for j in range(count)]
+    parts = [at(2 * j + 1, 2.0 * weights[j]) if j in plan.blocks else 0.0 for j in range(count)]
     parts.append(at(2 * count))
     for j in range(1, count):
         parts[min((k for k in plan.blocks if k >= j), default=count)] += at(2 * j)

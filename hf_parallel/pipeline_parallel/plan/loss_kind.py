@@ -8,7 +8,7 @@ computed on whole batches, which is always right.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -206,13 +206,12 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..., Any] | None = None) -> Verdict:
+def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:
     """How the model's own loss may be computed, found by calling it: as in training, as in evaluation, row by row.
 
     Args:
         model: The whole model, not cut.
         sample: A tiny batch with labels.
-        forward: Called with the sample instead of `model`.
 
     Returns:
         "sum_over_items": microbatch losses computed with the global item count add up to the batch's loss.
@@ -222,16 +221,15 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..
     """
     if not isinstance(sample.get("labels"), Tensor):
         return Verdict("whole", "the sample has no labels")
-    accepted = inspect.signature(model.forward if forward is None else forward).parameters
+    accepted = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     takes_count = takes_any or "num_items_in_batch" in accepted
-    run = model if forward is None else forward
     found: list[_Made] = []
     try:
         for trains in (False, True):
             for counted in (False, True) if takes_count else (False,):
                 try:
-                    found.append(_watched(model, run, sample, trains=trains, counted=counted))
+                    found.append(_watched(model, sample, trains=trains, counted=counted))
                 except _UnknownError:
                     raise
                 except Exception as error:  # the model's own code
@@ -239,7 +237,7 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any], forward: Callable[..
                         raise _UnknownError(
                             f"a small batch with ignored labels raises {type(error).__name__}"
                         ) from error
-        _compare_rows(model, run, sample, found[0])
+        _compare_rows(model, sample, found[0])
     except _UnknownError as unknown:
         return Verdict("whole", str(unknown))
     return _verdict(found, takes_count)
@@ -258,9 +256,7 @@ def _verdict(found: list[_Made], takes_count: bool) -> Verdict:
     return Verdict("whole", "something is added to the cross-entropy")
 
 
-def _watched(
-    model: nn.Module, run: Callable[..., Any], sample: Mapping[str, Any], *, trains: bool, counted: bool
-) -> _Made:
+def _watched(model: nn.Module, sample: Mapping[str, Any], *, trains: bool, counted: bool) -> _Made:
     given = dict(sample)
     names = [name for name in ("labels", "shift_labels") if isinstance(sample.get(name), Tensor)]
     labels = [sample[name].clone() for name in names]
@@ -273,7 +269,7 @@ def _watched(
     with unchanged(model), NoDropout(), torch.no_grad(), _training(model, trains):
         torch.manual_seed(0)
         with watch:
-            output = run(**given)
+            output = model(**given)
         extra = output.get("aux_loss") if isinstance(output, Mapping) else None
         return watch.judge(loss_of(output), extra, expected)
 
@@ -297,7 +293,7 @@ def _training(model: nn.Module, trains: bool) -> Iterator[None]:
         model.training = before
 
 
-def _compare_rows(model: nn.Module, run: Callable[..., Any], sample: Mapping[str, Any], whole: _Made) -> None:
+def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> None:
     """The rows of the sample, one by one, give what they give together."""
     labels = sample["labels"]
     rows = labels.shape[0]
@@ -311,7 +307,7 @@ def _compare_rows(model: nn.Module, run: Callable[..., Any], sample: Mapping[str
         }
         if count := _targets(model, one):
             try:
-                total += _watched(model, run, one, trains=False, counted=False).value * count
+                total += _watched(model, one, trains=False, counted=False).value * count
             except _UnknownError:
                 raise
             except Exception as error:

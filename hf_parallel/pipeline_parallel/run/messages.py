@@ -193,8 +193,7 @@ class Sender:
             raise RankMismatchError(
                 f"payload of microbatch {message.microbatch} to stage {target} is {specs}, but inputs of the same "
                 f"shapes gave {known} before: stage {target} expects one payload for one set of input shapes. Set the model's "
-                "flags before training begins; if payload shapes depend on the data, build the runtime with "
-                "cache_headers=False."
+                "flags before training begins; a model whose payload shapes depend on the data needs pp_size: 1."
             )
         body = encode_header(specs)
         device = self.transport.device

@@ -104,8 +104,6 @@ class PipelineRuntime:
         rank: This rank in the pipeline group.
         transports: (source rank, target rank) -> what carries messages between two neighbours, over a group of its own;
             empty if there is one rank.
-        cache_headers: Send a header only at the first sight of an input signature. False sends one with every payload,
-            for models whose payload shapes depend on the data.
         probe: Observers of waits and computations; its fields may be set later.
         weights: What defers the weight gradients of this rank's stages; needed by programs that split backwards.
         before: Called with (stage, microbatch) before every forward.
@@ -127,13 +125,11 @@ class PipelineRuntime:
         rank: int = 0,
         transports: Mapping[tuple[int, int], Transport] = MappingProxyType({}),
         *,
-        cache_headers: bool = True,
         probe: Probe | None = None,
         weights: WeightGradients | None = None,
         before: Callable[[int, int], None] | None = None,
     ) -> None:
         self.stages, self.placement, self.rank = dict(stages), tuple(placement), rank
-        self.cache_headers = cache_headers
         self.probe = probe if probe is not None else Probe()
         self.before = before
         self.at_last_backward: Callable[[], None] | None = None
@@ -255,8 +251,6 @@ class PipelineRuntime:
     def _execute(self, program: Program, run: _Run, kinds: str) -> None:
         self._check_actions(program, len(run.microbatches), kinds)
         self.peak_live = len(run.live)
-        if not self.cache_headers and "F" in kinds:
-            self.forget_headers()
         self._links.begin(program, self._signatures(run))
         for (stage, i), live in run.live.items():
             if stage != self.last_stage:
@@ -283,8 +277,6 @@ class PipelineRuntime:
 
     def _signatures(self, run: _Run) -> list[Hashable]:
         """What decides the payload shapes of each microbatch, the same on every rank."""
-        if not self.cache_headers:
-            return list(range(len(run.microbatches)))
         stage = next(iter(self.stages.values()))
         training = stage.training if isinstance(stage, nn.Module) else True
         mode = (run.keeps, training, *_autocast_mode())

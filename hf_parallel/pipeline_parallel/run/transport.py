@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.mesh import backend_for
 
 
 TransportKind: TypeAlias = Literal["auto", "direct", "host"]
@@ -118,7 +119,7 @@ class DirectTransport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device
-        self.opens_late = _backend_for(group, device.type) == "nccl"
+        self.opens_late = backend_for(group, device.type) == "nccl"
         self.receive_ahead = 1 if self.opens_late else 2
 
     def isend(self, tensors: Sequence[Tensor]) -> Message:
@@ -135,7 +136,7 @@ class HostTransport:
     """Copies every tensor through host memory (pinned for CUDA) and sends the copy over a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if _backend_for(group, "cpu") != "gloo":
+        if backend_for(group, "cpu") != "gloo":
             raise UnsupportedError(
                 f"pipeline transport 'host' sends host memory and needs a gloo group, but this group has "
                 f"{dist.get_backend_config(group)}. Create the pipeline group with backend gloo or cpu:gloo,cuda:nccl."
@@ -173,7 +174,7 @@ def make_transport(kind: TransportKind, device: torch.device, group: dist.Proces
     Raises:
         UnsupportedError: If the group's backend cannot carry the tensors that way.
     """
-    takes_device = _backend_for(group, device.type) == ("gloo" if device.type == "cpu" else "nccl")
+    takes_device = backend_for(group, device.type) == ("gloo" if device.type == "cpu" else "nccl")
     if kind == "direct" and not takes_device:
         raise UnsupportedError(
             f"pipeline transport 'direct' cannot carry {device.type} tensors over a group with "
@@ -199,13 +200,3 @@ def connect(transport: Transport, *, sends: bool) -> None:
         transport.isend([torch.zeros(1, dtype=spec.dtype, device=transport.device)]).wait()
     else:
         transport.irecv([spec]).wait()
-
-
-def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the name of the backend that ``group`` uses for tensors of ``device_type``, or "" if it has none."""
-    # The config reads "cpu:gloo,cuda:nccl"; a single-backend group lists that backend for every device it takes.
-    for entry in dist.get_backend_config(group).split(","):
-        device, _, backend = entry.rpartition(":")
-        if device in ("", device_type):
-            return backend
-    return ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.tensor_parallel.plan.propose import Candidate
 from hf_parallel.tensor_parallel.plan.trace import LinearInfo, Trace
 from hf_parallel.tensor_parallel.shard_plan import LinearPlan, PairPlan
@@ -108,7 +109,9 @@ def matrix_owners(draft: Draft) -> dict[str, list[str]]:
     """Modules other than linears and those of torch.nn that own matrices or stacks of them, and their names."""
     owners = {}
     for owner, module in draft.model.named_modules():
-        found = [k for k, p in module._parameters.items() if p is not None and p.ndim >= 2 and p.is_floating_point()]
+        found = [
+            k for k, p in own_parameters(module).items() if p is not None and p.ndim >= 2 and p.is_floating_point()
+        ]
         if owner and found and owner not in draft.linears and not type(module).__module__.startswith("torch.nn"):
             owners[owner] = found
     return owners

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.errors import PlanError
 from hf_parallel.model.stack import kind_of
 from hf_parallel.settings.sections import ExpertSharing, Treatment
@@ -157,7 +158,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     """Id of a parameter -> names of the modules that own it."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for parameter in own_parameters(module).values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)
     return owners
@@ -365,7 +366,7 @@ def _fall_back(draft: Draft, name: str) -> None:
 def _finish(draft: Draft) -> TPPlan:
     split = {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced}
     for name, module in draft.model.named_modules():
-        widest = max((p.ndim for p in module._parameters.values() if p is not None), default=0)
+        widest = max((p.ndim for p in own_parameters(module).values() if p is not None), default=0)
         if widest >= 2 and name not in draft.linears and name not in split:
             kind = "not a linear module" if widest == 2 else f"parameters of {widest} dims (experts, convolutions)"
             draft.reasons.setdefault(name, f"replicated: {kind}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import own_buffers, own_modules, own_parameters
 from hf_parallel.model.tensors import map_tensors, only_tensor, tensors_in
 from hf_parallel.tensor_parallel.layout import Section, split_units
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, LinearInfo, perturb, private_copy, widen
@@ -134,7 +135,7 @@ def measure_parameter(block: Block, owner: str, name: str, masks: Sequence[Tenso
 
 @contextlib.contextmanager
 def _shadowed(module: nn.Module, key: str, mask: Tensor) -> Iterator[None]:
-    vars(module)[key] = module._parameters[key].detach() * mask  # type: ignore[union-attr]
+    vars(module)[key] = own_parameters(module)[key].detach() * mask  # type: ignore[union-attr]
     try:
         yield
     finally:
@@ -193,12 +194,12 @@ def _leaves(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             path, _, key = name.rpartition(".")
             owner = module.get_submodule(path)
             changed.append((owner, key, buffer))
-            owner._buffers[key] = leaves[name] = buffer.detach().clone().requires_grad_()
+            own_buffers(owner)[key] = leaves[name] = buffer.detach().clone().requires_grad_()
     try:
         yield leaves
     finally:
         for owner, key, buffer in changed:
-            owner._buffers[key] = buffer
+            own_buffers(owner)[key] = buffer
 
 
 @contextlib.contextmanager
@@ -264,9 +265,9 @@ def mixing_modules(block: Block) -> frozenset[str]:
         name
         for name, module in block.module.named_modules()
         if name
-        and not module._modules
-        and (weight := module._parameters.get("weight")) is not None
-        and all(p is None or p.ndim == 1 for p in module._parameters.values())
+        and not own_modules(module)
+        and (weight := own_parameters(module).get("weight")) is not None
+        and all(p is None or p.ndim == 1 for p in own_parameters(module).values())
         and weight.numel() > 1
     )
 

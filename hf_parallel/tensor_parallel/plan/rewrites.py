@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.compat.torch_tools import ConvModule
 from hf_parallel.tensor_parallel.plan.influence import Block
 from hf_parallel.tensor_parallel.shard_plan import AttributeRewrite
 
@@ -143,7 +144,7 @@ def rewrite_options(
     options: list[Option] = []
     for path, module in sites.items():
         if type(module).__module__.startswith("torch.nn"):
-            if path in owners and isinstance(module, nn.modules.conv._ConvNd):
+            if path in owners and isinstance(module, ConvModule):
                 options += _convolution(path, module, sizes)
             continue
         named = dict(vars(module))
@@ -157,7 +158,7 @@ def rewrite_options(
     return options
 
 
-def _convolution(path: str, module: nn.modules.conv._ConvNd, sizes: Sizes) -> Iterator[Option]:
+def _convolution(path: str, module: ConvModule, sizes: Sizes) -> Iterator[Option]:
     """A grouped convolution of fewer channels."""
     parts = sizes.exact.get(module.out_channels)
     if parts is None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.model.stack import kind_of
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
@@ -218,7 +219,7 @@ class _Trial:
         return [option for option in options if option]
 
     def _has_bias(self, row: str) -> bool:
-        return self.block.module.get_submodule(row)._parameters.get("bias") is not None
+        return own_parameters(self.block.module.get_submodule(row)).get("bias") is not None
 
     def _splits(self, child: str) -> Options:
         """Scores of a router are whole for who collects them, unless the block itself uses them."""

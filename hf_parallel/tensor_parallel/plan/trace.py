@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import own_modules, own_parameters, writes_arguments
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.errors import PlanError
 from hf_parallel.model.record import unchanged
@@ -133,7 +134,7 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
     known: dict[Any, LinearInfo | None] = {}
     found = {}
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = own_parameters(module).get("weight")
         if weight is None or weight.ndim != 2 or not weight.is_floating_point():
             continue
         if weight.is_meta:
@@ -143,7 +144,7 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
             )
         scalars = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, str)) and k != "training")
         patched = id(module) if "forward" in vars(module) else None
-        parameters = tuple((k, p.shape) for k, p in module._parameters.items() if p is not None)
+        parameters = tuple((k, p.shape) for k, p in own_parameters(module).items() if p is not None)
         key = (type(module), parameters, weight.dtype, str(scalars), patched)
         if key not in known:
             known[key] = _linear_info(module, weight)
@@ -154,14 +155,18 @@ def find_linears(model: nn.Module) -> dict[str, LinearInfo]:
 
 
 def _linear_info(module: nn.Module, weight: Tensor) -> LinearInfo | None:
-    if module._modules or not set(module._parameters) <= {"weight", "bias"} or isinstance(module, nn.Embedding):
+    if (
+        own_modules(module)
+        or not set(own_parameters(module)) <= {"weight", "bias"}
+        or isinstance(module, nn.Embedding)
+    ):
         return None
-    has_bias = module._parameters.get("bias") is not None
+    has_bias = own_parameters(module).get("bias") is not None
     if type(module) is nn.Linear and "forward" not in vars(module):
         return LinearInfo(False, weight.shape[0], weight.shape[1], has_bias)  # known; spares a copy of a large head
     probe = widen(copy.deepcopy(module)).eval()
     perturb(probe)
-    matrix, bias = probe._parameters["weight"], probe._parameters.get("bias")
+    matrix, bias = own_parameters(probe)["weight"], own_parameters(probe).get("bias")
     if matrix is None:
         return None
     generator = torch.Generator().manual_seed(NOISE_SEED)
@@ -254,7 +259,11 @@ def _per_token(model: nn.Module, flops: Mapping[nn.Module, int], sample: Mapping
 
 
 class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
-    """Notes each parameter that an operation takes while its owner is not running; undoes changes of parameters."""
+    """Notes each parameter that an operation takes while its owner is not running; undoes changes of parameters.
+
+    `hf_parallel.model.record` logs storages and blocks of a forward that it changes nothing in. Here the module that runs
+    decides, aliases of a parameter count apart, and values are put back; of its log nothing could be used.
+    """
 
     def __init__(
         self,
@@ -288,7 +297,7 @@ class _ReadRecorder(TorchDispatchMode):  # torch does not annotate it
                 name, modules = self.owners[id(tensor)]
                 if not any(module in self.running for module in modules):
                     self.foreign.add(name)
-        if func._schema.is_mutable:
+        if writes_arguments(func):
             self.keep(tensors_in([args[:1], kwargs or {}]))
         result = func(*args, **(kwargs or {}))
         factors = PRODUCTS.get(func.overloadpacket.__name__)
@@ -303,7 +312,7 @@ def _reader_stack(model: nn.Module) -> Iterator[_ReadRecorder]:
     """Yields what is read and computed by whom, filled while the model runs."""
     owners: dict[int, tuple[str, list[nn.Module]]] = {}
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             if parameter is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 owners.setdefault(id(parameter), (name, []))[1].append(module)
@@ -327,8 +336,8 @@ def _reader_stack(model: nn.Module) -> Iterator[_ReadRecorder]:
         for handle in handles:
             handle.remove()
         with torch.no_grad():
-            for parameter, value in recorder.before.values():
-                parameter.data.copy_(value)
+            for changed, value in recorder.before.values():
+                changed.data.copy_(value)
 
 
 def capture_inputs(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import only_tensor
@@ -148,7 +149,7 @@ def _reason(check: Callable[[], None]) -> str:
 def _extended(model: nn.Module, plan: TPPlan, ends: Ends, storage: Mapping[str, str], loss: str) -> TPPlan:
     linears, reasons = dict(plan.linears), dict(plan.fallbacks)
     if not storage["embedding"]:
-        weight = model.get_submodule(ends.embedding)._parameters["weight"]
+        weight = own_parameters(model.get_submodule(ends.embedding))["weight"]
         if weight is not None:
             linears[ends.embedding] = LinearPlan(
                 "vocab_embedding", False, ShardSpec.contiguous(0, weight.shape[0]), None
@@ -177,17 +178,17 @@ def find_ends(model: nn.Module) -> Ends:
         with contextlib.suppress(NotImplementedError, AttributeError):
             module = getattr(model, f"get_{end}_embeddings")()
         found.append(next((name for name, other in model.named_modules() if other is module), ""))
-    weights = [model.get_submodule(name)._parameters.get("weight") if name else None for name in found]
+    weights = [own_parameters(model.get_submodule(name)).get("weight") if name else None for name in found]
     return Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])
 
 
 def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
     """The weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
     module = model.get_submodule(name)
-    own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+    own = {id(parameter) for parameter in own_parameters(module).values() if parameter is not None}
     allowed = {id(model.get_submodule(other)) for other in (ends.embedding, ends.head) if other}
     for other, owner in model.named_modules():
-        if id(owner) not in allowed and any(id(p) in own for p in owner._parameters.values()):
+        if id(owner) not in allowed and any(id(p) in own for p in own_parameters(owner).values()):
             raise _RefusedError(f"its parameter is tied to {other}")
     foreign = trace_linears(model, {}, sample).foreign
     names = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in own}
@@ -315,7 +316,9 @@ def _run_tail(
 ) -> _Tail:
     """Run the model with rows `rows` of the head, on its own input or on `hidden`; in fp32 if it is in half."""
     weights = [
-        p.detach()[rows].clone() for p in (head.get_parameter("weight"), head._parameters.get("bias")) if p is not None
+        p.detach()[rows].clone()
+        for p in (head.get_parameter("weight"), own_parameters(head).get("bias"))
+        if p is not None
     ]
     weights = [(w.float() if w.dtype.itemsize < 4 else w).requires_grad_() for w in weights]
     inputs: list[Tensor] = []

@@ -8,6 +8,7 @@ from types import MethodType
 
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.expert_routing import install_routing
@@ -90,9 +91,9 @@ def apply_tensor_parallel(
     tied: set[int] = set()
     for name, linear in held.items():
         module = model.get_submodule(name)
-        if linear.role != "latent" and id(module._parameters["weight"]) not in tied:
+        if linear.role != "latent" and id(own_parameters(module)["weight"]) not in tied:
             _shard_parameter(module, "weight", linear.weight, plan.tp_size, tp_rank)
-            tied.add(id(module._parameters["weight"]))
+            tied.add(id(own_parameters(module)["weight"]))
         if linear.role == "vocab_embedding":
             install_embedding(module, shared, *linear.weight.ranges(plan.tp_size, tp_rank)[0])
             continue
@@ -179,7 +180,7 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
 
 
 def _shard_parameter(module: nn.Module, key: str, spec: ShardSpec, tp_size: int, tp_rank: int) -> None:
-    parameter = module._parameters[key]
+    parameter = own_parameters(module)[key]
     if parameter is None:
         raise PlanError(f"the plan shards {key} of {type(module).__name__}, which has none. Plan this very model.")
     if parameter.shape[spec.dim] == spec.local_size(tp_size, tp_rank) != spec.full_size:
@@ -223,10 +224,10 @@ def _slice_tensors(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int)
     for name, spec in pair.sliced.items():
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
-        if key in module._parameters:
+        if key in own_parameters(module):
             _shard_parameter(module, key, spec, tp_size, tp_rank)
         else:
-            module._buffers[key] = spec.shard(model.get_buffer(name), tp_size, tp_rank)
+            own_buffers(module)[key] = spec.shard(model.get_buffer(name), tp_size, tp_rank)
 
 
 def _uses(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int) -> dict[str, Use]:
@@ -234,7 +235,7 @@ def _uses(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int) -> dict[
     uses = {name: Use() for name in pair.partial} | {name: Use(1.0 / tp_size) for name in pair.scaled}
     for name, spec in pair.sliced.items():
         whole = tuple(not section.sharded for section in spec.sections)
-        if any(whole) and name.rpartition(".")[2] in model.get_submodule(name.rpartition(".")[0])._parameters:
+        if any(whole) and name.rpartition(".")[2] in own_parameters(model.get_submodule(name.rpartition(".")[0])):
             uses[name] = Use(1.0, spec.dim, tuple(spec.local_sections(tp_size, tp_rank)), whole)
     return uses
 

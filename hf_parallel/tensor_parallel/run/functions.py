@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.tensor_parallel.layout import split_units
 
 
@@ -213,12 +214,12 @@ class SharedCopy:
 
     def find(self, x: Tensor) -> Tensor | None:
         """The copy of `x` whose gradient will be summed, if `x` is the tensor of the last call and unchanged."""
-        same = self._source is not None and self._source() is x and self._version == x._version
+        same = self._source is not None and self._source() is x and self._version == version_of(x)
         return self._copy if same else None
 
     def keep(self, x: Tensor, copy: Tensor, wide: WideSum | None = None) -> None:
         """Remember the copy of `x` for its other readers."""
-        self._copy, self._source, self._version, self.wide = copy, weakref.ref(x), x._version, wide
+        self._copy, self._source, self._version, self.wide = copy, weakref.ref(x), version_of(x), wide
 
     def partial_of(self, x: Tensor) -> Tensor | None:
         """The tensor that sharded layers read in place of `x`, if `x` is the gathered input of a region."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
 from hf_parallel.tensor_parallel.run.functions import Entered, SharedCopy, WideSum, is_half, reduce_from_tp, start_sum
 
 
@@ -209,4 +210,4 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether a weight is a parameter without hooks, so that its gradient may be completed later."""
-    return type(weight) is nn.Parameter and not weight._backward_hooks and not weight._post_accumulate_grad_hooks
+    return type(weight) is nn.Parameter and not gradient_hooks(weight) and not accumulation_hooks(weight)

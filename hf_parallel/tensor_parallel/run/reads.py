@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy
@@ -57,7 +58,7 @@ def install_reads(
     kinds: dict[type, type] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         owned: dict[str, Owned] = vars(module).get("tp_owned", {})
-        for key, tensor in {**module._parameters, **module._buffers}.items():
+        for key, tensor in {**own_parameters(module), **own_buffers(module)}.items():
             scope = scopes.get(f"{path}.{key}" if path else key)
             if id(tensor) in found and (key not in owned or scope is not None):
                 owned[key] = Owned(*found[id(tensor)], reads, scope or Scope())
@@ -87,7 +88,7 @@ def open_in(module: nn.Module, scope: Scope) -> None:
 def own(module: nn.Module, key: str) -> Any:
     """This rank's part of a parameter, for the module's own forward: what stands in its place now, or the parameter."""
     kept = vars(module)
-    return kept[key] if key in kept else module._parameters.get(key)
+    return kept[key] if key in kept else own_parameters(module).get(key)
 
 
 @contextlib.contextmanager
@@ -114,8 +115,8 @@ def in_lockstep(model: nn.Module, *, is_loss: bool = False) -> Iterator[None]:
 
 
 def _held(module: nn.Module, key: str) -> Tensor | None:
-    tensor = module._parameters.get(key)
-    return module._buffers.get(key) if tensor is None else tensor
+    tensor = own_parameters(module).get(key)
+    return own_buffers(module).get(key) if tensor is None else tensor
 
 
 def _noticing(plain: type) -> type:

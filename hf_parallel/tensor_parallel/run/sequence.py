@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import in_backward_pass
+from hf_parallel.compat.private_torch import in_backward_pass, own_parameters
 from hf_parallel.compat.private_transformers import run_inside_checkpoint
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import map_tensors
@@ -292,7 +292,7 @@ def _used_in_part(block: nn.Module, names: Sequence[str], mode: SequenceMode) ->
     """Inside, each named parameter is one whose gradient is summed over the ranks; see `apply._partial_forward`."""
     owners = [(block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     learned = [
-        (owner, key, p) for owner, key in owners if (p := owner._parameters[key]) is not None and p.requires_grad
+        (owner, key, p) for owner, key in owners if (p := own_parameters(owner)[key]) is not None and p.requires_grad
     ]
     if not learned:
         yield

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hf_parallel.model.random_streams import default_generator
 from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup
 from hf_parallel.tensor_parallel.run.shard_seeds import PairSeeds
 
@@ -24,12 +25,14 @@ class Draws:
 
     Args:
         group: The tensor-parallel group.
+
+    Attributes:
         pairs: Saves the random state while a pair runs; the streams are exchanged in what it saved.
     """
 
-    def __init__(self, group: TPGroup, pairs: PairSeeds | None = None) -> None:
+    def __init__(self, group: TPGroup) -> None:
         self._group = group
-        self.pairs = pairs
+        self.pairs: PairSeeds | None = None
         self._generator: torch.Generator | None = None
         self._others: Tensor | None = None  # state of the stream that is not in use
         self._in_region = False
@@ -40,9 +43,7 @@ class Draws:
         if not trains or isinstance(self._group, VirtualGroup):
             yield
             return
-        generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
+        generator = default_generator(device)
         state = generator.get_state()
         torch.empty(1, device=generator.device).uniform_(
             generator=generator

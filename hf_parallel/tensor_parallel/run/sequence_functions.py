@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_parallel.compat.private_torch import reduce_scatter_flat
+from hf_parallel.compat.private_collectives import reduce_scatter_flat
+from hf_parallel.compat.private_torch import base_of
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import split_units
 from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup, WideSum, gather_over, is_half, sum_over
@@ -112,7 +113,7 @@ class Entry:
         """The copy for partial gradients, in the shape of `x`, if `x` is the gathered input or a reshape of it."""
         if x is self.full:
             return self._partial
-        if x._base is not self.full or x.numel() != self.full.numel() or not x.is_contiguous():
+        if base_of(x) is not self.full or x.numel() != self.full.numel() or not x.is_contiguous():
             return None
         return self._partial.view(x.shape)
 

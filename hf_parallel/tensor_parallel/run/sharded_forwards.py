@@ -213,7 +213,7 @@ def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, use in state.uses.items():
             path, _, key = name.rpartition(".")
             owner = self.get_submodule(path)
-            used = _summed_where_whole(owner._parameters[key], use.dim, use.lengths, use.whole, state.copy)
+            used = _summed_where_whole(getattr(owner, key), use.dim, use.lengths, use.whole, state.copy)
             vars(owner)[key] = used if use.share == 1.0 else used * use.share
             shadowed.append((vars(owner), key))
         return self.tp_partial_inner(*args, **kwargs)

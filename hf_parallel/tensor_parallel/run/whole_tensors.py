@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, not_overridden
+from hf_parallel.compat.private_torch import (
+    in_backward_pass,
+    no_torch_function,
+    not_overridden,
+    without_memory,
+    writes_arguments,
+)
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
@@ -151,7 +157,7 @@ def _full_shape(owned: Owned, part: Tensor) -> list[int]:
 
 
 def _wrapper(kind: Any, owned: Owned, part: Tensor) -> Any:
-    made = Tensor._make_wrapper_subclass(kind, _full_shape(owned, part), dtype=part.dtype, device=part.device)
+    made = without_memory(kind, _full_shape(owned, part), part.dtype, part.device)
     made.__dict__.update(tp_part=part, tp_owned=owned, tp_whole=None)
     return made
 
@@ -179,7 +185,7 @@ class Whole(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable and any(isinstance(arg, Whole) for arg in args[:1]):
+        if writes_arguments(func) and any(isinstance(arg, Whole) for arg in args[:1]):
             _refuse(args[0].__dict__["tp_owned"], "changed in place", _reader())
         args, kwargs = pytree.tree_map(
             lambda value: value.values() if isinstance(value, Whole) else value, (args, kwargs or {})

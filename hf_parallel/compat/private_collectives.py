@@ -1,0 +1,131 @@
+"""Private names of torch.distributed: its store, and what its collectives wait for and raise.
+
+Each function checks what it relies on and says which package moved when the check fails.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
+    from torch.distributed.distributed_c10d import Store
+
+
+def private_store() -> Store | None:
+    """A connection of its own to the default process group's key-value store; None when this torch gives none.
+
+    Its own, because a call that blocks on one connection blocks every other thread that uses it.
+    """
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    clone = getattr(getter(), "clone", None) if getter is not None else None
+    return clone() if clone is not None else None
+
+
+def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
+    """The call of a torch.distributed collective that another thread of this process is in, and its name.
+
+    The call is equal as long as the thread stays in it. NCCL's collectives return at once, so they are not seen.
+    """
+    from torch.distributed import distributed_c10d
+
+    own = threading.get_ident()
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread != own else None
+        for _ in range(4):  # the wait itself may be a helper's
+            if frame is None:
+                break
+            if frame.f_globals is vars(distributed_c10d):
+                return (id(frame), frame.f_lasti), frame.f_code.co_name
+            frame = frame.f_back
+    return None, None
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Return when its result is there."""
+        ...
+
+
+def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | None:
+    """Begin to gather the ranks' `mine`, f[n], into `whole`, f[N n]; torch 2.13 gave the function another name."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work | None = gather(whole, mine, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
+    """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
+
+    On gloo, whose own sends the bytes of an all-reduce (torch 2.13), ranks exchange parts and whoever waits sums them.
+    """
+    import torch.distributed as dist
+
+    if "gloo" in dist.get_backend(group):
+        parts = whole.new_empty(group.size(), mine.numel())
+        return _PartsToSum(dist.all_to_all_single(parts.view(-1), whole, group=group, async_op=True), parts, mine)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work | None = scatter(mine, whole, group=group, async_op=True)
+    return work
+
+
+class _PartsToSum:
+    """The ranks' parts on their way here, f[N, n]; `wait` sums them into `mine`, f[n]."""
+
+    def __init__(self, work: Pending | None, parts: Tensor, mine: Tensor) -> None:
+        self._work, self._parts, self._mine = work, parts, mine
+
+    def wait(self) -> None:
+        import torch
+
+        if self._work is not None:
+            self._work.wait()
+        torch.sum(self._parts, 0, out=self._mine)
+
+
+# Where in gloo's own source a failed transfer was noticed stands at the head of its messages.
+_OF_GLOO = re.compile(r"\[[^\]\s]*\bgloo/[^\]\s]*\.(cc|h):\d+\] ")
+
+
+def is_connection_loss(error: BaseException, *, in_collective: bool = False) -> bool:
+    """Whether a collective failed because another rank is gone.
+
+    NCCL's and the network's errors have classes of their own. gloo raises plain RuntimeErrors (torch 2.13): they begin
+    with the place in its source, and no Python code has raised them.
+
+    Args:
+        error: What was raised.
+        in_collective: Whether only a collective can have raised it, so that who did need not be found out.
+    """
+    from torch.distributed import DistBackendError, DistNetworkError
+
+    if isinstance(error, (DistBackendError, DistNetworkError)):
+        return True
+    if type(error) is not RuntimeError or _OF_GLOO.match(str(error)) is None:
+        return False
+    return in_collective or not _raised_by_python(error)
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` statement made this error, and no compiled function that was called."""
+    trace = error.__traceback__
+    if trace is None:
+        return True
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code.co_code
+    return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]

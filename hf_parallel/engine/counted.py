@@ -1,0 +1,64 @@
+"""Which elements a rank counts in a norm of the whole model, so that each is counted once whatever the mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_parallel.data_parallel.fsdp import is_part, local_of, rows_of
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh
+
+
+class Counted:
+    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first tensor-parallel rank.
+
+    Args:
+        ledger: The model's ledger.
+        mesh: This rank's mesh.
+    """
+
+    def __init__(self, ledger: Ledger, mesh: Mesh) -> None:
+        self._ledger, self._mesh = ledger, mesh
+
+    def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
+        """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
+        entry: Entry = self._ledger.entries[name]
+        if entry.owner != self._mesh.pp_rank and not own:
+            return []
+        if entry.spec is None:
+            return None if self._mesh.tp_rank == 0 else []
+        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+        return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
+
+    def of_model(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """Which elements of a parameter this rank counts in the norm: all, none, or a mask of its shape."""
+        return self._mask(name, parameter, self._ranges(name, parameter))
+
+    def of_stage(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:
+        """As `of_model`, also where another stage counts the parameter in the norm of the model."""
+        return self._mask(name, parameter, self._ranges(name, parameter, own=True))
+
+    def _mask(self, name: str, parameter: nn.Parameter, ranges: list[tuple[int, int]] | None) -> bool | torch.Tensor:
+        spec = self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return ranges is None
+        mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+        for start, length in ranges:
+            mask.narrow(spec.dim, start, length).fill_(True)
+        return mask
+
+    def gradients(self, name: str, parameter: nn.Parameter) -> list[torch.Tensor]:
+        """The parts of this rank's gradient of `name` that this rank counts in the norm."""
+        gradient = parameter.grad
+        if gradient is None:
+            return []
+        if is_part(gradient):
+            wanted, part = self.of_model(name, parameter), local_of(gradient)
+            if isinstance(wanted, torch.Tensor):
+                return [part * rows_of(gradient, wanted).to(part.device)]
+            return [part] if wanted else []
+        ranges, spec = self._ranges(name, parameter), self._ledger.entries[name].spec
+        if not ranges or spec is None:
+            return [gradient] if ranges is None else []
+        return [gradient.narrow(spec.dim, start, length) for start, length in ranges]

@@ -1,0 +1,252 @@
+"""Optimizer states, gradients and weights that are parts (ZeRO), in the hands of user code: right, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import user_loops
+from rank_runner import run_ranks
+from user_loops import STEPS, Loop
+
+
+pytestmark = pytest.mark.long
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+
+def trained(loop: Loop, before: Callable[[int], None] = lambda step: None) -> None:
+    """With `before` between the backward pass and the step."""
+    loop.prepare()
+    for step in range(STEPS):
+        loop.backward(step)
+        before(step)
+        loop.step()
+
+
+def amplified(loop: Loop) -> None:
+    """Slow gradients are added, by `p.grad.data = ...`."""
+    means: dict[str, Any] = {}
+
+    def amplify(step: int) -> None:
+        for name, parameter in loop.named().items():
+            gradient = parameter.grad
+            assert gradient is not None
+            means[name] = means.get(name, torch.zeros_like(gradient)) * 0.9 + gradient.detach() * 0.1
+            gradient.data = gradient.data + means[name] * 2
+
+    trained(loop, amplify)
+
+
+def swapped(loop: Loop) -> None:
+    """What was taken out comes back."""
+
+    def swap(step: int) -> None:
+        for parameter in loop.named().values():
+            assert parameter.grad is not None
+            kept = parameter.grad.data
+            parameter.grad.data = torch.zeros_like(kept)
+            if step != 1:
+                parameter.grad.data = kept
+
+    trained(loop, swap)
+
+
+def plain(loop: Loop) -> None:
+    """A tensor of another kind is assigned."""
+
+    def assign(step: int) -> None:
+        for parameter in loop.named().values():
+            assert parameter.grad is not None
+            parameter.grad.data = torch.zeros(parameter.shape)
+
+    trained(loop, assign)
+
+
+def rows(change: Callable[[Any], Any], *, of_gradient: bool) -> Callable[[Loop], None]:
+    """Rows of the embedding, or of its gradient, are changed in place: only some tokens are trained."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            weight = loop.model.get_input_embeddings().weight
+            with torch.no_grad():
+                change(weight.grad if of_gradient else weight.data)
+            loop.step()
+
+    return body
+
+
+def assigned(tensor: Any) -> None:
+    tensor[:50] = tensor[:50] * 0.5
+
+
+def corner(tensor: Any) -> None:
+    tensor[:50, :7] = tensor[:50, :7] * 0.5
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "sliced": lambda tensor: tensor[:50].zero_(),
+    "selected": lambda tensor: tensor[7].mul_(0.5),
+    "narrowed": lambda tensor: tensor.narrow(0, 3, 70).mul_(0.5),
+    "split": lambda tensor: tensor.split(40)[1].zero_(),
+    "assigned": assigned,
+    "corner": corner,
+    "columns": lambda tensor: tensor[:, :7].zero_(),
+    "read": lambda tensor: tensor.mul_(1.0 / (1.0 + tensor[:50].norm())),
+}
+
+
+def changed_in_place(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter, alpha=-0.1)
+
+
+def scaled(parameter: Any) -> None:
+    parameter.data *= 0.9
+
+
+def exchanged(parameter: Any) -> None:
+    parameter.data = parameter.data * 0.9
+
+
+def shrunk_together(parameter: Any) -> None:
+    torch._foreach_mul_([parameter.detach()], 0.9)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "clamped": lambda parameter: parameter.data.clamp_(-0.02, 0.02),
+    "changed_in_place": changed_in_place,
+    "scaled": scaled,
+    "exchanged": exchanged,
+    "shrunk_together": shrunk_together,
+    "looked_at": lambda parameter: float(parameter.detach().norm() + parameter.data.abs().max()),
+}
+
+
+def through_groups(change: Callable[[Any], Any], first: int = 0) -> Callable[[Loop], None]:
+    """Weights are changed where the optimizer has its parameters, from a step on."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.step()
+            for group in loop.optimizers[0].param_groups:
+                for parameter in group["params"] if step >= first else ():
+                    change(parameter)
+
+    return body
+
+
+def clamped_in_hook(loop: Loop) -> None:
+    """Before the step of the optimizer."""
+    loop.prepare()
+
+    def clamp(optimizer: Any, *args: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data.clamp_(-0.02, 0.02)
+
+    loop.optimizers[0].optimizer.register_step_pre_hook(clamp)
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
+
+
+def of_states(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.step()
+            for state in loop.optimizers[0].state.values():
+                change(state)
+
+    return body
+
+
+def pruned(state: Any) -> None:
+    """Small moments are forgotten."""
+    moment = state["exp_avg"]
+    moment.mul_(moment.abs() > moment.abs().mean())
+
+
+def halved(state: Any) -> None:
+    state["exp_avg"].mul_(0.5)
+    state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"]) + state["exp_avg_sq"] * 0.5
+    assert state["step"] > 0
+
+
+def unprepared(loop: Loop) -> None:
+    """An optimizer that is kept from `prepare`."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2, eps=1e-4)
+    loop.model = loop.accelerator.prepare(loop.model)
+    for step in range(STEPS):
+        loop.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain, unprepared)}
+BODIES |= {f"{name}_gradient": rows(change, of_gradient=True) for name, change in ROWS.items()}
+BODIES |= {f"{name}_weight": rows(change, of_gradient=False) for name, change in ROWS.items()}
+BODIES |= {name: through_groups(change) for name, change in CHANGES.items()}
+BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
+BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
+OF_PART = "the change would reach one replica only"
+IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
+# Name -> layout -> what the error says, or nothing where the loop is right.
+EXPECTED: dict[str, dict[str, str]] = {
+    "amplified": {"zero1": "", "zero2": "", "zero3": ""},
+    "swapped": {"zero3": ""},
+    "plain": {"zero3": "Assign what is computed from the tensor itself"},
+    "clamped": {
+        "zero1": OF_PART,
+        "zero2": OF_PART,
+        "zero1_offload": OF_PART,
+        "zero3": "",
+        "tp2": "",
+    },
+    "clamped_last": {"zero1": OF_PART, "zero1_offload": OF_PART, "zero3": "", "tp2": ""},
+    "clamped_in_hook": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "changed_in_place": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "scaled": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "exchanged": {"zero1": "p.data = ... was called", "zero1_offload": "p.data = ... was called", "tp2": ""},
+    "shrunk_together": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    "looked_at": {"zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
+    "pruned": {"dp2": "", "zero1": IS_PART, "zero2": IS_PART, "tp2": IS_PART, "zero3": "", "pp2": ""},
+    "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
+    "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
+}
+for name in ROWS:
+    of_parts = "" if name in ("columns", "read") else IS_COPY
+    EXPECTED |= {f"{name}_gradient": {"zero2": "", "zero3": of_parts}, f"{name}_weight": {"zero3": of_parts}}
+CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    ones = run_ranks(main, 1, [(name, "one") for name in BODIES], tmp_path=folder, init_group=False, env=ENV)
+    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
+    return [ones[0] | ranks for ranks in twos]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_parts(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    expected = EXPECTED[name][layout]
+    for found in runs:
+        mine = found[f"{name}-{layout}"]
+        if expected:
+            assert isinstance(mine, str), "it trained"
+            assert expected in mine
+        elif found is runs[0]:
+            assert user_loops.difference(mine, found[f"{name}-one"]) < 1e-5
