@@ -68,9 +68,9 @@ class GradientSync:
         self._in_window = False  # the last backward pass was not the last of its step
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
-        self._hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
+        self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
-        self._groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
+        self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
         self._lay_out()
 
@@ -78,7 +78,7 @@ class GradientSync:
         """Fix the buckets for the parameters that are trained now."""
         self._trained = self._now_trained()
         self._shared = []
-        for holders, group in self._groups.items():
+        for holders, group in self.groups.items():
             named = [(n, p) for n, p in self._parameters.items() if self._ledger.entries[n].holders == holders]
             self._shared.append(GradientReducer(named, group))
 
@@ -93,7 +93,7 @@ class GradientSync:
         """
         if self._weights is not None:
             self._weights.check()
-        self._hooks.check()
+        self.hooks.check()
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
@@ -111,6 +111,24 @@ class GradientSync:
     def begin_callers_backward(self) -> None:
         """The caller's backward pass for what `end_schedule` hid."""
         self.arrivals.show()
+
+    def take_reduced(self, name: str) -> torch.Tensor | None:
+        """The gradient that earlier passes of this step left reduced: it arrives again, with what a hook makes of it.
+
+        Raises:
+            UnsupportedError: Replicas have averaged it.
+        """
+        parameter, zero = self._parameters[name], self.replicas.zero
+        reduced = self.arrivals.take_aside(parameter)
+        mine = [s for s in zero.shards if any(p is parameter for p in s.bucket.params)] if zero is not None else []
+        averaged = reduced is not None and self._mesh.shape.dp_size > 1
+        if averaged or any(shard.master.grad is not None for shard in mine):
+            raise UnsupportedError(
+                f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) would see the gradient of "
+                "this backward pass only: that of earlier passes of the same step is averaged over the replicas already. Use "
+                "parameter.register_hook, or accumulate with accelerator.accumulate(model) and zero.stage below 2."
+            )
+        return reduced
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins: gradients may leave while it runs.

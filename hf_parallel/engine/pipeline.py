@@ -34,6 +34,7 @@ from hf_parallel.engine.window import COUNTS, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.batch_hooks import BatchHooks
 from hf_parallel.guards.batches import Announced, BatchDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
@@ -93,6 +94,13 @@ class PipelineEngine(Engine):
             freezing=self._freezing,
         )
         self._backwards = Backwards(self.mesh, attachment.device)
+        self._hooks = BatchHooks(
+            *(attachment.ledger, attachment.parameters, self.mesh),
+            guard=self.gradients.hooks,
+            holders=self.gradients.groups,
+            group=self._freezing.group,
+            take_reduced=self.gradients.take_reduced,
+        )
         self._direct = self._watch_direct()
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
@@ -172,7 +180,11 @@ class PipelineEngine(Engine):
     # -- fused ---------------------------------------------------------------------------------------------------
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
-        if self._window is not None and self._window.holds(batch):
+        begun = self._window is not None and self._window.has_begun
+        hooked = (
+            not begun and self._ask_for_hooks()
+        )  # a hook sees a whole batch, and may update what the next one uses
+        if self._window is not None and not hooked and self._window.holds(batch):
             # The gradients are those of the whole window: the last backward of its losses gives them their factor.
             loss = self._window.next_loss(batch, functools.partial(self._run_schedule, arms=True))
             return PipelineTrainingOutput(loss=self._computed(loss, None))
@@ -214,7 +226,7 @@ class PipelineEngine(Engine):
         self.gradients.begin_forward()
         if arms:
             self.gradients.begin_backward()
-        with self._buffers.watching(len(microbatches) // len(batches), batches):
+        with self._buffers.watching(len(microbatches) // len(batches), batches), self._hooks.held():
             losses = self.runtime.run(
                 microbatches,
                 self._programs.training(len(microbatches)),
@@ -225,6 +237,10 @@ class PipelineEngine(Engine):
         if arms:
             self.gradients.end_schedule()
         return self._last_stage.share_losses(losses, shares, batches)
+
+    def _ask_for_hooks(self) -> bool:
+        with self.attachment.watchdog.waiting("waits for the other stages to say which parameters have hooks"):
+            return self._hooks.ask()
 
     def _follow_freezing(self) -> None:
         """What stages send each other changes with what is trained."""
@@ -277,7 +293,8 @@ class PipelineEngine(Engine):
         for made, factor in passed:
             gradients = [(parameter, gradient) for parameter, gradient in made.take() if id(parameter) not in frozen]
             self._backwards.scaled(factor)
-            add(gradients, factor)
+            add(self._hooks.keep(gradients, factor), factor)
+        self._hooks.run(frozen)
 
     def compare_step(self) -> None:
         """Compare what the ranks backpropagated, and which batches they have read."""
@@ -292,6 +309,7 @@ class PipelineEngine(Engine):
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
         microbatches = self._loss.split(batch)
+        self._ask_for_hooks()
         self._follow_freezing()
         self.seeds.next_step()
         self._direct.stop()
@@ -366,8 +384,9 @@ class PipelineEngine(Engine):
             gradients = [(part.to(outputs[0].dtype),) for part, outputs in parts]
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
-        with self._direct.resting(), self._running.inside():
+        with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(self._hooks.hooked) as made:
             self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
+        self._hooks.keep(made.take())
         self.attachment.watchdog.runs()
 
     # -- forward only --------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ class Window:
         self._extras: dict[str, Any] = {}
         self._position = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the schedule of all batches has run, and some of its losses are still to be given out."""
+        return 0 < self._position < len(self._batches)
+
     def holds(self, batch: dict[str, Any]) -> bool:
         """Whether `batch` is the next one, with the very tensors announced, unchanged.
 

@@ -72,6 +72,12 @@ class Arrivals:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             self.note(parameter)
 
+    def take_aside(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that was set aside of one parameter: from here on it is the caller's."""
+        found = next((gradient for other, gradient in self._aside if other is parameter), None)
+        self._aside = [pair for pair in self._aside if pair[0] is not parameter]
+        return found
+
     def settle(self, others: Iterable[Tensor] = ()) -> None:
         """Everything is reduced.
 

@@ -35,6 +35,9 @@ class Freezing:
         mesh: This rank's mesh.
         always_asks: Whether stages ask each other before each schedule even if everything is trained, because gradients
             that are made cannot be dropped.
+
+    Attributes:
+        group: The stages, for messages over host memory.
     """
 
     def __init__(
@@ -49,10 +52,10 @@ class Freezing:
         self._model, self._parameters, self._always_asks = model, dict(parameters), always_asks
         # A tied parameter may have been changed under a name that only one of its stages has.
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
-        self._group = mesh.pp_group
+        self.group = mesh.pp_group
         if mesh.pp_group is not None and "gloo" not in dist.get_backend(mesh.pp_group):
             lists = mesh.shape.groups(lambda d, p, t: (d, t))
-            self._group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
+            self.group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
         self._trained = self._now()
         self._wishes: list[nn.Parameter] = []  # to be frozen, and trained until the others know
         self._late: list[nn.Parameter] = []  # frozen by now, of which a schedule under way has made gradients
@@ -69,7 +72,7 @@ class Freezing:
 
         Every holder of a shared parameter then has it in the new state.
         """
-        if self._group is None:
+        if self.group is None:
             return False
         if self._told():
             self._late += self._settle()
@@ -99,7 +102,7 @@ class Freezing:
         Returns:
             This rank's parameters that are frozen from now on, whose gradients of the schedule do not count.
         """
-        if self._group is None:
+        if self.group is None:
             return []
         late, self._late = self._late, []
         return late + (self._settle() if self._told() else [])
@@ -120,14 +123,14 @@ class Freezing:
 
     def _ask(self) -> None:
         """Compare with the other stages; collective over the pipeline."""
-        if self._group is None:
+        if self.group is None:
             return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
         words = [int(bool(changed)), int(self._always_asks or not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
         anywhere, self._asks, *states = said.tolist()
         if not anywhere:
             return

@@ -1,25 +1,26 @@
 """Gradient hooks that user code puts on parameters (`register_hook`: row masks, scaling) see the gradient they are meant for.
 
 Where ranks hold shards, a hook would be given a shard: it is gathered for the hook, and this rank keeps its part of what
-the hook returns. Hooks may be registered and removed at any time.
+the hook returns. The backward passes of a pipeline are of single microbatches: hooks are held there, and run on the
+gradient of the batch (`batch_hooks`). Hooks may be registered and removed at any time.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
+from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
 
-logger = logging.getLogger(__name__)
+Hook: TypeAlias = Callable[[Tensor], Tensor | None]
 
 
 class HookGuard:
@@ -40,8 +41,8 @@ class HookGuard:
         assemble: Callable[[str, Tensor], Tensor],
     ) -> None:
         self._ledger, self._mesh, self._assemble = ledger, mesh, assemble
-        self._parameters = [(n, p, ledger.entries[n].spec is not None) for n, p in parameters.items()]
-        self._warned = False
+        self._parameters = dict(parameters)
+        self._holds = False
 
     def check(self) -> None:
         """A training forward pass begins.
@@ -51,26 +52,84 @@ class HookGuard:
         """
         if self._mesh.mp_group is None:
             return
-        for name, parameter, is_sharded in self._parameters:
-            hooks = gradient_hooks(parameter)
-            if hooks:
-                self._adapt(name, hooks)
-            if is_sharded and accumulation_hooks(parameter):
-                self._refuse_accumulation(name, parameter)
+        for name in self._parameters:
+            self._adapt(name)
 
-    def _adapt(self, name: str, hooks: dict[int, Any]) -> None:
-        if self._ledger.entries[name].spec is not None and self._mesh.tp_group is not None:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, backward passes are of single microbatches, and hooks do not run."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+
+    def hooks_of(self, name: str) -> tuple[list[Hook], list[Hook]]:
+        """Hooks of user code on a parameter's gradient and on its accumulated one, as they run on the batch's."""
+        self._adapt(name)
+        parameter = self._parameters[name]
+        found = [
+            [hook.hook if isinstance(hook, _Held) else hook for hook in table.values() if not _is_ours(hook)]
+            for table in (gradient_hooks(parameter), accumulation_hooks(parameter))
+        ]
+        return found[0], found[1]
+
+    def changed_by(self, name: str, hook: Hook, gradient: Tensor) -> Tensor:
+        """What a hook makes of a gradient."""
+        result = hook(gradient)
+        result = gradient if result is None else result  # changed in place, or left alone
+        if result.shape != gradient.shape:
+            raise UnsupportedError(
+                f"the gradient hook of parameter {name} returned shape {tuple(result.shape)} for a gradient of shape "
+                f"{tuple(gradient.shape)}. Return a tensor of the gradient's shape."
+            )
+        return result
+
+    def run_after(self, name: str, hook: Hook) -> None:
+        """Run a hook on the accumulated gradient of a parameter.
+
+        Raises:
+            UnsupportedError: It updates the parameter from the gradient of this replica alone.
+        """
+        parameter = self._parameters[name]
+        present, version = parameter.grad is not None, parameter._version
+        hook(parameter)
+        steps = parameter._version != version or (present and parameter.grad is None)
+        if steps and self._mesh.shape.dp_size > 1:
+            raise UnsupportedError(
+                f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) updates the parameter or "
+                f"drops its gradient before the {self._mesh.shape.dp_size} replicas have averaged it: each would train another "
+                "model. Step the optimizer after the backward pass, or use one replica (pp_size x tp_size = number of "
+                "processes)."
+            )
+
+    def _adapt(self, name: str) -> None:
+        parameter, is_sharded = self._parameters[name], self._ledger.entries[name].spec is not None
+        hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
+        if is_sharded and after:
+            self._refuse_accumulation(name, parameter)
+        if is_sharded and self._mesh.tp_group is not None:
             for key, hook in hooks.items():
-                if not isinstance(hook, _OnWhole):
+                if not isinstance(hook, _OnWhole | _Held) and not _is_ours(hook):
                     hooks[key] = _OnWhole(name, hook, self)
-        if self._mesh.shape.pp_size > 1 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "hf_parallel: the gradient hook of %s runs once a microbatch under pp_size=%d, on the gradient of that "
-                "microbatch: masks and factors do the same as in one process, a limit on values does not. Set limits on the sum "
-                "in on_pre_optimizer_step, or set num_microbatches to 1.",
-                name,
-                self._mesh.shape.pp_size,
+        if self._mesh.shape.pp_size == 1:
+            return
+        for table in (hooks, after):
+            for key, hook in table.items():
+                if not isinstance(hook, _Held) and not _is_ours(hook):
+                    table[key] = _Held(name, hook, self)
+
+    def refuse_direct(self, name: str) -> None:
+        """A gradient arrives at a parameter with hooks.
+
+        Raises:
+            UnsupportedError: It comes from the caller's own loss, and not from a schedule.
+        """
+        if not self._holds:
+            raise UnsupportedError(
+                f"parameter {name} has gradient hooks and the loss reads it directly, past the stages of pp_size="
+                f"{self._mesh.shape.pp_size}: the hooks would see a part of its gradient. Remove the hooks or the term of the "
+                "loss, or set pp_size to 1."
             )
 
     def _refuse_accumulation(self, name: str, parameter: nn.Parameter) -> None:
@@ -83,26 +142,20 @@ class HookGuard:
                 "whole gradient, or tp_size 1."
             )
 
-    def on_whole(self, name: str, hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
+    def on_whole(self, name: str, hook: Hook, gradient: Tensor) -> Tensor:
         """This rank's part of what `hook` makes of the whole gradient; collective."""
         spec = self._ledger.entries[name].spec
         if spec is None:
             raise RuntimeError(f"{name} is not sharded")
         whole = self._assemble(name, gradient)
-        result = hook(whole)
-        result = whole if result is None else result  # changed in place, or left alone
-        if result.shape != whole.shape:
-            raise UnsupportedError(
-                f"the gradient hook of parameter {name} returned shape {tuple(result.shape)} for a gradient of shape "
-                f"{tuple(whole.shape)}. Return a tensor of the gradient's shape."
-            )
+        result = self.changed_by(name, hook, whole)
         return spec.shard(result, self._mesh.shape.tp_size, self._mesh.tp_rank).to(gradient.dtype)
 
 
 class _OnWhole:
     """A hook that is given a shard, around one that wants the whole."""
 
-    def __init__(self, name: str, hook: Callable[[Tensor], Tensor | None], guard: HookGuard) -> None:
+    def __init__(self, name: str, hook: Hook, guard: HookGuard) -> None:
         self.name, self.hook, self.guard = name, hook, guard
 
     def __call__(self, gradient: Tensor) -> Tensor:
@@ -110,5 +163,16 @@ class _OnWhole:
             return self.guard.on_whole(self.name, self.hook, gradient)
 
 
+class _Held(Onlooker):
+    """A hook that does not run in the backward passes of a schedule, around one that runs on the gradient of the batch."""
+
+    def __init__(self, name: str, hook: Hook, guard: HookGuard) -> None:
+        self.name, self.hook, self.guard = name, hook, guard
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.guard.refuse_direct(self.name)
+
+
 def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("hf_parallel.")
+    ours = str(getattr(hook, "__module__", "")).startswith("hf_parallel.")
+    return ours and not isinstance(hook, _OnWhole | _Held)
