@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,59 @@ from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
 
 
-if TYPE_CHECKING:
-    from hf_parallel.guards.gradients import ShownGradients
+CountRule: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
+
+
+class Owner(Protocol):
+    """What knows the gradients of all parameters: how each is sharded, and the ranks that have the rest of it."""
+
+    @property
+    def counted(self) -> CountRule:
+        """Which elements of a parameter this rank counts in a norm."""
+        ...
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's stage counts a parameter in the norm of the model."""
+        ...
+
+    def is_shard(self, name: str) -> bool:
+        """Whether tensor-parallel ranks hold parts of it."""
+        ...
+
+    def sharded_dim(self, name: str) -> int | None:
+        """Along which dimension they do."""
+        ...
+
+    def full_size(self, name: str) -> int:
+        """Extent of that dimension in the whole; 0 of one that is not sharded."""
+        ...
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor that is sharded as the parameter is."""
+        ...
+
+    def assemble(self, name: str, local: Tensor) -> Tensor:
+        """The whole of such a tensor; collective over tp."""
+        ...
+
+    def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
+        """What this rank counts of a gradient that is not partitioned."""
+        ...
+
+    def gather(self, shard: FlatShard) -> None:
+        """The whole gradients of a buffer's parameters; collective over the ranks that share it."""
+        ...
+
+    def note_parts(self) -> None:
+        """The optimizer's parts of gradients are as they should be."""
+        ...
 
 
 class _Part:
     """A shard of a gradient, of which user code may have the whole: what it does to that counts."""
 
     name: str
-    _owner: ShownGradients
+    _owner: Owner
     opened: Tensor | None = None
 
     def tensor(self) -> Tensor:
@@ -58,7 +102,7 @@ class _Part:
 class LocalGradient(_Part):
     """A gradient that is here, perhaps as a shard."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: ShownGradients) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: Owner) -> None:
         self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
         self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
         self.arrived = False
@@ -86,9 +130,7 @@ class LocalGradient(_Part):
 class FlatGradient(_Part):
     """A gradient whose parts are with the optimizers of several ranks."""
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: ShownGradients
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: Owner) -> None:
         self.name, self.parameter, self._owner = name, parameter, owner
         self.shard, self.position = place
         self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)

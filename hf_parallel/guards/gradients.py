@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,11 @@ from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.gradient_parts import FlatGradient, LocalGradient
+from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
 from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
-
-
-Counted: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
 
 
 class ShownGradients:
@@ -43,7 +40,7 @@ class ShownGradients:
         ledger: Ledger,
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
-        counted: Counted,
+        counted: CountRule,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
