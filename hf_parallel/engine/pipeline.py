@@ -181,9 +181,8 @@ class PipelineEngine(Engine):
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
         begun = self._window is not None and self._window.has_begun
-        hooked = (
-            not begun and self._ask_for_hooks()
-        )  # a hook sees a whole batch, and may update what the next one uses
+        # A hook sees the gradient of one batch, and may update what the next one uses.
+        hooked = not begun and self._ask_for_hooks()
         if self._window is not None and not hooked and self._window.holds(batch):
             # The gradients are those of the whole window: the last backward of its losses gives them their factor.
             loss = self._window.next_loss(batch, functools.partial(self._run_schedule, arms=True))

@@ -139,13 +139,13 @@ class Backwards:
         )
         if self._mesh.shape.pp_size == 1:
             what = "its losses and what they were scaled by are"
-        told = "; ".join(
+        reported = "; ".join(
             f"{self._mesh.shape.describe(first + i)}: {what} {s:.6g}"
             + ("" if n == 1 else f" over {n} backward passes")
             for i, (n, _, s) in enumerate(values)
         )
         raise RankMismatchError(
-            f"the ranks of one model copy backpropagated different losses in one optimizer step ({told}), but all of them "
+            f"the ranks of one model copy backpropagated different losses in one optimizer step ({reported}), but all of them "
             "must compute the same: the gradients of each stage or shard follow the loss of its own rank, or of the last stage's. "
             "Look for a rank, a random draw without a common seed or a parameter of one rank in compute_loss or the loop."
         )

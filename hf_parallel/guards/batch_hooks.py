@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.hooks import Hook, HookGuard
 from hf_parallel.ledger import Ledger
@@ -50,9 +51,7 @@ class BatchHooks:
         self._ledger, self._parameters, self._mesh = ledger, dict(parameters), mesh
         self._guard, self._holders, self._group, self._take_reduced = guard, holders, group, take_reduced
         self._everywhere = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
-        self._agreed: dict[
-            str, bool
-        ] = {}  # shared parameters with hooks -> whether any is on the accumulated gradient
+        self._agreed: dict[str, bool] = {}  # shared parameter with hooks -> whether any is on the accumulated gradient
         self._found: dict[int, Tensor] = {}
 
     def ask(self) -> bool:
@@ -98,7 +97,11 @@ class BatchHooks:
     @property
     def hooked(self) -> list[nn.Parameter]:
         """This rank's parameters that have hooks."""
-        return [parameter for name, parameter in self._parameters.items() if any(self._guard.hooks_of(name))]
+        return [
+            parameter
+            for name, parameter in self._parameters.items()
+            if (gradient_hooks(parameter) or accumulation_hooks(parameter)) and any(self._guard.hooks_of(name))
+        ]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -140,6 +143,8 @@ class BatchHooks:
             UnsupportedError: What a hook does cannot be done on this mesh.
         """
         found, self._found = self._found, {}
+        if not found and not self._agreed:
+            return
         for name, parameter in self._parameters.items():
             gradient = found.pop(id(parameter), None) if id(parameter) not in frozen else None
             shared = name in self._agreed

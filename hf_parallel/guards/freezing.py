@@ -7,7 +7,7 @@ While everything is trained, nothing can be unfrozen, and what is frozen needs n
 runs as before, a flag rides on the message that carries its loss, and what it computed for frozen parameters is dropped
 before the update. While something is frozen, the stages ask each other before each schedule (one small message over host
 memory, no device waits for it), because the gradients of what is unfrozen could not be made up for. With ZeRO they always
-do: its gradients are in parts by the time that the others are told.
+do: its gradients are in parts by the time that the others know.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Freezing:
             lists = mesh.shape.groups(lambda d, p, t: (d, t))
             self.group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
         self._trained = self._now()
-        self._wishes: list[nn.Parameter] = []  # to be frozen, and trained until the others know
+        self._to_freeze: list[nn.Parameter] = []  # trained until the other stages know
         self._late: list[nn.Parameter] = []  # frozen by now, of which a schedule under way has made gradients
         self._unread: list[Tensor] = []
         self._forget = False
@@ -74,7 +74,7 @@ class Freezing:
         """
         if self.group is None:
             return False
-        if self._told():
+        if self._has_changed():
             self._late += self._settle()
         elif self._asks:
             self._settle()
@@ -83,13 +83,13 @@ class Freezing:
                 parameter = self._parameters[name]
                 if trained and not parameter.requires_grad:
                     parameter.requires_grad_(True)
-                    self._wishes.append(parameter)
+                    self._to_freeze.append(parameter)
         forget, self._forget = self._forget, False
         return forget
 
     def put(self, slot: Tensor) -> None:
-        """Write whether this rank has something to tell into what will be summed over the ranks (one element)."""
-        slot.fill_(float(bool(self._wishes)))
+        """Write whether this rank has something to freeze into what will be summed over the ranks (one element)."""
+        slot.fill_(float(bool(self._to_freeze)))
 
     def arrived(self, slot: Tensor) -> None:
         """The sum over the ranks; read when the schedule's gradients are finished."""
@@ -97,7 +97,7 @@ class Freezing:
             self._unread.append(slot)
 
     def finish(self) -> list[nn.Parameter]:
-        """The backward pass of a schedule ends; collective if a rank has told something.
+        """The backward pass of a schedule ends; collective if a rank has frozen something.
 
         Returns:
             This rank's parameters that are frozen from now on, whose gradients of the schedule do not count.
@@ -105,19 +105,19 @@ class Freezing:
         if self.group is None:
             return []
         late, self._late = self._late, []
-        return late + (self._settle() if self._told() else [])
+        return late + (self._settle() if self._has_changed() else [])
 
     def _settle(self) -> list[nn.Parameter]:
-        """Ask, and make everything as it was wished; the parameters that were trained until now."""
+        """Ask, and freeze what was to be frozen; the parameters that were trained until now."""
         before = self._now()
-        for parameter in self._wishes:
+        for parameter in self._to_freeze:
             parameter.requires_grad_(False)
-        self._wishes = []
+        self._to_freeze = []
         self._ask()
         return [p for name, p in self._parameters.items() if before[name] and not p.requires_grad]
 
-    def _told(self) -> bool:
-        """Whether a rank had something to tell, the same on all."""
+    def _has_changed(self) -> bool:
+        """Whether a rank has frozen something, the same on all."""
         unread, self._unread = self._unread, []
         return any(float(slot) > 0 for slot in unread)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks
+from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks, version_of
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -92,9 +92,9 @@ class HookGuard:
             UnsupportedError: It updates the parameter from the gradient of this replica alone.
         """
         parameter = self._parameters[name]
-        present, version = parameter.grad is not None, parameter._version
+        present, version = parameter.grad is not None, version_of(parameter)
         hook(parameter)
-        steps = parameter._version != version or (present and parameter.grad is None)
+        steps = version_of(parameter) != version or (present and parameter.grad is None)
         if steps and self._mesh.shape.dp_size > 1:
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) updates the parameter or "

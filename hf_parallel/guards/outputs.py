@@ -28,7 +28,7 @@ class MissingOutput(UnsupportedError, AttributeError, KeyError, IndexError):
         return str(self.args[0]) if self.args else ""
 
 
-class _Told:
+class _ExplainsMissing:
     """Over a model output: every way to ask for what it does not have ends in `_why_not`."""
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ class _Told:
 
 
 @dataclass(repr=False)
-class PipelineOutput(_Told, ModelOutput):
+class PipelineOutput(_ExplainsMissing, ModelOutput):
     """Loss and logits; the logits are None where nobody needs them.
 
     Args:
@@ -76,7 +76,7 @@ class PipelineOutput(_Told, ModelOutput):
 
 
 @dataclass(repr=False)
-class PipelineTrainingOutput(_Told, ModelOutput):
+class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
     """Output of a fused training forward: the loss. Its logits are made by a second forward, for who asks for them.
 
     Args:
