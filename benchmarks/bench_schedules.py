@@ -257,10 +257,12 @@ def mean_costs(samples: Sequence[Sample], num_stages: int) -> dict[str, list[flo
             total[kind][stage] += sum(times)
             count[kind][stage] += len(times)
     stages = range(num_stages)
+    backward = [sum(total[kind][s] for kind in "BIW") / (count["B"][s] + count["I"][s]) for s in stages]
     return {
         "F": [total["F"][s] / count["F"][s] for s in stages],
-        "B": [sum(total[kind][s] for kind in "BIW") / (count["B"][s] + count["I"][s]) for s in stages],
-        "W": [total["W"][s] / max(1, count["W"][s]) for s in stages],
+        "B": backward,
+        # Means of other microbatches: the part may have taken longer than the mean of the whole.
+        "W": [min(total["W"][s] / max(1, count["W"][s]), backward[s]) for s in stages],
     }
 
 

@@ -99,22 +99,28 @@ class Snapshots(TrainerCallback):
         session = getattr(self.trainer.accelerator, "hf_parallel", None) if self.trainer else None
         if session is not None:
             session.engine.gradients.replicas.synchronise()  # parameters may still be arriving
-        named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
-        held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
-        zero = session.engine.gradients.replicas.zero if session is not None else None
-        if zero is not None and name == "gradients":
-            held = zero_gradients(zero)
-        if session is not None:
-            from hf_parallel.checkpoints.weights.gather import gather_tensors
-
-            ledger = session.engine.attachment.ledger
-            frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
-            held = gather_tensors(
-                ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param" and entry.name not in frozen
-            )
+        with torch._C.DisableTorchFunction():  # a callback sees sizes of the whole, this looks at what the rank has
+            held = self.held(name, model, session, pick)
         if held and self.trainer.args.should_save:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
+
+    def held(self, name: str, model: Any, session: Any, pick: Callable[[Any], torch.Tensor | None]) -> Any:
+        """Whole tensors by name; on rank 0."""
+        named = dict(model.named_parameters()) if session is None else session.engine.attachment.parameters
+        held = {key: tensor for key, p in named.items() if (tensor := pick(p)) is not None}
+        if session is None:
+            return held
+        zero = session.engine.gradients.replicas.zero
+        if zero is not None and name == "gradients":
+            held = zero_gradients(zero)
+        from hf_parallel.checkpoints.weights.gather import gather_tensors
+
+        ledger = session.engine.attachment.ledger
+        frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
+        return gather_tensors(
+            ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param" and entry.name not in frozen
+        )
 
 
 def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:

@@ -148,7 +148,7 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
-        elif self._mesh.mp_group is not None:
+        elif self._mesh.mp_group is not None and self.replicas.sharded is None:
             self.shown.show_between()
 
     def reduce(self, factor: float) -> None:
