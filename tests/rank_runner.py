@@ -146,6 +146,7 @@ def _close_groups_that_nobody_holds() -> None:
     gc.freeze()  # what was imported is not looked at again
     maps = dist.distributed_c10d._world.pg_map
     unused = dist.new_group()
+    dist.barrier()  # a rank that closes it must not do so while another still connects
     unheld = sys.getrefcount(unused)
     del unused
     build = Mesh.build.__func__  # type: ignore[attr-defined]
