@@ -107,7 +107,7 @@ class _Slot:
         if not self._views:
             return torch.ones((), dtype=torch.int64, device=device)
         some = torch.cat(self._views)
-        total = (some.view(_SAME_SIZE[some.element_size()]).to(torch.int64) * self._weights).sum()
+        total = (bits_of(some) * self._weights).sum()
         return (((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1).to(device)
 
     def _look(self, places: list[int]) -> None:
@@ -127,3 +127,11 @@ def _some(parameter: nn.Parameter) -> Tensor | None:
         return None
     flat = values.view(-1)
     return flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS]
+
+
+def bits_of(value: Tensor) -> Tensor:
+    """The bits of a tensor as int64, in one dimension."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
+    if flat.is_floating_point():
+        flat = flat.view(_SAME_SIZE[flat.element_size()])
+    return flat.to(torch.int64)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
-from hf_parallel.guards.alike import CommonWeights
+from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.mesh import Mesh
 
 
@@ -72,7 +72,7 @@ class Digests:
                 value = batch[name]
                 if isinstance(value, Tensor) and not value.requires_grad:
                     labels.append(_label(name, value))
-                    values.append(_integers(value))
+                    values.append(bits_of(value))
         if not values:
             return torch.zeros((), dtype=torch.int64)
         flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
@@ -193,17 +193,6 @@ class SharedBatch:
         refuse_unlike(self._mesh, [row[0] for row in rows])
         self._random.refuse_unlike([row[1] for row in rows])
         self._common.refuse_unlike([row[2:] for row in rows])
-
-
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _integers(value: Tensor) -> Tensor:
-    """The bits of a tensor as int64, in one dimension."""
-    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.view(_SAME_SIZE[flat.element_size()])
-    return flat.to(torch.int64)
 
 
 def _label(name: str, value: Tensor) -> str:
