@@ -124,3 +124,14 @@ def difference(mine: Any, other: dict[str, Any]) -> float:
 
 def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: copy.deepcopy(tensor.detach()) for name, tensor in state.items()}
+
+
+def check(found: list[dict[str, Any]], name: str, layout: str, expected: str) -> None:
+    """A loop ended on all ranks with an error that says `expected`; without one it trained as one process does."""
+    for ranks in found:
+        mine = ranks[f"{name}-{layout}"]
+        if expected:
+            assert isinstance(mine, str), "it trained"
+            assert expected in mine
+        elif ranks is found[0]:
+            assert difference(mine, ranks[f"{name}-one"]) < 1e-5

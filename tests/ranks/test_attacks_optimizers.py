@@ -194,11 +194,4 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_optimizers_and_weights(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
-    expected = EXPECTED[name][layout]
-    for found in runs:
-        mine = found[f"{name}-{layout}"]
-        if expected:
-            assert isinstance(mine, str), "it trained"
-            assert expected in mine
-        elif found is runs[0]:
-            assert user_loops.difference(mine, found[f"{name}-one"]) < 1e-5
+    user_loops.check(runs, name, layout, EXPECTED[name][layout])
