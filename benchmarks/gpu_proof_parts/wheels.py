@@ -1,0 +1,114 @@
+"""Packages for a machine without a network and without pip: wheels are unpacked into a folder that Python looks into first.
+
+Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+
+
+# What a machine with a torch for its GPUs may lack; torch itself brings CUDA's libraries and comes with the machine.
+WANTED = ("transformers", "accelerate", "safetensors", "packaging", "psutil", "pydantic>=2", "typer", "rich", "pyyaml")
+WANTED_TESTS = ("pytest", "pytest-timeout")
+OF_THE_MACHINE = re.compile(r"torch|triton|nvidia[-_].*|cuda[-_].*")
+PLATFORMS = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
+
+
+def unpack(wheels: Path, site: Path) -> list[str]:
+    """Unpack what fits this Python and is newer than what it has; the names of what was unpacked.
+
+    Args:
+        wheels: A folder of wheels; it need not exist.
+        site: Emptied first; to be put before the other folders that Python looks into.
+    """
+    if site.exists():
+        shutil.rmtree(site)
+    used = [wheel for wheel in sorted(wheels.glob("*.whl")) if _fits(wheel.name) and _is_news(wheel.name)]
+    for wheel in used:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.infolist():
+                target = _place(member.filename)
+                if target is not None and not member.is_dir():
+                    (site / target).parent.mkdir(parents=True, exist_ok=True)
+                    (site / target).write_bytes(archive.read(member))
+    return [" ".join(wheel.name.split("-")[:2]) for wheel in used]
+
+
+def _place(name: str) -> PurePosixPath | None:
+    """Where a file of a wheel goes; None for scripts and headers, and for what would leave the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return None
+    if path.parts[0].endswith(".data"):
+        return PurePosixPath(*path.parts[2:]) if path.parts[1] in ("purelib", "platlib") else None
+    return path
+
+
+def _fits(name: str) -> bool:
+    """Whether this Python on this machine can use a wheel, by its name."""
+    pythons, abis, platforms = name.removesuffix(".whl").split("-")[-3:]
+    mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    stable = "abi3" in abis.split(".") and any(_minor(tag) <= sys.version_info.minor for tag in pythons.split("."))
+    pure = "none" in abis.split(".") and {"py3", mine} & set(pythons.split("."))
+    right = platforms == "any" or any(
+        tag.startswith(("manylinux", "linux")) and tag.endswith(f"_{platform.machine()}")
+        for tag in platforms.split(".")
+    )
+    return right and bool(stable or pure or mine in abis.split("."))
+
+
+def _minor(tag: str) -> int:
+    found = re.fullmatch(r"cp3(\d+)", tag)
+    return int(found[1]) if found else 1000
+
+
+def _is_news(name: str) -> bool:
+    """Whether this Python lacks the package of a wheel, or has an older one."""
+    package, new = name.split("-")[:2]
+    try:
+        return _numbers(version(package)) < _numbers(new)
+    except PackageNotFoundError:
+        return True
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
+
+
+def fill(folder: Path, python_version: str, wanted: tuple[str, ...]) -> list[str]:
+    """Download wheels for a machine of another Python version; pip and a network are needed. The files.
+
+    Args:
+        folder: Gets the wheels.
+        python_version: Such as "3.12".
+        wanted: Requirements, whose own requirements come along, but for torch and CUDA's libraries.
+    """
+    for_it = ["--only-binary=:all:", f"--python-version={python_version}", "--implementation=cp"]
+    for_it += [f"--platform=manylinux_{number}_{platform.machine()}" for number in PLATFORMS]
+    for_it += [f"--platform=manylinux2014_{platform.machine()}", f"--platform=manylinux1_{platform.machine()}"]
+    pip = [sys.executable, "-m", "pip"]
+    report = folder / "resolved.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    resolve = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", f"--target={folder / 'none'}"]
+    subprocess.run([*resolve, f"--report={report}", *for_it, *wanted], check=True)
+    pins = list(_pins(report))
+    report.unlink()
+    subprocess.run([*pip, "download", "--quiet", "--no-deps", f"--dest={folder}", *for_it, *pins], check=True)
+    return sorted(path.name for path in folder.glob("*.whl"))
+
+
+def _pins(report: Path) -> Iterator[str]:
+    for one in json.loads(report.read_text())["install"]:
+        name = one["metadata"]["name"]
+        if not OF_THE_MACHINE.fullmatch(name.lower()):
+            yield f"{name}=={one['metadata']['version']}"
