@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_SPEC ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST_ARGS ?=
+ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -39,6 +40,18 @@ test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles i
 
 test-softcuda: setup  ## the GPU tests and core training on CUDA tensors in host memory; compiles their kernels with g++
 	PYTHONPATH=tests $(BIN)/python -m pytest -q -p softcuda.plugin -m "softcuda or gpu" tests/softcuda tests/gpu $(PYTEST_ARGS)
+
+test-versions: setup  ## the core tests on several releases of torch, transformers, accelerate and peft; gigabytes
+	$(BIN)/python benchmarks/versions.py $(ARGS)
+
+# Installs nothing: takes the first Python that has torch, of .venv and the machine's own, and what is in wheels/.
+GPU_PYTHON = $(shell for one in $(BIN)/python $(PYTHON) python3 python; do \
+	$$one -c "import importlib.util as i, sys; sys.exit(i.find_spec('torch') is None)" 2>/dev/null && echo $$one && break; done)
+gpu-proof:  ## what only a GPU can show, in steps of 8 minutes, and a card of it; without a network or pip too
+	$(or $(GPU_PYTHON),$(PYTHON)) benchmarks/gpu_proof.py $(ARGS)
+
+gpu-wheels:  ## download what gpu-proof needs beside torch on a machine without a network, for its PYTHON_VERSION=3.12
+	$(PYTHON) benchmarks/gpu_proof.py --fill-wheels $(or $(PYTHON_VERSION),3.12)
 
 parity: setup  ## compare parallel training with one process, layout by layout
 	$(BIN)/python benchmarks/parity.py

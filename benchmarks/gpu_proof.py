@@ -80,7 +80,7 @@ def run_one(name: str, figures: Path, device: str) -> int:
     if device == "soft":
         import softcuda.devices  # noqa: F401 - before torch
     with tempfile.TemporaryDirectory(prefix="gpu-proof-ranks-") as folder:
-        found = run_kind(name, Path(folder))
+        found = run_kind(name, Path(folder), figures)
     figures.write_text(json.dumps(found))
     return 1 if "failed" in found else 0
 

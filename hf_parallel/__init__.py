@@ -1,7 +1,7 @@
 """3D parallel training for any `AutoModelForCausalLM` inside a stock `transformers.Trainer`.
 
-Names are imported on first use, so that `import hf_parallel` costs milliseconds. In a process started by a launcher
-the import also prepares the worker (see `hf_parallel.worker.prepare_worker`).
+Names are imported on first use, so that `import hf_parallel` costs milliseconds. The import refuses releases of other packages
+that are too old, and in a process started by a launcher it prepares the worker (see `hf_parallel.worker.prepare_worker`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+from hf_parallel.compat.versions import refuse_old_packages
 from hf_parallel.logs import show_start_up_lines
 
 
@@ -98,6 +99,7 @@ def __dir__() -> list[str]:
 
 
 show_start_up_lines()
+refuse_old_packages()
 if "LOCAL_RANK" in os.environ:
     from hf_parallel.worker import prepare_worker
 

@@ -23,6 +23,7 @@ def card(machine: Machine, outcomes: Sequence[Outcome], commit: str, date: str) 
         "",
         f"- {date}, hf_parallel at {commit}",
         f"- GPU: {gpus}; driver {machine.driver or 'unknown'}",
+        f"- {machine.cores} cores, {machine.ram_bytes / GB:.0f} GB of RAM",
         f"- torch {versions.get('torch')}, CUDA {versions.get('cuda')}, NCCL {'.'.join(map(str, machine.nccl)) or 'none'}",
         f"- transformers {versions.get('transformers')}, accelerate {versions.get('accelerate')}, "
         f"Python {versions.get('python')}",

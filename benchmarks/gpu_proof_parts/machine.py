@@ -48,6 +48,8 @@ class Machine:
         nccl: Version that torch has.
         driver: Of the GPUs.
         compiles: Whether Triton, which `torch.compile` needs on a GPU, is there.
+        cores: Of the CPU.
+        ram_bytes: Of the machine.
     """
 
     device: Device
@@ -58,6 +60,8 @@ class Machine:
     nccl: tuple[int, ...] = ()
     driver: str = ""
     compiles: bool = False
+    cores: int = 0
+    ram_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("gpus", "nccl"):  # from JSON they are lists
@@ -69,7 +73,7 @@ class Machine:
         gpus = f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
         kind = {"cuda": "", "soft": "dry run on soft CUDA devices, ", "cpu": "dry run on the CPU, "}[self.device]
         versions = " ".join(f"{name} {self.versions.get(name, '?')}" for name in ("torch", "transformers"))
-        return f"{kind}{gpus}, driver {self.driver or '?'}, {versions}, {platform.node()}"
+        return f"{kind}{gpus}, driver {self.driver or '?'}, {versions}"
 
 
 def missing_packages() -> list[str]:
@@ -99,6 +103,8 @@ def probe(device: Device) -> dict[str, Any]:
         "nccl": _nccl() if device == "cuda" else (),
         "driver": _driver() if device == "cuda" else "none",
         "compiles": importlib.util.find_spec("triton") is not None,
+        "cores": os.cpu_count() or 0,
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 

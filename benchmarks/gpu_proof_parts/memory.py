@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from rank_runner import RankError
@@ -12,7 +13,7 @@ from gpu_proof_parts.training import SMALL, TINY, Run, Size, train
 from hf_parallel import HFParallelConfig
 from hf_parallel.dry_run.memory.estimate import OVERHEAD, estimate
 from hf_parallel.dry_run.memory.shape import shape_of_config
-from hf_parallel.dry_run.memory.terms import Work, layout_of
+from hf_parallel.dry_run.memory.terms import ModelShape, Precision, Work, layout_of
 
 
 MOST = 0.15  # share of the estimate by which a peak may be above it
@@ -39,11 +40,15 @@ def counted(size: Size, run: Run, world_size: int) -> float:
     pipeline = {name: value for name, value in run.parallel.items() if name == "num_microbatches"}
     rest = {name: value for name, value in run.parallel.items() if name not in pipeline}
     config = HFParallelConfig(**rest, **({"pipeline": pipeline} if pipeline else {}))
-    precision = "half" if run.half else "autocast"
-    shape = shape_of_config(size.config(), precision)
-    layout = layout_of(config, world_size, world_size, precision)
+    precision: Precision = "half" if run.half else "autocast"
+    layout, shape = layout_of(config, world_size, world_size, precision), _shape(size, precision)
     memory = estimate(shape, layout, Work(size.rows, size.length))
     return sum(value for name, value in memory.gpu.items() if name != OVERHEAD)
+
+
+@functools.cache
+def _shape(size: Size, precision: Precision) -> ModelShape:
+    return shape_of_config(size.config(), precision)
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -58,6 +63,7 @@ def run(setting: Setting) -> dict[str, Any]:
             continue
         estimated = counted(size, one, world_size)
         found[name] = {"peak_bytes": max(peaks), "estimated_bytes": estimated, "ratio": max(peaks) / estimated}
+        setting.keep({"model": dataclasses.asdict(size), "runs": found})
     limit = float("inf") if setting.is_tiny else 1 + MOST
     wrong = [name for name, row in found.items() if "error" in row or row["ratio"] > limit]
     reasons = [f"{name}: {found[name].get('error') or _far(found[name])}" for name in wrong]

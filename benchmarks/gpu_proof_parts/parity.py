@@ -58,6 +58,7 @@ def compared(
             continue
         worst = difference(mine, references[repr(dataclasses.replace(reference, name=""))])
         found[case.name] = {"backend": how, "agrees": worst.agrees(), **dataclasses.asdict(worst)}
+        setting.keep({"cases": found})
     return found
 
 

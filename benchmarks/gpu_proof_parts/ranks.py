@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -31,11 +32,13 @@ class Setting:
         machine: Which one; sizes are tiny where it has no GPU.
         num_gpus: GPUs that may be used.
         folder: For files of the step.
+        figures: Where the step's result is written.
     """
 
     machine: Machine
     num_gpus: int
     folder: Path
+    figures: Path
 
     @property
     def device(self) -> Device:
@@ -51,6 +54,10 @@ class Setting:
     def kind(self) -> str:
         """Device type of tensors."""
         return "cpu" if self.device == "cpu" else "cuda"
+
+    def keep(self, found: dict[str, Any]) -> None:
+        """Write what is found so far: a step that is killed has not run in vain."""
+        self.figures.write_text(json.dumps(found))
 
     def backend(self, world_size: int) -> str:
         """Ranks with a GPU each talk through NCCL, ranks that share one through host memory."""

@@ -63,6 +63,7 @@ def run(setting: Setting) -> dict[str, Any]:
             found[name] = {"error": str(error)[-3000:]}
             continue
         found[name] = {"races": [race for of_rank in races for race in of_rank]}
+        setting.keep({"cases": found})
     wrong = [name for name, row in found.items() if row.get("error") or row.get("races")]
     reasons = [f"{name}: {found[name].get('error') or found[name]['races'][0]}" for name in wrong]
     return {"cases": found, **({"failed": "\n".join(reasons)} if wrong else {})}

@@ -99,13 +99,13 @@ def _first_gpu() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def run_kind(name: str, folder: Path) -> dict[str, Any]:
+def run_kind(name: str, folder: Path, figures: Path) -> dict[str, Any]:
     """Run a step in this process; what it found."""
     from gpu_proof_parts.ranks import Setting
 
     kind = next(kind for kind in KINDS if kind.name == name)
     found = Machine(**json.loads(os.environ[MACHINE]))
-    setting = Setting(found, 1 if kind.one_gpu else len(found.gpus), folder)
+    setting = Setting(found, 1 if kind.one_gpu else len(found.gpus), folder, figures)
     module, _, function = kind.function.partition(":")
     run: Callable[[Setting], dict[str, Any]] = getattr(importlib.import_module(f"gpu_proof_parts.{module}"), function)
     return run(setting)

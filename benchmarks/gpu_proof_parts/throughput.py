@@ -132,6 +132,7 @@ def run(setting: Setting) -> dict[str, Any]:
         for name, settings in variants(setting, parallel).items():
             steps = 2 if setting.is_tiny else STEPS
             rows[name] = measured(setting, size, Run(settings, steps, 3, True, attention), world_size)
+            setting.keep({**found, "model": size.name, "recomputed": bool(recompute), "variants": rows})
         if "out of memory" in rows["blocks as they are"].get("text", ""):
             found["not fitting"].append([size.name, size.rows, recompute])
             continue

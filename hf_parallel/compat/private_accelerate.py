@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.overridden import changed_methods
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -60,7 +61,7 @@ def accelerator_internals(stock: type[Accelerator] | None = None) -> None:
     if changed:
         raise UnsupportedError(
             f"accelerate {accelerate.__version__}: Accelerator or ParallelismConfig has {'; '.join(changed)}. Install "
-            "accelerate>=1.15,<2."
+            f"{wanted('accelerate')}."
         )
 
 
@@ -119,7 +120,7 @@ def prepared_by(accelerator: Accelerator) -> Prepared:
 
         raise UnsupportedError(
             f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}: what was prepared cannot be told. Install "
-            "accelerate>=1.15,<2."
+            f"{wanted('accelerate')}."
         )
     own = vars(accelerator)
     return Prepared(*(own[name] for name in names), *(list(own[name].values()) for name in hooks))
@@ -144,7 +145,7 @@ def connect_deepspeed_by_gloo() -> None:
 
         raise UnsupportedError(
             f"accelerate {accelerate.__version__} does not choose a backend in PartialState.{name}: DeepSpeed cannot connect CPU "
-            "processes. Install accelerate>=1.15,<2, or set zero.engine to auto."
+            f"processes. Install {wanted('accelerate')}, or set zero.engine to auto."
         )
     if getattr(stock, "for_deepspeed", False):
         return

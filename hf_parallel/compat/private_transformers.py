@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.overridden import changed_methods, in_this_thread
 from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
+from hf_parallel.compat.versions import wanted
 from hf_parallel.errors import UnsupportedError
 
 
@@ -152,7 +153,7 @@ def trainer_internals(stock: type[Trainer] | None = None) -> None:
     changed = changed_methods(stock, OVERRIDDEN)
     if changed:
         raise UnsupportedError(
-            f"transformers {transformers.__version__}: Trainer has {'; '.join(changed)}. Install transformers>=5.23,<5.24."
+            f"transformers {transformers.__version__}: Trainer has {'; '.join(changed)}. Install {wanted('transformers')}."
         )
 
 
@@ -240,7 +241,7 @@ def replaced_loading(load: Callable[..., Any], find: Callable[..., Any]) -> Iter
 
         raise UnsupportedError(
             f"transformers {transformers.__version__} loads weights in a way that is not known. "
-            "Install transformers>=5.23,<5.24, or load without hf_parallel.sharded_loading."
+            f"Install {wanted('transformers')}, or load without hf_parallel.sharded_loading."
         )
     loads = in_this_thread(partial(load, stock_load.__func__), stock_load.__func__)
     finds = in_this_thread(partial(find, stock_find), stock_find)
@@ -274,5 +275,5 @@ def weights_left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
     tied = getattr(modeling_utils, "_get_tied_weight_keys", None)
     if tied is None:
-        raise UnsupportedError("transformers does not tell which weights are tied: install transformers>=5.23,<5.24.")
+        raise UnsupportedError(f"transformers does not tell which weights are tied: install {wanted('transformers')}.")
     return list(getattr(model, "_keys_to_ignore_on_save", None) or ()), tied(model)

@@ -72,7 +72,7 @@ def test_every_public_name_is_typed_and_has_a_home() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_parallel.")
         for alias in node.names
-        if alias.name not in ("prepare_worker", "show_start_up_lines")
+        if alias.name not in ("prepare_worker", "refuse_old_packages", "show_start_up_lines")
     }
     assert sorted(imports) == sorted(hf_parallel.__all__)
     for name, module in imports.items():

@@ -1,0 +1,45 @@
+"""The releases of other packages that this one works with, as pyproject.toml names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from hf_parallel.errors import UnsupportedError
+
+
+SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.23,<5.24", "accelerate": ">=1.15,<2"}
+
+
+def wanted(package: str) -> str:
+    """What to install: "transformers>=5.23,<5.24"."""
+    return f"{package}{SUPPORTED[package]}"
+
+
+def refuse_old_packages(version_of: Callable[[str], str] = version) -> None:
+    """Refuse releases below the floors, which lack what is imported and would fail somewhere, by another name.
+
+    Args:
+        version_of: The version of an installed package.
+
+    Raises:
+        UnsupportedError: Each package that is too old, with its version and what to install.
+    """
+    old = []
+    for package, supported in SUPPORTED.items():
+        try:
+            found = version_of(package)
+        except PackageNotFoundError:
+            continue  # its import says so
+        floor = supported.partition(",")[0].removeprefix(">=")
+        if _numbers(found) < _numbers(floor):
+            old.append(f"hf_parallel needs {package} >= {floor}, found {found}: pip install '{wanted(package)}'.")
+    if old:
+        raise UnsupportedError("\n".join(old))
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """Major and minor: "2.13.0+cpu" gives (2, 13)."""
+    major, minor = (re.findall(r"\d+", text) + ["0", "0"])[:2]
+    return int(major), int(minor)
