@@ -18,6 +18,11 @@ from hf_parallel.compat.versions import SUPPORTED, refuse_old_packages, wanted
 
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from versions import PACKAGES, Result, release, table  # noqa: E402
+
+
 FLOORS = {name: next(iter(SpecifierSet(text.partition(",")[0]))).version for name, text in SUPPORTED.items()}
 
 
@@ -57,3 +62,27 @@ def test_the_import_refuses(tmp_path: Path) -> None:
     )
     assert ended.returncode == 1
     assert f"hf_parallel needs transformers >= {FLOORS['transformers']}, found 4.57.0: pip install" in ended.stderr
+
+
+def test_words_of_a_row_stand_for_releases() -> None:
+    available = ["5.23.1", "5.24.0rc1", "5.23.0", "5.22.2", "5.22.0", "5.9.0", "5.22.1+cpu"]
+    words = ("newest", "newest minor", "before", "minor before", "5.9.0")
+    assert [release(word, available) for word in words] == ["5.23.1", "5.23.0", "5.22.2", "5.22.0", "5.9.0"]
+    with pytest.raises(ValueError, match=r"5\.8\.0 is not among 5\.23\.1, 5\.23\.0"):
+        release("5.8.0", available)
+
+
+def test_the_table_says_what_ran_and_what_could_not() -> None:
+    versions = dict.fromkeys(PACKAGES, "1.0")
+    good = Result(versions, "2026-11-22", passed=9, skipped=1)
+    bad, absent = (
+        Result(versions, "2026-11-22", 8, 1, ("a::b",)),
+        Result(versions, "2026-11-22", problem="not installed: x"),
+    )
+    assert [one.holds for one in (good, bad, absent)] == [True, False, False]
+    rows = [line.split(" | ")[4:] for line in table([good, bad, absent])[2:]]
+    assert rows == [
+        ["9", "0", "1", "2026-11-22 |"],
+        ["8", "1", "1", "2026-11-22 |"],
+        ["0", "not installed: x", "0", "2026-11-22 |"],
+    ]
