@@ -190,5 +190,10 @@ def free_memory(wanted_bytes: float) -> Need:
     return need
 
 
+def first_gpu() -> str:
+    """The first GPU that this process may use, as `CUDA_VISIBLE_DEVICES` has it."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))

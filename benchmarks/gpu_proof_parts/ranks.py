@@ -18,7 +18,7 @@ from rank_runner import run_ranks
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gpu_proof_parts.machine import Device, Machine
+from gpu_proof_parts.machine import Device, Machine, first_gpu
 
 
 TIMEOUT = timedelta(seconds=120)
@@ -94,6 +94,8 @@ def launch(
     variables = {} if world_size > 1 or backend is None else dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
     if variables:
         variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    if setting.device == "cuda" and world_size == 1:
+        variables["CUDA_VISIBLE_DEVICES"] = first_gpu()  # a Trainer would put a copy of the model on each
     if setting.device == "cpu":
         variables["ACCELERATE_USE_CPU"] = "true"
     return run_ranks(

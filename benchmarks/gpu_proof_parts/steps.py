@@ -37,7 +37,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("tests", "tests/gpu", "steps:run_tests", (machine.cuda_tensors,)),
+    Kind("tests", "tests/gpu", "steps:run_tests", (machine.cuda_tensors,), one_gpu=True),
     Kind("nccl-one-rank", "NCCL with one rank, lazy and eager", "nccl:run_one", (machine.nccl,)),
     Kind(
         "nccl-shared-gpu",
@@ -86,17 +86,13 @@ NCCL_STEPS = ("nccl-one-rank", "nccl-shared-gpu")
 def steps_of(script: Path, found: Machine) -> list[Step]:
     """The steps as commands. A dry run takes gloo for NCCL, so that their code has run."""
     told = {MACHINE: json.dumps(dataclasses.asdict(found))}
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_VISIBLE_DEVICES": _first_gpu()}
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "CUDA_VISIBLE_DEVICES": machine.first_gpu()}
     made = []
     for kind in KINDS:
         needs = () if found.device != "cuda" and kind.name in NCCL_STEPS else kind.needs
         command = python_command(script, "--device", found.device, "--run", kind.name, "--figures")
         made.append(Step(kind.name, kind.shows, command, needs, told | (shared if kind.one_gpu else {})))
     return made
-
-
-def _first_gpu() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def run_kind(name: str, folder: Path, figures: Path) -> dict[str, Any]:

@@ -29,19 +29,30 @@ def unpack(wheels: Path, site: Path) -> list[str]:
 
     Args:
         wheels: A folder of wheels; it need not exist.
-        site: Emptied first; to be put before the other folders that Python looks into.
+        site: Emptied first, unless it holds them already; to be put before the other folders that Python looks into.
     """
-    if site.exists():
-        shutil.rmtree(site)
     used = [wheel for wheel in sorted(wheels.glob("*.whl")) if _fits(wheel.name) and _is_news(wheel.name)]
+    names, done = [" ".join(wheel.name.split("-")[:2]) for wheel in used], site / "unpacked.json"
+    content = json.dumps([(wheel.name, wheel.stat().st_size) for wheel in used])
+    if done.exists() and done.read_text() == content:
+        return names
+    shutil.rmtree(site, ignore_errors=True)
     for wheel in used:
         with zipfile.ZipFile(wheel) as archive:
-            for member in archive.infolist():
-                target = _place(member.filename)
-                if target is not None and not member.is_dir():
-                    (site / target).parent.mkdir(parents=True, exist_ok=True)
-                    (site / target).write_bytes(archive.read(member))
-    return [" ".join(wheel.name.split("-")[:2]) for wheel in used]
+            _unpack(archive, site)
+    site.mkdir(parents=True, exist_ok=True)
+    done.write_text(content)
+    return names
+
+
+def _unpack(archive: zipfile.ZipFile, site: Path) -> None:
+    for member in archive.infolist():
+        target = _place(member.filename)
+        if target is None or member.is_dir():
+            continue
+        (site / target).parent.mkdir(parents=True, exist_ok=True)
+        with archive.open(member) as source, (site / target).open("wb") as file:
+            shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _place(name: str) -> PurePosixPath | None:
