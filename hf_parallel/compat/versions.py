@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from hf_parallel.errors import UnsupportedError
 
 
-SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.23,<5.24", "accelerate": ">=1.15,<2"}
+SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.22,<5.24", "accelerate": ">=1.14,<2"}
 
 
 def wanted(package: str) -> str:
