@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -110,7 +111,8 @@ def main() -> int:
 
 
 def run_all(given: argparse.Namespace) -> int:
-    """All chosen steps, reports and card."""
+    """All chosen steps, reports and card; what ends this process ends its step too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if given.device == "soft":
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ["PYTHONPATH"]])
         from softcuda.build import build

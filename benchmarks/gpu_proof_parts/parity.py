@@ -19,7 +19,6 @@ SHORT: dict[str, Any] = {"steps": 4, "arguments": NO_NOISE}
 def cases_of(setting: Setting) -> list[tuple[int, Case]]:
     """Ranks and case; on GPUs the model is wide as well as tiny."""
     short = {**SHORT, "device": setting.kind}
-    backend = "inductor" if setting.device == "cuda" and setting.machine.compiles else "aot_eager"
     made = []
     for model in ("llama",) if setting.is_tiny else ("llama", "wide"):
         layouts = {
@@ -30,7 +29,9 @@ def cases_of(setting: Setting) -> list[tuple[int, Case]]:
         }
         made += [(2, Case(f"{name}_{model}", model=model, parallel=way, **short)) for name, way in layouts.items()]
     made.append((2, Case("zero1_llama", parallel={"zero": {"stage": 1}}, **short)))
-    made.append((2, Case(f"pp2_{backend}_llama", parallel={**PP2, "compile_blocks": backend}, **short)))
+    backend = setting.compile_backend
+    if backend is not None:
+        made.append((2, Case(f"pp2_{backend}_llama", parallel={**PP2, "compile_blocks": backend}, **short)))
     return made
 
 

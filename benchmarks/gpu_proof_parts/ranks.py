@@ -55,6 +55,13 @@ class Setting:
         """Device type of tensors."""
         return "cpu" if self.device == "cpu" else "cuda"
 
+    @property
+    def compile_backend(self) -> str | None:
+        """What blocks are compiled with; torch.compile does not know soft devices."""
+        if self.device == "soft":
+            return None
+        return "inductor" if self.device == "cuda" and self.machine.compiles else "aot_eager"
+
     def keep(self, found: dict[str, Any]) -> None:
         """Write what is found so far: a step that is killed has not run in vain."""
         self.figures.write_text(json.dumps(found))

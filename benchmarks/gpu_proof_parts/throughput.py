@@ -108,9 +108,9 @@ def measured(setting: Setting, size: Size, run: Run, world_size: int) -> dict[st
 
 def variants(setting: Setting, parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Settings by name; compiled blocks where they are allowed together with the rest."""
-    backend = "inductor" if setting.device == "cuda" else "aot_eager"
+    backend = setting.compile_backend
     made = {"blocks as they are": parallel}
-    if setting.machine.compiles or setting.is_tiny:
+    if backend is not None:
         made["blocks compiled"] = {**parallel, "compile_blocks": backend}
         if setting.num_gpus > 1 and "activation_checkpointing" not in parallel:
             made["pp2, blocks compiled"] = {"pp_size": 2, "num_microbatches": 4, "compile_blocks": backend}
