@@ -31,7 +31,11 @@ def unpack(wheels: Path, site: Path) -> list[str]:
         wheels: A folder of wheels; it need not exist.
         site: Emptied first, unless it holds them already; to be put before the other folders that Python looks into.
     """
-    used = [wheel for wheel in sorted(wheels.glob("*.whl")) if _fits(wheel.name) and _is_news(wheel.name)]
+    fitting = sorted(
+        (wheel for wheel in wheels.glob("*.whl") if _fits(wheel.name)), key=lambda one: _release(one.name)
+    )
+    newest = {_release(wheel.name)[0]: wheel for wheel in fitting}  # of several releases of a package
+    used = [wheel for wheel in newest.values() if _is_news(wheel.name)]
     names, done = [" ".join(wheel.name.split("-")[:2]) for wheel in used], site / "unpacked.json"
     content = json.dumps([(wheel.name, wheel.stat().st_size) for wheel in used])
     if done.exists() and done.read_text() == content:
@@ -83,11 +87,17 @@ def _minor(tag: str) -> int:
     return int(found[1]) if found else 1000
 
 
+def _release(name: str) -> tuple[str, list[int]]:
+    """Package and version of a wheel, by its name."""
+    package, version_text = name.split("-")[:2]
+    return package.lower(), _numbers(version_text)
+
+
 def _is_news(name: str) -> bool:
     """Whether this Python lacks the package of a wheel, or has an older one."""
-    package, new = name.split("-")[:2]
+    package, new = _release(name)
     try:
-        return _numbers(version(package)) < _numbers(new)
+        return _numbers(version(package)) < new
     except PackageNotFoundError:
         return True
 

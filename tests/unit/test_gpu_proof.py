@@ -146,7 +146,8 @@ def test_wheels_that_are_news_to_this_python_are_unpacked_without_pip(
 ) -> None:
     mine = f"cp{sys.version_info.major}{sys.version_info.minor}"
     names = {
-        "fresh-1.0-py3-none-any.whl": True,
+        "fresh-1.10-py3-none-any.whl": True,
+        "fresh-1.9-py3-none-any.whl": False,  # nor beside a newer one
         f"compiled-2.0-{mine}-{mine}-manylinux_2_28_x86_64.whl": True,
         "other-1.0-cp38-cp38-manylinux_2_28_x86_64.whl": False,
         "stable-1.0-cp38-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.whl": True,
@@ -157,13 +158,13 @@ def test_wheels_that_are_news_to_this_python_are_unpacked_without_pip(
     for name in names:
         package = name.split("-")[0]
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
-            archive.writestr(f"{package}_of_wheel/__init__.py", "")
+            archive.writestr(f"{package}_of_wheel/__init__.py", name)
             archive.writestr(f"{package}-1.0.data/purelib/{package}_data.py", "")
             archive.writestr(f"{package}-1.0.data/scripts/run", "")
             archive.writestr("../outside.py", "")
     unpacked = wheels.unpack(tmp_path, tmp_path / "site")
-    assert sorted(text.split()[0] for text in unpacked) == sorted(n.split("-")[0] for n, used in names.items() if used)
-    assert (tmp_path / "site" / "fresh_of_wheel" / "__init__.py").exists()
+    assert sorted(unpacked) == sorted(" ".join(name.split("-")[:2]) for name, used in names.items() if used)
+    assert "fresh-1.10" in (tmp_path / "site" / "fresh_of_wheel" / "__init__.py").read_text()
     assert (tmp_path / "site" / "fresh_data.py").exists()
     assert not list(tmp_path.rglob("outside.py"))
     assert not list((tmp_path / "site").rglob("run"))
