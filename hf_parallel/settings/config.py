@@ -47,7 +47,6 @@ PIPELINE_ONLY = (
     "num_microbatches",
     "split",
     "costs",
-    "compile_blocks",
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
@@ -122,11 +121,6 @@ class HFParallelConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         problems = [*self._schedule_problems(), *self._split_problems()]
-        if self.pipeline.compile_blocks != "none" and self.tp_size > 1:
-            problems.append(
-                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
-                "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
-            )
         recompute = self.activation_checkpointing
         if recompute.every is None:
             problems += [
@@ -134,11 +128,6 @@ class HFParallelConfig(Section):
                 f"activation_checkpointing.every to 1 or more, or remove the {name}."
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
-        if recompute.every is not None and self.pipeline.compile_blocks != "none":
-            problems.append(
-                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
-                f"{recompute.every} is not available yet. Set one of them to its default."
-            )
         problems += [
             *self._without_effect(),
             *self.gradient_compression.problems("gradient_compression"),
@@ -311,6 +300,12 @@ class HFParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Ranks that together hold one copy of the model: tp_size * pp_size."""
         return self.tp_size * self.pp_size
+
+    @property
+    def works_on_blocks(self) -> bool:
+        """Whether the model's stack of blocks is cut, recomputed or compiled."""
+        compiled = self.pipeline.compile_blocks != "none"
+        return compiled or self.pp_size > 1 or self.activation_checkpointing.every is not None
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of model copies in `world_size` ranks, 1 or more.
