@@ -129,6 +129,7 @@ class HFParallelConfig(Section):
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
         problems += [
+            *self._uncompiled(),
             *self._without_effect(),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
@@ -197,6 +198,24 @@ class HFParallelConfig(Section):
         return [
             *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _uncompiled(self) -> list[str]:
+        """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""
+        backend, recompute = self.pipeline.compile_blocks, self.activation_checkpointing
+        if backend == "none":
+            return []
+        others = []
+        if self.tp_size > 1:
+            others.append((f"tp_size={self.tp_size}", "tp_size to 1"))
+        if recompute.every is not None and recompute.mode == "selective":
+            others.append(
+                ("activation_checkpointing.mode=selective", "activation_checkpointing.mode to block or alternate")
+            )
+        return [
+            f"pipeline.compile_blocks={backend} with {what} is not available: single operations of a block are watched there, and "
+            f"torch compiles none of them. Set pipeline.compile_blocks to none, or {fix}."
+            for what, fix in others
         ]
 
     def _between_replicas(self) -> list[str]:

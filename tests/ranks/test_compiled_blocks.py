@@ -1,6 +1,6 @@
 """Blocks that are compiled by themselves train as eager ones of one process, whatever else is done to the model.
 
-If these fail, a compiled block leaves out what training does around or inside of it: gathering, recomputing, sharding.
+If these fail, a compiled block leaves out what training does around it, gathering and recomputing, or is not compiled at all.
 """
 
 from __future__ import annotations
@@ -36,14 +36,11 @@ CASES = [
     case_of("dp2_alternate_offloaded", activation_checkpointing={"every": 2, "mode": "alternate", "offload": True}),
     case_of("zero3_recomputed", zero={"stage": 3}, activation_checkpointing={"every": 1}),
     case_of("pp2_recomputed", pp_size=2, activation_checkpointing={"every": 2}),
-    case_of("tp2", tp_size=2),
-    case_of("tp2_gpt2", "gpt2", tp_size=2),
-    case_of("tp2_recomputed", tp_size=2, activation_checkpointing={"every": 1}),
-    case_of("pp2_tp2", pp_size=2, tp_size=2),
+    case_of("pp2_dp2_zero1", pp_size=2, zero={"stage": 1}),
 ]
 
 
-MESHES = ("pp2_tp2",)
+MESHES = ("pp2_dp2_zero1",)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +78,10 @@ def counted(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, 
     return counters["stats"]["unique_graphs"], sorted(counters["unimplemented"]) + sorted(counters["graph_break"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"zero": {"stage": 3}}, {"pp_size": 2}, {"tp_size": 2}], ids=str)
+RECOMPUTED = {"activation_checkpointing": {"every": 2}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"zero": {"stage": 3}}, {"pp_size": 2}, RECOMPUTED], ids=str)
 def test_every_block_is_compiled_and_none_falls_back(settings: dict[str, Any], tmp_path: Path) -> None:
     for graphs, breaks in run_ranks(counted, 2, {**COMPILED, **settings}, tmp_path=tmp_path):
         assert not breaks

@@ -158,11 +158,19 @@ def test_a_schedule_file_is_proven_before_anything_starts(
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"pp_size": 2}, {"tp_size": 2}, {"zero": {"stage": 3}}, {"activation_checkpointing": {"every": 2}}],
+    [{}, {"pp_size": 2}, {"zero": {"stage": 3}}, {"activation_checkpointing": {"every": 2}}],
     ids=str,
 )
-def test_blocks_are_compiled_under_every_layout(settings: dict[str, Any]) -> None:
+def test_blocks_are_compiled_with_and_without_stages(settings: dict[str, Any]) -> None:
     assert parse(**settings, pipeline={"compile_blocks": "inductor"}).works_on_blocks
+
+
+def test_blocks_that_torch_would_run_eager_are_refused() -> None:
+    selective = {"every": 2, "mode": "selective"}
+    with pytest.raises(
+        ConfigError, match=r"with tp_size=2 is not available.*\n.*with activation_checkpointing\.mode=selective"
+    ):
+        parse(tp_size=2, activation_checkpointing=selective, pipeline={"compile_blocks": "inductor"})
 
 
 @pytest.mark.parametrize(
@@ -191,11 +199,11 @@ def test_torch_compile_that_blocks_cannot_follow_is_refused(
 
 
 def test_torch_compile_sets_what_the_settings_call_compile_blocks() -> None:
-    config = parse(tp_size=2)
+    config = parse(zero={"stage": 1})
     schedule = ScheduleChoice(config.pipeline, 1)
     assert with_compiled_blocks(config, schedule, TorchDynamoPlugin(backend="no")) == (config, schedule)
     compiled, _ = with_compiled_blocks(config, schedule, TorchDynamoPlugin(backend="inductor"))
-    assert (compiled.tp_size, compiled.pipeline.compile_blocks) == (2, "inductor")
+    assert (compiled.zero.stage, compiled.pipeline.compile_blocks) == (1, "inductor")
 
 
 def test_checkpointing_settings_without_effect_are_refused() -> None:
