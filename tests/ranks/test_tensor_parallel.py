@@ -119,7 +119,7 @@ def count_collectives(rank: int, world_size: int) -> None:
     for case, num_pairs, head, extra in [("llama", 4, 1, 0), ("gpt2", 4, 0, 0), ("phi3", 4, 1, 0), ("qwen3", 4, 1, 4)]:
         model, plan = sharded(case, rank)
         assert len(plan.pairs) == num_pairs
-        with Counter("all_reduce") as reduces, Counter("all_gather_into_tensor") as gathers:
+        with Counter("all_reduce") as reduces, Counter("all_gather") as gathers:
             loss = model(**tiny_batch(), use_cache=False).loss
             # One per pair; a block of attention and MLP is two pairs.
             assert (reduces.calls, gathers.calls) == (num_pairs, head), case
@@ -169,7 +169,7 @@ def repeated_collectives(rank: int, world_size: int) -> None:
             else:
                 recompute_blocks(model, stack, [range(2)] if mode == "pair of blocks" else [range(1), range(1, 2)])
             loss = model(**tiny_batch(), use_cache=False).loss
-            with Counter("all_reduce") as reduces, Counter("all_gather_into_tensor") as gathers:
+            with Counter("all_reduce") as reduces, Counter("all_gather") as gathers:
                 loss.backward()
             assert (reduces.calls, gathers.calls) == (len(plan.pairs) + extra + repeats, 0), (case, mode)
 

@@ -281,9 +281,10 @@ def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
     """The ranks' `x`, all of one shape, in rank order; outside autograd. One all-gather."""
     if isinstance(group, VirtualGroup):
         return group.exchange(x)
-    whole = x.new_empty((group.size(), *x.shape))  # (tp, *x.shape): a list of tensors would be copied once more
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return list(whole.unbind())
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return parts
 
 
 class _CopyToTP(torch.autograd.Function):
