@@ -13,7 +13,7 @@ SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.22,<5.24", "accelerate": ">
 
 
 def wanted(package: str) -> str:
-    """What to install: "transformers>=5.23,<5.24"."""
+    """What to install: "transformers>=5.22,<5.24"."""
     return f"{package}{SUPPORTED[package]}"
 
 
