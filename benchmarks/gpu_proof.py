@@ -141,7 +141,8 @@ def run_all(given: argparse.Namespace) -> int:
     report = {"machine": dataclasses.asdict(machine), "steps": [dataclasses.asdict(outcome) for outcome in outcomes]}
     (given.reports / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     (given.reports / f"{name}.md").write_text(text)
-    say(f"\n{text}\n{lines.parent / name}.md is the card: docs/results.md says where to post it.")
+    where = "is the card: docs/results.md says where to post it" if given.device == "cuda" else "is for you alone"
+    say(f"\n{text}\n{lines.parent / name}.md {where}.")
     return 1 if any(outcome.status in ("failed", "timed out") for outcome in ran) else 0
 
 
