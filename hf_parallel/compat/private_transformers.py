@@ -100,6 +100,7 @@ OVERRIDDEN = {
     "_get_grad_norm": "model grad_norm",
     "_get_num_items_in_batch": "batch_samples device",
     "_get_output_dir": "trial",
+    "_get_train_sampler": "train_dataset",
     "_load_best_model": "",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "checkpoint",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA
@@ -81,6 +81,21 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return super().predict(*args, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; `batch_rebalance` balances replicas, where stock counts the ranks of a model copy as well."""
+        stock = super()._get_train_sampler(*args, **kwargs)
+        if self.hf_parallel_session is None or type(stock) is not BatchRebalanceSampler:
+            return stock
+        return BatchRebalanceSampler(
+            stock.lengths,
+            self.get_total_train_batch_size(self.args),
+            self.accelerator.num_processes,
+            stock.grad_accum,
+            seed=stock.seed,
+            rank=self.accelerator.process_index,
+            drop_last=stock.drop_last,
+        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
