@@ -109,6 +109,10 @@ OVERRIDDEN = {
     "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
     "_prepare_inputs": "inputs",
     "_push_from_checkpoint": "checkpoint_folder",
+    "_run_epoch": (
+        "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time "
+        "resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
     "_save": "output_dir state_dict",
     "_save_checkpoint": "model trial",
     "_save_optimizer_and_scheduler": "output_dir",

@@ -30,7 +30,7 @@ from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.pipeline_inputs import refuse_inputs
-from hf_parallel.engine.window import COUNTS, Window, WindowFactors
+from hf_parallel.engine.window import COUNTS, STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
@@ -277,6 +277,8 @@ class PipelineEngine(Engine):
         self._digests.judge()
         factor = self._factors.add(float(gradient) / seed)
         if self.ends_step:
+            if self._window is not None and self._window.has_begun:
+                raise UnsupportedError(STEP_IN_WINDOW)
             self._factors.forget()
             self._window = None
             self.end_pass(factor, lambda: None)  # one schedule, whose factor and batches are compared above

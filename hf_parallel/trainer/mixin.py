@@ -42,6 +42,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
     _hf_parallel_watched: nn.Module
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
+    _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
     # -- attaching -----------------------------------------------------------------------------------------------
 
@@ -96,6 +97,11 @@ class HFParallelTrainerMixin(CheckpointMixin):
             rank=self.accelerator.process_index,
             drop_last=stock.drop_last,
         )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; remembers how many batches a step has, in case a callback changes that within the epoch."""
+        self._hf_parallel_accumulation = self.args.gradient_accumulation_steps
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -196,7 +202,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return name not in vars(self) and kind is Trainer and vars(kind)[name].__module__ == Trainer.__module__
 
     def _leaves_batches_alone(self) -> bool:
-        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call."""
+        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call.
+
+        Not after a change of `gradient_accumulation_steps` within an epoch: stock then steps amid the batches it has fetched.
+        """
+        if self._hf_parallel_accumulation not in (None, self.args.gradient_accumulation_steps):
+            return False
         if has_pre_hooks(self.model) or any(map(looks_between_batches, self.callback_handler.callbacks)):
             return False
         return all(self._is_stock(name) for name in AFTER_DATA)

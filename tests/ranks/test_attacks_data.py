@@ -1,4 +1,4 @@
-"""Where a Trainer's data comes from: ranks of a model copy get the rows, and the random numbers, of one process."""
+"""Where a Trainer's batches come from, and how many a step has: on ranks of a model copy as in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tiny
 import torch
 import user_steps
 from rank_runner import run_ranks
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 
 pytestmark = pytest.mark.long
@@ -25,11 +25,26 @@ def masks_at_random(features: list[Any]) -> dict[str, torch.Tensor]:
     return batch
 
 
-user_steps.KINDS |= {"masks_at_random": (Trainer, {"collator": lambda: masks_at_random})}
+class ChangesAccumulation(TrainerCallback):
+    """From the second step on a step has three batches, not two: the third of those that are fetched is of the next step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            args.gradient_accumulation_steps = 3
+
+
+user_steps.KINDS |= {
+    "masks_at_random": (Trainer, {"collator": lambda: masks_at_random}),
+    "changes_accumulation": (Trainer, {"change": lambda trainer: trainer.add_callback(ChangesAccumulation())}),
+}
 # Name and arguments of the Trainer.
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "random_collator": ("masks_at_random", {}),
-    "random_collator_in_workers": ("masks_at_random", {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}),
+    "random_collator_in_workers": (
+        "masks_at_random",
+        {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"},
+    ),
+    "accumulation": ("changes_accumulation", {}),
     "batch_rebalance": ("Trainer", {"train_sampling_strategy": "batch_rebalance"}),
 }
 
