@@ -64,6 +64,9 @@ zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; 
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
 
+bench-host: setup  ## what a deep model costs the host of one pipeline stage
+	$(BIN)/python benchmarks/bench_host.py
+
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
 

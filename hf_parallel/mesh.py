@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -183,6 +184,18 @@ class Mesh:
         wanted = set(pp_ranks)
         lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
         return new_group_of(lists, timeout=self.timeout, backend=backend)
+
+    @cached_property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All ranks, for tensors on the CPU: what NCCL carries takes memory of the GPU and a communicator for each pair.
+
+        The default group where it takes such tensors; None in one process. The first use is collective.
+        """
+        if self.shape.world_size == 1:
+            return None
+        if backend_for(dist.group.WORLD, "cpu") in ("gloo", "mpi"):
+            return dist.group.WORLD
+        return dist.new_group(backend="gloo", timeout=self.timeout)
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Another group of the same ranks as `dp_group`; None without replicas. Collective."""

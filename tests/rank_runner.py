@@ -154,6 +154,7 @@ def _close_groups_that_nobody_holds() -> None:
     @functools.wraps(build)
     def build_alone(cls: type[Mesh], *args: Any, **kwargs: Any) -> Mesh:
         gc.collect()
+        dist.barrier()  # nor one that the run made itself a moment ago
         found = [group for group in maps if group is not dist.group.WORLD]
         while found:
             group = found.pop()

@@ -6,6 +6,7 @@ Each function checks what it relies on and says which package moved when the che
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -107,14 +108,20 @@ def keep_class_name(module: nn.Module) -> None:
 
     Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
     """
+    plain, renamed = _named_as_before(type(module))
+    type.__setattr__(renamed, "forward", plain.forward)  # of now: a class may have been patched since it was renamed
+    module.__class__ = renamed
+
+
+@functools.cache
+def _named_as_before(kind: type) -> tuple[Any, type]:
+    """The class of before, and one for all its modules: `torch.compile` compiles each class by itself."""
     from torch.distributed.fsdp import FSDPModule
 
-    kind, place = type(module), FSDPModule._orig_cls_mro_index
+    place = FSDPModule._orig_cls_mro_index
     plain: Any = kind.__mro__[place]
     body = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_orig_cls_mro_index": place + 1}
-    renamed = type(plain.__name__, (kind,), body)
-    type.__setattr__(renamed, "forward", plain.forward)
-    module.__class__ = renamed
+    return plain, type(plain.__name__, (kind,), body)
 
 
 def writes_arguments(op: Any) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -134,7 +133,8 @@ class ShardedModel:
                 keep_class_name(module)
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in own_parameters(module).values()):
-                module.register_forward_pre_hook(partial(_refuse_parts, name))
+                _NAMES[module] = name
+                module.register_forward_pre_hook(_refuse_parts)
         model.register_forward_hook(
             self._after_forward
         )  # behind that of `fully_shard`, which keeps the root's gathered
@@ -218,7 +218,11 @@ def _calling(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., N
     return hook
 
 
-def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
+# Not an argument of the hook: blocks that differ in it would each be compiled by themselves.
+_NAMES: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def _refuse_parts(module: nn.Module, args: object) -> None:
     """Before a module runs: its parameters were gathered by the unit that it is part of, or nobody has called that.
 
     Raises:
@@ -227,8 +231,8 @@ def _refuse_parts(name: str, module: nn.Module, args: object) -> None:
     for key, parameter in own_parameters(module).items():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"zero.stage=3 (or 2 with zero.engine=fsdp2): module {name} was called outside of the model's forward, where "
-                f"its {key} is sharded over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
+                f"zero.stage=3 (or 2 with zero.engine=fsdp2): module {_NAMES[module]} was called outside of the model's "
+                f"forward, where its {key} is sharded over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
                 "model's forward (pass input_ids in place of inputs_embeds made from the embedding), or set zero.stage to 1."
             )
 

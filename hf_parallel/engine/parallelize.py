@@ -101,5 +101,4 @@ def parallelize(
 
 def _needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
-    recomputes = config.activation_checkpointing.every is not None
-    return config.model_parallel_size > 1 or recomputes or config.zero.shards_parameters
+    return config.tp_size > 1 or config.works_on_blocks or config.zero.shards_parameters

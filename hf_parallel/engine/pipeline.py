@@ -275,13 +275,13 @@ class PipelineEngine(Engine):
             return
         self.gradients.begin_callers_backward()
         self._digests.judge()
-        factor = self._factors.add(float(gradient) / seed)
+        self._factors.add(gradient / seed)
         if self.ends_step:
             if self._window is not None and self._window.has_begun:
                 raise UnsupportedError(STEP_IN_WINDOW)
-            self._factors.forget()
             self._window = None
-            self.end_pass(factor, lambda: None)  # one schedule, whose factor and batches are compared above
+            # One schedule, whose batches are compared above and whose factors are compared here.
+            self.end_pass(self._factors.take(), lambda: None)
             self._drop_frozen()  # last: some of their gradients were reduced while the schedule ran
 
     def before_end(self) -> None:

@@ -41,7 +41,8 @@ class Plans:
             where the vocabulary is sharded.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
         cut: The pipeline stages, None with pp_size 1.
-        recomputed: The stack and its groups of blocks that are checkpointed together.
+        stack: Name of the list of blocks; "" where nobody had to know it.
+        recomputed: Groups of its blocks that are checkpointed together.
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         ledger: The full model's parameters.
         prediction: What the cut is expected to cost, None with pp_size 1.
@@ -50,7 +51,8 @@ class Plans:
     forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
     cut: Cut | None
-    recomputed: tuple[str, list[range]]
+    stack: str
+    recomputed: list[range]
     units: tuple[tuple[str, ...], ...]
     ledger: Ledger
     prediction: Prediction | None
@@ -69,8 +71,8 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     """
     model, shape = setup.model, setup.mesh.shape
     forward: Callable[..., Any] = model.forward
-    shards, cut = None, None
-    recomputed: tuple[str, list[range]] = ("", [])
+    shards, found, cut = None, None, None
+    recomputed: list[range] = []
     units: tuple[tuple[str, ...], ...] = ()
     if probes is not None:
         with probes.running():
@@ -82,12 +84,13 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
             if found is not None and shape.pp_size > 1:
                 cut = plan_cut(setup, found, probes, stand_in)
             recomputed = _recomputed(setup, found, cut)
-            units = _gathered_units(setup, found, probes, recomputed[1])
+            units = _gathered_units(setup, found, probes, recomputed)
     ledger = _ledger(setup, shards, cut)
     return Plans(
         forward=forward,
         tensor_parallel=shards,
         cut=cut,
+        stack="" if found is None else found.stack,
         recomputed=recomputed,
         units=units,
         ledger=ledger,
@@ -96,19 +99,19 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
 
 
 def _stack_of_blocks(setup: Setup, probes: Probes) -> PipelinePlan | None:
-    """The blocks of the model and what passes between them, where stages or recomputation need to know."""
-    if setup.config.pp_size == 1 and setup.config.activation_checkpointing.every is None:
+    """The blocks of the model and what passes between them, where stages, recomputation or compilation need to know."""
+    if not setup.config.works_on_blocks:
         return None
     return discover_stages(setup.model, probes.discovery, cost_tokens=probes.cost_tokens)
 
 
-def _recomputed(setup: Setup, found: PipelinePlan | None, cut: Cut | None) -> tuple[str, list[range]]:
-    """The stack and the groups of its blocks that are checkpointed together."""
+def _recomputed(setup: Setup, found: PipelinePlan | None, cut: Cut | None) -> list[range]:
+    """The groups of blocks that are checkpointed together."""
     how = setup.config.activation_checkpointing
     if found is None or how.every is None:
-        return "", []
+        return []
     bounds = cut.bounds if cut is not None else [0, found.num_blocks]
-    return found.stack, groups_for(bounds, how.every, how.mode, found)
+    return groups_for(bounds, how.every, how.mode, found)
 
 
 def _gathered_units(
@@ -152,12 +155,12 @@ def summary(plans: Plans, setup: Setup) -> list[str]:
     lines = []
     if plans.prediction is not None and plans.cut is not None:
         lines += describe(plans.prediction, plans.cut.stages.stack)
-    if plans.recomputed[1]:
-        sizes = ", ".join(str(len(group)) for group in plans.recomputed[1])
+    if plans.recomputed:
+        sizes = ", ".join(str(len(group)) for group in plans.recomputed)
         how = setup.config.activation_checkpointing
         kept = f", attention and one product in {how.every} kept" if how.products else ""
         where = ", inputs in host memory" if how.offload else ""
-        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.recomputed[0]}{kept}{where}")
+        lines.append(f"activation checkpointing: groups of {sizes} blocks of {plans.stack}{kept}{where}")
     if plans.tensor_parallel is not None:
         size = next(setup.model.parameters()).element_size()
         widened = max(size, 4) if setup.config.tensor_parallel.reduces_in_fp32 else size

@@ -38,16 +38,23 @@ class Stages:
 
 
 def compile_blocks(setup: Setup, plans: Plans) -> None:
-    """Compile each block of this rank's stages by itself: a stage ends by an exception, which breaks a graph of the
-    whole stage.
+    """Compile each block that this rank runs by itself: a stage ends by an exception, which breaks a graph of the whole.
+
+    Comes first, so that recomputation, hooks and gathering of parameters stay around what is compiled.
     """
     backend = setup.config.pipeline.compile_blocks
-    if plans.cut is None or backend == "none":
+    if backend == "none":
         return
-    spans = plans.cut.spans_of(setup.mesh.pp_rank)
-    for index, block in enumerate(blocks_of(setup.model, plans.cut.stages.stack)):
-        if any(span.lo <= index < span.hi for span in spans):
-            block.forward = torch.compile(block.forward, backend=backend)
+    for index in _blocks_here(setup, plans):
+        block = blocks_of(setup.model, plans.stack)[index]
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+def _blocks_here(setup: Setup, plans: Plans) -> list[int]:
+    """The blocks that this rank runs."""
+    if plans.cut is None:
+        return list(range(len(blocks_of(setup.model, plans.stack))))
+    return [index for span in plans.cut.spans_of(setup.mesh.pp_rank) for index in range(span.lo, span.hi)]
 
 
 def shard_sequence(setup: Setup, plans: Plans) -> SequenceMode | None:
@@ -87,14 +94,13 @@ def cut_into_stages(setup: Setup, plans: Plans) -> Stages | None:
 
 def checkpoint_activations(setup: Setup, plans: Plans, sequence: SequenceMode | None) -> None:
     """Groups of blocks keep no activations and run again in the backward pass."""
-    stack, groups = plans.recomputed
-    if not groups:
+    if not plans.recomputed:
         return
-    spans = None if plans.cut is None else plans.cut.spans_of(setup.mesh.pp_rank)
-    held = [group for group in groups if spans is None or any(s.lo <= group.start < s.hi for s in spans)]
+    here = set(_blocks_here(setup, plans))
+    held = [group for group in plans.recomputed if group.start in here]
     how = setup.config.activation_checkpointing
     follow: Follow = sequence.follow if sequence is not None else lambda tensor: None
-    recompute_blocks(setup.model, stack, held, offload=how.offload, products=how.products, follow=follow)
+    recompute_blocks(setup.model, plans.stack, held, offload=how.offload, products=how.products, follow=follow)
 
 
 def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:

@@ -76,24 +76,28 @@ class WindowFactors:
     """What upstream code multiplied the losses of one window with: one number, which is applied to the summed gradients."""
 
     def __init__(self) -> None:
-        self._factors: list[float] = []
+        self._factors: list[torch.Tensor] = []
 
     def forget(self) -> None:
-        """A window begins, or has ended."""
+        """A window begins."""
         self._factors = []
 
-    def add(self, factor: float) -> float:
-        """Note the factor of one loss; returns that of all.
+    def add(self, factor: torch.Tensor) -> None:
+        """Note the factor (0-d) of one loss, which stays on its device."""
+        self._factors.append(factor)
+
+    def take(self) -> float:
+        """The factor of all losses of the window, which ends; waits for the device once.
 
         Raises:
-            UnsupportedError: It is another one than that of the losses before.
+            UnsupportedError: Some losses have another factor than the first.
         """
-        self._factors.append(factor)
-        first = self._factors[0]
-        if not all(abs(factor - first) <= 1e-6 * abs(first) for factor in self._factors):
+        factors: list[float] = torch.stack(self._factors).tolist()
+        self.forget()
+        if not all(abs(factor - factors[0]) <= 1e-6 * abs(factors[0]) for factor in factors):
             raise UnsupportedError(
-                f"the losses of one accumulation window were scaled differently: {self._factors}. A fused pipeline "
+                f"the losses of one accumulation window were scaled differently: {factors}. A fused pipeline "
                 "step applies one factor to the gradients of the whole window; scale inside compute_loss_func, or "
                 "in a compute_loss or training_step of a Trainer subclass."
             )
-        return first
+        return factors[0]

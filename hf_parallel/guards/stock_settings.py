@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from hf_parallel.errors import ConfigError
 
@@ -35,12 +35,6 @@ def refuse_settings(accelerator: Accelerator) -> None:
         ConfigError: Each setting with its value and what to set instead, one a line.
     """
     problems = [*_of_ddp(accelerator.ddp_handler)]
-    backend = accelerator.state.dynamo_plugin.backend
-    if backend != DynamoBackend.NO:
-        problems.append(
-            f"dynamo_backend={backend.value} has no effect: the model's forward is replaced and not compiled. Leave it unset, or "
-            "with pp_size above 1 set pipeline.compile_blocks."
-        )
     if accelerator.mixed_precision == "fp8":
         problems.append("mixed_precision=fp8 is not available. Set it to bf16.")
     driver = DRIVERS.get(accelerator.distributed_type)

@@ -8,7 +8,7 @@ before such hooks run, and would then replay other masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,11 @@ def mix64(value: int) -> int:
 
 def stream_seed(seed: int, segment: int) -> int:
     """Seed of one segment's stream, 0 .. 2**64 - 1: mix64(mix64(seed) + segment). The CPU generator uses its low half."""
-    return mix64((mix64(seed & MASK) + segment) & MASK)
+    return _of_segment(mix64(seed & MASK), segment)
+
+
+def _of_segment(mixed: int, segment: int) -> int:
+    return mix64((mixed + segment) & MASK)
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -48,21 +52,21 @@ def generators_of(module: nn.Module) -> list[torch.Generator]:
 
 
 class Streams:
-    """The random generators of a model's device and the CPU, taken over for one call.
+    """The random generators of a model, taken over for one call.
 
     Args:
-        model: tells the device.
+        generators: see `generators_of`.
         seed: any integer; the same on all stages of a microbatch.
     """
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self.seed = seed
-        self._generators = generators_of(model)
+    def __init__(self, generators: Sequence[torch.Generator], seed: int) -> None:
+        self._mixed = mix64(seed & MASK)
+        self._generators = generators
         self._before: list[Tensor] = [generator.get_state() for generator in self._generators]
 
     def enter(self, segment: int) -> None:
         """Start the stream of a segment from its beginning."""
-        seed = stream_seed(self.seed, segment)
+        seed = _of_segment(self._mixed, segment)
         for generator in self._generators:
             generator.manual_seed(seed)
 

@@ -47,7 +47,6 @@ PIPELINE_ONLY = (
     "num_microbatches",
     "split",
     "costs",
-    "compile_blocks",
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
@@ -122,11 +121,6 @@ class HFParallelConfig(Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         problems = [*self._schedule_problems(), *self._split_problems()]
-        if self.pipeline.compile_blocks != "none" and self.tp_size > 1:
-            problems.append(
-                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with tp_size={self.tp_size} is not available "
-                "yet: the collectives inside a block are not compiled. Set pipeline.compile_blocks to none."
-            )
         recompute = self.activation_checkpointing
         if recompute.every is None:
             problems += [
@@ -134,12 +128,8 @@ class HFParallelConfig(Section):
                 f"activation_checkpointing.every to 1 or more, or remove the {name}."
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
-        if recompute.every is not None and self.pipeline.compile_blocks != "none":
-            problems.append(
-                f"pipeline.compile_blocks={self.pipeline.compile_blocks} with activation_checkpointing.every="
-                f"{recompute.every} is not available yet. Set one of them to its default."
-            )
         problems += [
+            *self._uncompiled(),
             *self._without_effect(),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
@@ -208,6 +198,24 @@ class HFParallelConfig(Section):
         return [
             *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
+        ]
+
+    def _uncompiled(self) -> list[str]:
+        """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""
+        backend, recompute = self.pipeline.compile_blocks, self.activation_checkpointing
+        if backend == "none":
+            return []
+        others = []
+        if self.tp_size > 1:
+            others.append((f"tp_size={self.tp_size}", "tp_size to 1"))
+        if recompute.every is not None and recompute.mode == "selective":
+            others.append(
+                ("activation_checkpointing.mode=selective", "activation_checkpointing.mode to block or alternate")
+            )
+        return [
+            f"pipeline.compile_blocks={backend} with {what} is not available: single operations of a block are watched there, and "
+            f"torch compiles none of them. Set pipeline.compile_blocks to none, or {fix}."
+            for what, fix in others
         ]
 
     def _between_replicas(self) -> list[str]:
@@ -311,6 +319,12 @@ class HFParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Ranks that together hold one copy of the model: tp_size * pp_size."""
         return self.tp_size * self.pp_size
+
+    @property
+    def works_on_blocks(self) -> bool:
+        """Whether the model's stack of blocks is cut, recomputed or compiled."""
+        compiled = self.pipeline.compile_blocks != "none"
+        return compiled or self.pp_size > 1 or self.activation_checkpointing.every is not None
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of model copies in `world_size` ranks, 1 or more.

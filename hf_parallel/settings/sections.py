@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -113,6 +113,9 @@ STAGES_PER_RANK: Mapping[str, tuple[int, bool]] = {
 }
 
 
+Backend: TypeAlias = Literal["none", "inductor", "aot_eager"]  # of torch.compile
+
+
 class PipelineConfig(Section):
     """How the stack of blocks is cut into stages, and in which order the stages work."""
 
@@ -139,7 +142,7 @@ class PipelineConfig(Section):
         Field(description="'balanced' (by cost), 'even' (by count), or a list of integers: blocks of each stage"),
     ] = "balanced"
     compile_blocks: Annotated[
-        Literal["none", "inductor", "aot_eager"],
+        Backend,
         Field(description="backend of torch.compile for each block: 'none', 'inductor' or 'aot_eager'"),
     ] = "none"
     costs: Annotated[

@@ -38,6 +38,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.trainer.accelerator import attach_accelerator
+from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.worker import prepare_engine
@@ -108,6 +109,8 @@ class HFParallelCallback(TrainerCallback):
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)
+        dynamo = trainer.accelerator.state.dynamo_plugin
+        self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
         self.session = Session.start(self.config, self._schedule, self.explanation)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
@@ -241,8 +244,6 @@ def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
 
 def _without_effect(args: TrainingArguments) -> list[str]:
     found = []
-    if args.torch_compile:
-        found.append("torch_compile=True is not available: it would have no effect. Set it to False.")
     if args.ddp_bucket_cap_mb is not None:
         found.append(
             f"ddp_bucket_cap_mb={args.ddp_bucket_cap_mb} has no effect: there is no DDP to read it. Leave it unset and set "

@@ -15,7 +15,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
-from trainer_cases import Case, ranks_main
+from trainer_cases import NO_NOISE, Case, ranks_main
 
 from hf_parallel.activation_checkpointing.host_copies import HostCopy
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
@@ -29,18 +29,19 @@ pytestmark = [
 ]
 
 PP2 = {"pp_size": 2, "num_microbatches": 4}
+FOUR_STEPS: dict[str, Any] = {"device": "cuda", "steps": 4, "arguments": NO_NOISE}
 TWO_RANKS = [
-    Case("pp2", parallel=PP2, device="cuda"),
-    Case("pp2_accumulation", parallel=PP2, accumulation=3, variable_length=True, device="cuda", steps=4),
-    Case("pp2_eval", model="llama_tied", parallel=PP2, evaluate=True, metrics=True, device="cuda", steps=4),
-    Case("pp2_subclass", parallel=PP2, loss="subclass", variable_length=True, device="cuda", steps=4),
-    Case("tp2", model="llama_tied", parallel={"tp_size": 2}, variable_length=True, device="cuda", steps=4),
-    Case("tp2_qwen3", model="qwen3", parallel={"tp_size": 2}, accumulation=2, device="cuda", steps=4),
-    Case("dp2", accumulation=2, device="cuda", steps=4),
+    Case("pp2", parallel=PP2, device="cuda", arguments=NO_NOISE),
+    Case("pp2_accumulation", parallel=PP2, accumulation=3, variable_length=True, **FOUR_STEPS),
+    Case("pp2_eval", model="llama_tied", parallel=PP2, evaluate=True, metrics=True, **FOUR_STEPS),
+    Case("pp2_subclass", parallel=PP2, loss="subclass", variable_length=True, **FOUR_STEPS),
+    Case("tp2", model="llama_tied", parallel={"tp_size": 2}, variable_length=True, **FOUR_STEPS),
+    Case("tp2_qwen3", model="qwen3", parallel={"tp_size": 2}, accumulation=2, **FOUR_STEPS),
+    Case("dp2", accumulation=2, **FOUR_STEPS),
 ]
 FOUR_RANKS = [
-    Case("pp2_tp2", model="llama_tied", parallel={**PP2, "tp_size": 2}, accumulation=2, device="cuda", steps=4),
-    Case("pp2_dp2", model="llama_tied", parallel=PP2, accumulation=2, device="cuda", steps=4),
+    Case("pp2_tp2", model="llama_tied", parallel={**PP2, "tp_size": 2}, accumulation=2, **FOUR_STEPS),
+    Case("pp2_dp2", model="llama_tied", parallel=PP2, accumulation=2, **FOUR_STEPS),
 ]
 HALF = [
     Case("pp2_bf16", parallel=PP2, device="cuda", arguments={"bf16": True}),

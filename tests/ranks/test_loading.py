@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from rank_runner import run_ranks
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_parallel import CheckpointError, HFParallelCallback, HFParallelPlugin, from_pretrained, sharded_loading
+from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.unread import RECORD, Unread
 from hf_parallel.checkpoints.weights.write import plan_export, write_weights
-from hf_parallel.ledger import Ledger
+from hf_parallel.ledger import Entry, Ledger
+from hf_parallel.mesh import Mesh, MeshShape
 
 
 pytestmark = pytest.mark.long
@@ -204,6 +208,28 @@ def test_all_ranks_say_what_one_of_them_could_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def without_cpu_rank(rank: int, world_size: int, store: str) -> list[float]:
+    """Weights of two stages meet on rank 0 although the default group, like one of NCCL, takes no tensors of the CPU."""
+    dist.init_process_group("cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    mesh = Mesh.build(MeshShape(1, 2, 1), timeout=timedelta(seconds=30))
+    entries = {
+        name: Entry(name, (name,), (2,), torch.float32, "param", (stage,), None, True)
+        for stage, name in enumerate(("first", "last"))
+    }
+    mine = torch.full((2,), 1.0 + rank)
+    found = gather_tensors(Ledger(entries), {("first", "last")[rank]: mine}, mesh)
+    dist.barrier(group=mesh.host_group)
+    dist.destroy_process_group()
+    return [float(tensor.sum()) for tensor in found.values()]
+
+
+def test_weights_travel_through_host_memory_where_the_default_group_takes_none(tmp_path: Path) -> None:
+    assert run_ranks(without_cpu_rank, 2, str(tmp_path / "cuda_only"), tmp_path=tmp_path, init_group=False) == [
+        [2.0, 4.0],
+        [],
+    ]
+
+
 def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
     """A model of 1.1 GB under three layouts; the bounds are those of benchmarks/load_memory.py."""
     from benchmarks import load_memory

@@ -193,7 +193,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
         adapted = tiny.llama()
         adapted.peft_config = {"default": None}
         refused(f"peft {name}", lambda run=run, adapted=adapted: run.trainer(model=adapted))
-    several = {"torch_compile": True, "auto_find_batch_size": True, "bf16_full_eval": True, "save_on_each_node": True}
+    several = {"ddp_bucket_cap_mb": 5, "auto_find_batch_size": True, "bf16_full_eval": True, "save_on_each_node": True}
     several["accelerator_config"] = {"dispatch_batches": True}
     refused("several", lambda: pp2.trainer(arguments=several))
     refused("adafactor", lambda: tp2.trainer(arguments={"optim": "adafactor"}).train())
@@ -227,7 +227,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             "several",
             [
                 "ConfigError",
-                "torch_compile=True",
+                "ddp_bucket_cap_mb=5",
                 "auto_find_batch_size=True",
                 "dispatch_batches=True",
                 "bf16_full_eval",

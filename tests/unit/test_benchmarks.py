@@ -49,6 +49,11 @@ def test_the_pipeline_benchmark_runs(tmp_path: Path) -> None:
     assert all(min(row["seconds"].values()) > 0 for row in report["summary"])
 
 
+def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
+    (row,) = run("bench_host.py", tmp_path / "report.json")["rows"]
+    assert row["calls"][0] > row["calls"][1]
+
+
 def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
     for row in run("bench_sequence.py", tmp_path / "report.json", "--models", "llama"):
         whole, _, shared, with_sequence = row["bytes"]

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from accelerate.utils import TorchDynamoPlugin
 
 from hf_parallel import HFParallelCallback, HFParallelPlugin
 from hf_parallel.errors import ConfigError, ScheduleError
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from hf_parallel.settings.config import HFParallelConfig, PipelineConfig
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 from hf_parallel.settings.sections import STAGES_PER_RANK, ScheduleName
+from hf_parallel.trainer.compiled import with_compiled_blocks
 
 
 def parse(**values: Any) -> HFParallelConfig:
@@ -153,6 +156,56 @@ def test_a_schedule_file_is_proven_before_anything_starts(
         HFParallelPlugin({"pp_size": 2, "pipeline": {"schedule": "csv", "schedule_file": str(file), **settings}})
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"pp_size": 2}, {"zero": {"stage": 3}}, {"activation_checkpointing": {"every": 2}}],
+    ids=str,
+)
+def test_blocks_are_compiled_with_and_without_stages(settings: dict[str, Any]) -> None:
+    assert parse(**settings, pipeline={"compile_blocks": "inductor"}).works_on_blocks
+
+
+def test_blocks_that_torch_would_run_eager_are_refused() -> None:
+    selective = {"every": 2, "mode": "selective"}
+    with pytest.raises(
+        ConfigError, match=r"with tp_size=2 is not available.*\n.*with activation_checkpointing\.mode=selective"
+    ):
+        parse(tp_size=2, activation_checkpointing=selective, pipeline={"compile_blocks": "inductor"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "message"),
+    [
+        ({"backend": "cudagraphs"}, {}, r"backend=cudagraphs: blocks are compiled with inductor or aot_eager"),
+        (
+            {"backend": "inductor", "mode": "max-autotune"},
+            {},
+            r"mode=max-autotune has no effect on blocks.*Leave mode unset",
+        ),
+        (
+            {"backend": "inductor"},
+            {"compile_blocks": "aot_eager"},
+            r"and pipeline\.compile_blocks=aot_eager\. Set one of them",
+        ),
+        ({"backend": "inductor"}, {"schedule": "zbv_zero_bubble"}, r"compile_blocks=inductor .*cannot be deferred"),
+    ],
+)
+def test_torch_compile_that_blocks_cannot_follow_is_refused(
+    asked: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    config = parse(pp_size=2, pipeline=settings)
+    with pytest.raises((ConfigError, ScheduleError), match=message):
+        with_compiled_blocks(config, ScheduleChoice(config.pipeline, 2), TorchDynamoPlugin(**asked))
+
+
+def test_torch_compile_sets_what_the_settings_call_compile_blocks() -> None:
+    config = parse(zero={"stage": 1})
+    schedule = ScheduleChoice(config.pipeline, 1)
+    assert with_compiled_blocks(config, schedule, TorchDynamoPlugin(backend="no")) == (config, schedule)
+    compiled, _ = with_compiled_blocks(config, schedule, TorchDynamoPlugin(backend="inductor"))
+    assert (compiled.zero.stage, compiled.pipeline.compile_blocks) == (1, "inductor")
+
+
 def test_checkpointing_settings_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"mode='alternate' without activation_checkpointing\.every has no effect"):
         parse(activation_checkpointing={"mode": "alternate"})
@@ -160,12 +213,6 @@ def test_checkpointing_settings_without_effect_are_refused() -> None:
         ConfigError, match=r"offload=true without activation_checkpointing\.every .* or remove the offload"
     ):
         parse(activation_checkpointing={"offload": True})
-    with pytest.raises(ConfigError, match=r"compile_blocks=inductor with activation_checkpointing\.every=2"):
-        parse(pp_size=2, activation_checkpointing={"every": 2}, pipeline={"compile_blocks": "inductor"})
-    with pytest.raises(ConfigError, match=r"compile_blocks='inductor' with pp_size=1 has no effect"):
-        parse(pipeline={"compile_blocks": "inductor"})
-    with pytest.raises(ConfigError, match=r"compile_blocks=inductor with tp_size=2 is not available"):
-        parse(pp_size=2, tp_size=2, pipeline={"compile_blocks": "inductor"})
     assert parse(activation_checkpointing={"every": "2", "mode": "alternate"}).activation_checkpointing.every == 2
 
 

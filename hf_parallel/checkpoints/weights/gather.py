@@ -39,24 +39,27 @@ def gather_tensors(
         wanted: Entries to gather; all by default.
     """
     full: dict[str, torch.Tensor] = {}
+    group = mesh.host_group  # made on every rank, also on those that send nothing
     for entry in ledger:
         if wanted is None or wanted(entry):
             mine = held.get(entry.name)
             mine = mine if mine is None else whole_of(plain_of(mine))  # over the replicas, one tensor at a time
-            tensor = _gather_one(entry, mine, mesh) if mesh.dp_rank == 0 else None
+            tensor = _gather_one(entry, mine, mesh, group) if mesh.dp_rank == 0 else None
             if tensor is not None:
                 full[entry.name] = tensor
     return full
 
 
-def _gather_one(entry: Entry, mine: torch.Tensor | None, mesh: Mesh) -> torch.Tensor | None:
+def _gather_one(
+    entry: Entry, mine: torch.Tensor | None, mesh: Mesh, group: dist.ProcessGroup | None
+) -> torch.Tensor | None:
     """The whole tensor on world rank 0, None elsewhere; the owner stage's tp ranks send their shards."""
     tp_size = mesh.shape.tp_size if entry.spec is not None else 1
     sources = [mesh.shape.rank_at(0, entry.owner, tp_rank) for tp_rank in range(tp_size)]
     if mesh.rank in sources and mesh.rank != 0:
         if mine is None:
             raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
-        dist.send(_wire(mine.detach().to(entry.dtype)), dst=0)
+        dist.send(mine.detach().to("cpu", entry.dtype).contiguous(), dst=0, group=group)
     if mesh.rank != 0:
         return None
     shards = []
@@ -69,17 +72,11 @@ def _gather_one(entry: Entry, mine: torch.Tensor | None, mesh: Mesh) -> torch.Te
         shape = list(entry.shape)
         if entry.spec is not None:
             shape[entry.spec.dim] = entry.spec.local_size(tp_size, tp_rank)
-        buffer = _wire(torch.empty(shape, dtype=entry.dtype))
-        dist.recv(buffer, src=source)
-        shards.append(buffer.cpu())
+        buffer = torch.empty(shape, dtype=entry.dtype)
+        dist.recv(buffer, src=source, group=group)
+        shards.append(buffer)
     whole = shards[0] if entry.spec is None else entry.spec.assemble(shards)
     return whole.clone() if whole.data_ptr() == (mine.data_ptr() if mine is not None else 0) else whole
-
-
-def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` where the default group can send it from: the GPU for NCCL, the CPU for gloo; contiguous."""
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
-    return tensor.to(device).contiguous()
 
 
 @torch.no_grad()

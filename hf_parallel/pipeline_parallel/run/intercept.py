@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,7 +115,7 @@ class _Late:
         """Whether there is any."""
         if vars(self.block).get("forward") is not self.forward:
             return True
-        return any(len(hooks) > len(cut) or not cut.issuperset(hooks) for hooks, cut in self._hooks)
+        return any(hooks and hooks.keys() != cut for hooks, cut in self._hooks)
 
     def take(self) -> None:
         self._taken = [{key: hooks[key] for key in hooks if key not in cut} for hooks, cut in self._hooks]
@@ -150,9 +150,16 @@ class _SkippedBlock(Uncopyable):
         for k in keys:
             if k.kind == "hook":
                 self.hooked.setdefault((k.module, k.occurrence), {})[k.path] = k
+        # Most blocks return one new tensor that this stage has no use for: any of its kind will do.
+        returned = self.trace.returned
+        new = isinstance(returned, Leaf) and returned.source is None and returned.dtype.is_floating_point
+        self.passes_on = new and not keys
 
     def __call__(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run.passed += 1
+        if self.passes_on and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            run.leave(self.index)
+            return args[0]
         arguments = [list(args), kwargs]
         hidden = next((t for _, t in leaves(arguments) if t.is_floating_point()), None)
         for key in self.written:
@@ -322,13 +329,32 @@ def _intercept_block(calls: Calls, plan: PipelinePlan, parts: Sequence[Part], in
         if index < part.span.lo
     }
     owner = next((part for part in parts if part.span.lo <= index < part.span.hi), None)
+    is_bare = not any(module_hooks(block))
     if skips:
         block.forward = _Forward(calls, None if owner is None else _genuine(block), skips)
+    if skips and is_bare:
+        around_call(block, functools.partial(_skipped_call, calls, skips))
+    elif skips:
         calls.install_last(block, _SkippedOutput(calls, skips))
     if owner is not None:
         _intercept_own(calls, index, block, owner)
-    if skips:
+    if skips and not is_bare:
         calls.install_skipped(block, skips)
+
+
+def _skipped_call(calls: Calls, skips: Mapping[int, _SkippedBlock], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of a block without hooks: a stage that skips it pays for none of torch's ways to a forward.
+
+    Most blocks of a deep model are skipped by most stages, so this is what a stage's host time grows with. What a user puts
+    on the block later is passed by, as `Calls.as_cut` does for blocks that were cut with hooks.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        run = calls.run
+        skip = None if run is None else skips.get(run.part.index)
+        return call(*args, **kwargs) if run is None or skip is None else skip(run, args, kwargs)
+
+    return called
 
 
 def _genuine(block: nn.Module) -> Callable[..., Any]:

@@ -15,10 +15,11 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
-from hf_parallel.model.random_streams import Streams
+from hf_parallel.model.random_streams import Streams, generators_of
 from hf_parallel.pipeline_parallel.run.cut import Running, Uncopyable, cut_parameters
 from hf_parallel.pipeline_parallel.run.intercept import Calls, Part, Run, StageExit, intercept
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span, spans_of
@@ -60,6 +61,7 @@ class Stage(Uncopyable):
         self.num_blocks_before = sum(j < self.lo for j in plan.blocks)
         self.seed: int | None = None
         self._calls = calls
+        self._generators: list[torch.Generator] = []
 
     @property
     def num_payload_in(self) -> int:
@@ -116,7 +118,9 @@ class Stage(Uncopyable):
             )
         streams = None
         if self.seed is not None and self.model.training:
-            streams = Streams(self.model, self.seed)
+            if not self._generators:  # once: a later stage has no parameter before its first block
+                self._generators = generators_of(self.model)
+            streams = Streams(self._generators, self.seed)
             streams.enter(0)
         self._calls.run = Run(self.part, dict(zip(self.part.keys_in, payload, strict=True)), streams)
         return self._calls.run
