@@ -101,6 +101,7 @@ OVERRIDDEN = {
     "_get_grad_norm": "model grad_norm",
     "_get_num_items_in_batch": "batch_samples device",
     "_get_output_dir": "trial",
+    "_get_train_sampler": "train_dataset",
     "_load_best_model": "",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_optimizer_and_scheduler": "checkpoint",
@@ -109,6 +110,10 @@ OVERRIDDEN = {
     "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
     "_prepare_inputs": "inputs",
     "_push_from_checkpoint": "checkpoint_folder",
+    "_run_epoch": (
+        "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time "
+        "resume_from_checkpoint epochs_trained steps_trained_in_current_epoch"
+    ),
     "_save": "output_dir state_dict",
     "_save_checkpoint": "model trial",
     "_save_optimizer_and_scheduler": "output_dir",

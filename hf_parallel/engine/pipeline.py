@@ -30,7 +30,7 @@ from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.pipeline_inputs import refuse_inputs
-from hf_parallel.engine.window import COUNTS, Window, WindowFactors
+from hf_parallel.engine.window import COUNTS, STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
 from hf_parallel.guards.backwards import Backwards
@@ -277,6 +277,8 @@ class PipelineEngine(Engine):
         self._digests.judge()
         self._factors.add(gradient / seed)
         if self.ends_step:
+            if self._window is not None and self._window.has_begun:
+                raise UnsupportedError(STEP_IN_WINDOW)
             self._window = None
             # One schedule, whose batches are compared above and whose factors are compared here.
             self.end_pass(self._factors.take(), lambda: None)

@@ -13,6 +13,11 @@ from hf_parallel.guards.batches import Announced
 
 # What the Trainer adds to a batch when it calls the model.
 COUNTS = frozenset({"num_items_in_batch", "use_cache"})
+STEP_IN_WINDOW = (
+    "an optimizer step is due before the last of the batches that were fetched for it, with pp_size above 1: they ran as one "
+    "schedule, so the step would have the gradients of all. Change TrainingArguments.gradient_accumulation_steps between epochs "
+    "(on_epoch_begin), and not where a run resumes within an epoch."
+)
 RunSchedule = Callable[[list[dict[str, Any]]], list[torch.Tensor]]
 
 

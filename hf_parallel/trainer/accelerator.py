@@ -18,6 +18,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from transformers.trainer_utils import seed_worker
 
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
@@ -169,7 +170,10 @@ class HFParallelAccelerator(ReplicaViewMixin):
         """
         if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
-        mesh = self.hf_parallel.mesh
+        mesh, start = self.hf_parallel.mesh, data_loader.worker_init_fn
+        if isinstance(start, functools.partial) and start.func is seed_worker:
+            # A Trainer seeds workers by rank, and those of a model copy would draw other numbers.
+            data_loader.worker_init_fn = functools.partial(start, rank=mesh.dp_rank)
         prepared = prepare_data_loader(
             data_loader,
             self.device,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 
 from hf_parallel.compat.private_torch import has_pre_hooks
 from hf_parallel.compat.private_transformers import AFTER_DATA
@@ -42,6 +42,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
     _hf_parallel_watched: nn.Module
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
+    _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
     # -- attaching -----------------------------------------------------------------------------------------------
 
@@ -81,6 +82,26 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return super().predict(*args, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock; `batch_rebalance` balances replicas, where stock counts the ranks of a model copy as well."""
+        stock = super()._get_train_sampler(*args, **kwargs)
+        if self.hf_parallel_session is None or type(stock) is not BatchRebalanceSampler:
+            return stock
+        return BatchRebalanceSampler(
+            stock.lengths,
+            self.get_total_train_batch_size(self.args),
+            self.accelerator.num_processes,
+            stock.grad_accum,
+            seed=stock.seed,
+            rank=self.accelerator.process_index,
+            drop_last=stock.drop_last,
+        )
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; remembers how many batches a step has, in case a callback changes that within the epoch."""
+        self._hf_parallel_accumulation = self.args.gradient_accumulation_steps
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -181,7 +202,12 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return name not in vars(self) and kind is Trainer and vars(kind)[name].__module__ == Trainer.__module__
 
     def _leaves_batches_alone(self) -> bool:
-        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call."""
+        """Whether stock code alone stands between a prepared batch and the model, so that it may run ahead of its call.
+
+        Not after a change of `gradient_accumulation_steps` within an epoch: stock then steps amid the batches it has fetched.
+        """
+        if self._hf_parallel_accumulation not in (None, self.args.gradient_accumulation_steps):
+            return False
         if has_pre_hooks(self.model) or any(map(looks_between_batches, self.callback_handler.callbacks)):
             return False
         return all(self._is_stock(name) for name in AFTER_DATA)

@@ -5,6 +5,7 @@ If a row fails, a stage waits for gradients that nobody sends, or replicas leave
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,22 @@ def refused_main(rank: int, world_size: int, parallel: dict[str, Any], folder: s
 def test_what_was_laid_out_for_other_parameters_refuses_them(parallel: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=text):
         run_ranks(refused_main, 2, parallel, str(tmp_path / "out"), tmp_path=tmp_path, env=ENV)
+
+
+def resumed_main(rank: int, world_size: int, folder: str) -> None:
+    saved = Case("saved", "head_llama", steps=4, save=True, arguments=NO_NOISE, user_optimizer=True, parallel={})
+    trainer = make_trainer(saved, Path(folder) / "saved", world_size, [Gradual("step")])
+    trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    case = dataclasses.replace(saved, model="llama", steps=6, parallel={"zero": {"stage": 1}})
+    make_trainer(case, Path(folder) / "resumed", world_size).train(str(Path(folder) / "saved" / "checkpoint-4"))
+
+
+def test_parameters_that_took_unequal_numbers_of_steps_do_not_resume_in_one_flat_part(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"step is \d for .* and \d for other parameters.*Resume with zero.stage 0 or 3"
+    ):
+        run_ranks(resumed_main, 2, str(tmp_path / "out"), tmp_path=tmp_path, env=ENV)
 
 
 def compressed_main(rank: int, world_size: int, parallel: Any, folder: str) -> tuple[list[float], Any]:

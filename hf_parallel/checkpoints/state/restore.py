@@ -185,9 +185,12 @@ def _flat_targets(shard: FlatShard, saved: SavedState) -> tuple[dict[str, Any], 
     pieces: list[Piece] = []
     for position, name in enumerate(shard.bucket.names):
         for key, value in saved.numbers(name).items():
-            # A bucket counts its steps once: those of the parameter that took most.
-            known = state.get(key, value)
-            state[key] = max(known, value) if isinstance(value, int | float | Tensor) else value
+            if state.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"{saved.index.folder}: the optimizer state {key} is {float(value):g} for {name} and {float(state[key]):g} for "
+                    "other parameters (it was unfrozen later, or had no gradient in some steps). With native ZeRO the parameters of "
+                    "a flat part share one number. Resume with zero.stage 0 or 3."
+                )
         for key, dtype in saved.tensors(name).items():
             if key == MASTER_WEIGHT and not shard.is_finer:
                 continue
