@@ -253,6 +253,8 @@ def consistent(setup: Setup) -> Setup:
     if setup.recompute == "stock" and "zero" in setup.settings:
         changes |= {"recompute": ""}
     changed = setup.replaced(**changes)
+    if changed.stock and changed.extra == "evaluate_first":  # stock trains each process alone after that
+        changed = changed.replaced(extra="")
     resumed = changed.resume is not None and (changed.stock or _regroups(changed))
     return changed.replaced(resume=None, steps=3) if resumed else changed
 

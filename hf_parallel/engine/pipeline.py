@@ -29,7 +29,7 @@ from hf_parallel.engine.autograd_nodes import logits_node, loss_node
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
-from hf_parallel.engine.pipeline_inputs import refuse_inputs
+from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs
 from hf_parallel.engine.window import COUNTS, STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart
@@ -163,7 +163,7 @@ class PipelineEngine(Engine):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self.bound(args, kwargs)
-        refuse_inputs(batch, self._plan, self.mesh.shape.pp_size)
+        refuse_inputs(batch, self._plan, self.mesh.shape.pp_size, keeps_cache(self.model))
         batch["use_cache"] = False
         if not torch.is_grad_enabled():
             return self._forward_only(batch)

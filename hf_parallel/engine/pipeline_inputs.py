@@ -14,13 +14,14 @@ from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 REFUSED = ("past_key_values", "output_hidden_states", "output_attentions")
 
 
-def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int) -> None:
+def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, caches: bool) -> None:
     """Refuse what would need more of the model than a rank has; takes `return_dict` out of `batch`.
 
     Args:
         batch: Arguments of the call by name.
         plan: Of the stages, with the inputs that it was made with.
         pp_size: Number of pipeline ranks.
+        caches: Whether the model keeps keys and values if it is not told whether to.
 
     Raises:
         UnsupportedError: Names the arguments.
@@ -37,9 +38,25 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int) -> No
         )
     if batch.pop("return_dict", True) is False:
         given.append("return_dict=False")
+    if batch.get("use_cache") is not None:
+        caches = bool(batch["use_cache"])
+    if caches and batch.get("position_ids") is not None and batch.get("attention_mask") is None:
+        raise UnsupportedError(
+            f"position_ids without attention_mask and with use_cache on (the config's default), with pp_size={pp_size}: models read "
+            "positions that begin anew as packed sequences, which do not see each other, but only without a key-value cache. "
+            "Stages keep no cache, so they would train other attention than one process. Pass use_cache=False to the model for "
+            "sequences that stay apart, or an attention_mask of ones for sequences that see each other."
+        )
     if given:
         raise UnsupportedError(
             f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, "
             "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
             "process for that, or use pp_size 1."
         )
+
+
+def keeps_cache(model: Any) -> bool:
+    """Whether a model keeps keys and values where a call does not say so."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return any(getattr(one, "use_cache", False) for one in (config, text))
