@@ -180,7 +180,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     ) -> Any:
         """As stock; full logits leave the last stage only if somebody needs them."""
         pipeline = self._pipeline
-        if pipeline is None or not prediction_loss_only:
+        if pipeline is None or not prediction_loss_only or not self._has_stock_loss():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with pipeline.without_logits():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
