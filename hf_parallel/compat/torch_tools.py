@@ -11,6 +11,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.nn.modules.conv import _ConvNd as ConvModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
 from torch.utils import _pytree as pytree
@@ -22,6 +23,7 @@ __all__ = [
     "DropoutModule",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "WeakStorage",
     "is_traceable_wrapper_subclass",
     "pytree",
 ]

@@ -149,6 +149,11 @@ class PipelineEngine(Engine):
         finally:
             self._needs_logits = True
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a call of the model is under way."""
+        return self._running.depth > 0
+
     def install(self) -> None:
         """As of every engine; from here on user code has the model, which is not whole."""
         super().install()

@@ -24,6 +24,7 @@ from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
+from hf_parallel.guards.on_stages import OnStages
 from hf_parallel.tensor_parallel.run.parts import watch_calls
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
@@ -58,7 +59,13 @@ class HFParallelTrainerMixin(CheckpointMixin):
         handler = self.callback_handler
         if any(map(is_users, handler.callbacks)) and getattr(self, "_hf_parallel_watched", None) is not self.model:
             vars(handler).pop("call_event", None)
-            handler.call_event = watch_calls(handler.call_event, self.model)  # type: ignore[method-assign]
+            call, pipeline = handler.call_event, self._pipeline
+            if pipeline is not None:
+                stages = OnStages(
+                    pipeline.attachment.parameters, pipeline.mesh.shape.pp_size, lambda: pipeline.is_running
+                )
+                call = stages.watch(call)
+            handler.call_event = watch_calls(call, self.model)  # type: ignore[method-assign]
             self._hf_parallel_watched = self.model
 
     @property

@@ -30,6 +30,13 @@ class AtStepEnd(TrainerCallback):
 
 class Prunes(AtStepEnd):
     def change(self, model: Any, step: int) -> None:
+        limit = torch.quantile(torch.cat([p.abs().flatten() for p in model.parameters()]), 0.1)
+        for parameter in model.parameters():
+            parameter.mul_(parameter.abs() > limit)
+
+
+class PrunesByMeans(AtStepEnd):
+    def change(self, model: Any, step: int) -> None:
         limit = 0.1 * torch.stack([p.abs().sum() / p.numel() for p in model.parameters()]).mean()
         for parameter in model.parameters():
             parameter.data.masked_fill_(parameter.abs() < limit, 0.0)
@@ -123,15 +130,24 @@ def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
     return {"change": lambda trainer: trainer.add_callback(kind())}
 
 
-CALLBACKS = (Prunes, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
+CALLBACKS = (Prunes, PrunesByMeans, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
 user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, CallsBase)}
 TIED = {"model": "llama_tied"}
+NUMBERS, NOISE = (
+    "is changed in a callback by numbers made of the parameters of",
+    "that a callback draws one after another",
+)
 # Kind, settings, more, and what an error says; none where the run must be that of one process.
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "prunes_tp2": ("Prunes", TP2, {}, ""),
+    "prunes_pp2": ("Prunes", PP2, {}, NUMBERS),
+    "prunes_tied_pp2": ("Prunes", PP2, TIED, NUMBERS),
+    "means_pp2": ("PrunesByMeans", PP2, {}, NUMBERS),
+    "means_tp2": ("PrunesByMeans", TP2, {}, ""),
     "named_noise_pp2": ("NamedNoise", PP2, {}, ""),
     "named_noise_tp2": ("NamedNoise", TP2, {}, ""),
+    "noise_pp2": ("SeededNoise", PP2, {}, NOISE),
+    "noise_tied_pp2": ("SeededNoise", PP2, TIED, NOISE),
     "noise_tp2": ("SeededNoise", TP2, {}, ""),
     "drawn_tp2": ("DrawsAnew", TP2, {}, ""),
     "averages_pp2": ("Averages", PP2, {}, ""),

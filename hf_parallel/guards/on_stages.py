@@ -1,0 +1,261 @@
+"""Callbacks of users that compute with `model.parameters()` of a pipeline, of which each rank has those of its own stages.
+
+What is made of one parameter alone, or of those of one block, is right on the stage that has it. A threshold over all of
+them is another number on every stage, and noise drawn for one parameter after another is other noise. Both are followed
+through the functions of torch that a callback calls, and refused when they are about to be written to a parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.compat.private_torch import arguments_written, id_of_storage, name_of_op
+from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytree
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.shown import SharedGradient
+
+
+OVERWRITES = ("copy_", "zero_", "fill_")
+KEPT = 1024  # numbers that Python has read, and seedings
+STATE = 5000  # bytes of a Mersenne twister: counters and 624 words
+EMPTY = frozenset[Any]()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a tensor was made of.
+
+    Args:
+        blocks: Blocks, or modules outside of them, whose parameters went into it.
+        draws: Seedings of random generators whose numbers went into it.
+    """
+
+    blocks: frozenset[str] = EMPTY
+    draws: frozenset[int] = EMPTY
+
+    def __or__(self, other: Origin) -> Origin:
+        return Origin(self.blocks | other.blocks, self.draws | other.draws)
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks or self.draws)
+
+
+NOTHING = Origin()
+
+
+@dataclass
+class Draws:
+    """Tells which draws follow the same seeding of a generator."""
+
+    count: int = 0
+    written: dict[int, set[str]] = field(default_factory=dict)  # seeding -> parameters that got its numbers
+    _now: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def next(self, generator: torch.Generator | None, device: torch.device) -> int:
+        """The number of the seeding that the next draw follows."""
+        if generator is None:
+            on_gpu = device.type == "cuda"
+            generator = torch.cuda.default_generators[device.index or 0] if on_gpu else torch.default_generator
+        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        key = str(generator.device), generator.initial_seed()  # the object is another one in every call
+        if key not in self._now or torch.equal(_state(fresh), _state(generator)):
+            self.count += 1
+            self._now[key] = self.count
+        return self._now[key]
+
+    def trim(self) -> None:
+        """Forget the oldest."""
+        self.written = dict(list(self.written.items())[-KEPT:])
+        self._now = dict(list(self._now.items())[-KEPT:])
+
+
+def _state(generator: torch.Generator) -> Tensor:
+    """What draws change, without the unused bytes at the end."""
+    return generator.get_state()[:STATE]
+
+
+class OnStages(TorchDispatchMode):
+    """Follows what user code makes of this rank's parameters.
+
+    Args:
+        parameters: Name -> this rank's parameter.
+        pp_size: Number of stages, for messages.
+        resting: Whether the model itself runs, in an evaluation that a callback starts.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], pp_size: int, resting: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__()
+        self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
+        self._found: dict[int, str] | None = None
+        self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
+        self._numbers: dict[float, Origin] = {}  # which Python has of tensors
+        self._draws = Draws()
+        self._runs = False
+
+    @property
+    def _names(self) -> dict[int, str]:
+        """Storage -> parameter, looked up when user code first computes with tensors."""
+        if self._found is None:
+            self._found = {_storage(parameter): name for name, parameter in self._parameters.items()}
+        return self._found
+
+    def _end(self) -> None:
+        """User code has run: what it assigned (`p.data = new`) counts as written."""
+        for name, parameter in self._parameters.items() if self._origins else ():
+            kept = self._origins.get(_storage(parameter))
+            if kept is not None:
+                self._write(name, kept[1])
+        self._numbers = dict(list(self._numbers.items())[-KEPT:])
+        self._draws.trim()
+        self._origins = {key: kept for key, kept in self._origins.items() if not kept[0].expired()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._resting():
+            return func(*args, **kwargs)
+        name = name_of_op(func).partition("::")[2]
+        drawn = self._drawn(func, args, kwargs)
+        pairs = list(_pairs(name, func, args, kwargs))
+        origins = []
+        for written, given in pairs:
+            free = name.endswith("_like") or name.startswith(("new_", "empty"))
+            origin = NOTHING if free else functools.reduce(Origin.__or__, map(self._origin, given), NOTHING)
+            origin |= functools.reduce(Origin.__or__, self._scalars(args, kwargs), drawn)
+            for tensor in written:
+                self._written(name, tensor, origin, bool(drawn))
+            origins.append(origin)
+        out = func(*args, **kwargs)
+        if func.namespace == "c10d":  # user code has asked the other ranks
+            for leaf in _tensors((args, kwargs)):
+                self._origins.pop(_storage(leaf), None)
+            return out
+        if isinstance(out, float) and not out.is_integer() and origins[0]:
+            self._numbers[out] = origins[0]
+        self._note_results(out, origins)
+        return out
+
+    def _scalars(self, args: Any, kwargs: Any) -> Iterator[Origin]:
+        """Of numbers that Python has read from tensors, as they are."""
+        if self._numbers:
+            yield from (
+                self._numbers[one] for one in (*args, *kwargs.values()) if type(one) is float and one in self._numbers
+            )
+
+    def _note_results(self, out: Any, origins: Sequence[Origin]) -> None:
+        results = list(out) if len(origins) > 1 and isinstance(out, (list, tuple)) else [out]
+        for result, origin in zip(results, origins, strict=False):
+            for leaf in _tensors(result) if origin else ():
+                self._note(leaf, origin | self._origin(leaf))
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Origin:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return NOTHING
+        device = next((leaf.device for leaf in _tensors((args, kwargs))), kwargs.get("device") or torch.device("cpu"))
+        generator = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)), None)
+        return Origin(draws=frozenset([self._draws.next(generator, torch.device(device))]))
+
+    def _origin(self, tensor: Tensor) -> Origin:
+        key = _storage(tensor)
+        if key in self._names:
+            return Origin(frozenset([block_of(self._names[key])]))
+        return self._origins[key][1] if key in self._origins else NOTHING
+
+    def _note(self, tensor: Tensor, origin: Origin) -> None:
+        key = _storage(tensor)
+        if key and key not in self._names:
+            self._origins[key] = WeakStorage(tensor.untyped_storage()), origin
+
+    def _written(self, op: str, tensor: Tensor, origin: Origin, drawn: bool) -> None:
+        name = tensor.part.name if isinstance(tensor, SharedGradient) else self._names.get(_storage(tensor))
+        if name is not None:
+            self._write(name, origin)
+            return
+        whole = type(tensor) is Tensor and tensor.nbytes == tensor.untyped_storage().nbytes()
+        before = NOTHING if whole and (drawn or op in OVERWRITES) else self._origin(tensor)
+        self._note(tensor, before | origin)
+
+    def _write(self, name: str, origin: Origin) -> None:
+        if len(origin.blocks) > 1:
+            self._refuse_numbers(name, origin.blocks)
+        for draw in origin.draws:
+            others = self._draws.written.setdefault(draw, set())
+            others.add(name)
+            if len(others) > 1:
+                self._refuse_noise(*sorted(others)[:2])
+
+    def _refuse_numbers(self, name: str, blocks: frozenset[str]) -> NoReturn:
+        raise UnsupportedError(
+            f"parameter {name} is changed in a callback by numbers made of the parameters of {len(blocks)} blocks or modules (of "
+            f"{' and '.join(sorted(blocks)[:2])}, ...) with pp_size={self._pp_size}: a rank has the parameters of its own stages "
+            "only, so a threshold, mean or norm over model.parameters() is another one on each stage. Compute it of each parameter or "
+            "block by itself, do it to the whole model before training or after it, or set pp_size to 1."
+        )
+
+    def _refuse_noise(self, first: str, second: str) -> NoReturn:
+        raise UnsupportedError(
+            f"random numbers that a callback draws one after another are written to {first} and to {second} with "
+            f"pp_size={self._pp_size}: each stage draws for its own parameters only, so they would not be those of one process. "
+            "Draw for each parameter with a generator seeded by its name and the step (torch.Generator().manual_seed("
+            'zlib.crc32(f"{name} {step}".encode()))), or set pp_size to 1.'
+        )
+
+    def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which calls code of users, made to notice what that does."""
+
+        @functools.wraps(call)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._runs:  # an event of an evaluation that a callback runs
+                return call(*args, **kwargs)
+            self._runs = True
+            try:
+                with self:
+                    result = call(*args, **kwargs)
+                self._end()
+            finally:
+                self._runs, self._found = False, None
+            return result
+
+        return called
+
+
+def block_of(name: str) -> str:
+    """The repeated block that a parameter is in, by the first number in its name; else its module."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: number + 1])
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Of ordinary tensors; 0 for others."""
+    return id_of_storage(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """What is written and what it is made of; one of each for every element of the lists of a `_foreach` function."""
+    changed = {key for pair in arguments_written(func) for key in pair}
+    everything = [*enumerate(args), *kwargs.items()]
+    alike = len(args[0]) if name.startswith("_foreach_") else None
+    if alike is not None and name.endswith("_"):
+        changed.add(0)
+    for index in range(1 if alike is None else alike):
+        written, given = [], []
+        for key, value in everything:
+            one = (
+                value[index]
+                if alike is not None and isinstance(value, (list, tuple)) and len(value) == alike
+                else value
+            )
+            (written if key in changed else given).extend(_tensors([one]))
+        yield written, given

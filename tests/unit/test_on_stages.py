@@ -1,0 +1,151 @@
+"""What callbacks make of a stage's parameters: of one block it is right, of several it is refused; so is noise in a row."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.on_stages import OnStages, block_of
+
+
+Weights = dict[str, nn.Parameter]
+NAMES = ("embed.weight", "layers.0.up.weight", "layers.0.down.weight", "layers.1.up.weight", "norm.weight")
+
+
+def run(change: Callable[[Weights], object], events: int = 1) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(3, 4, generator=generator)) for name in NAMES}
+    with torch.no_grad():
+        called = OnStages(weights, 2).watch(change)
+        for _ in range(events):
+            called(weights)
+
+
+def pruned(weights: Weights) -> None:
+    limit = torch.quantile(torch.cat([p.abs().flatten() for p in weights.values()]), 0.2)
+    for parameter in weights.values():
+        parameter.mul_(parameter.abs() > limit)
+
+
+def pruned_by_number(weights: Weights) -> None:
+    limit = torch.quantile(torch.cat([p.abs().flatten() for p in weights.values()]), 0.2).item()
+    for parameter in weights.values():
+        parameter.data = parameter.masked_fill(parameter.abs() < limit, 0.0)
+
+
+def pruned_data(weights: Weights) -> None:
+    limit = torch.stack([p.data.abs().mean() for p in weights.values()]).mean()
+    for parameter in weights.values():
+        parameter.data = torch.where(parameter.abs() > limit, parameter, torch.zeros_like(parameter))
+
+
+def normed(weights: Weights) -> None:
+    total = sum(p.pow(2).sum() for p in weights.values()).sqrt()  # type: ignore[union-attr]
+    for parameter in weights.values():
+        parameter.div_(total)
+
+
+def normed_foreach(weights: Weights) -> None:
+    total = torch.nn.utils.get_total_norm(list(weights.values()))
+    torch._foreach_mul_(list(weights.values()), 1 / total)
+
+
+def vector(weights: Weights) -> None:
+    values = parameters_to_vector(weights.values())
+    vector_to_parameters(values.where(values.abs() > values.abs().median(), 0), weights.values())
+
+
+def noise(weights: Weights) -> None:
+    torch.manual_seed(3)
+    for parameter in weights.values():
+        parameter.add_(torch.randn_like(parameter) * 0.01)
+
+
+def noise_in_place(weights: Weights) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parameter in weights.values():
+        nn.init.normal_(parameter, generator=generator)
+
+
+def noise_by_shape(weights: Weights) -> None:
+    for parameter in weights.values():
+        parameter.data += torch.rand(parameter.shape)
+
+
+@pytest.mark.parametrize("change", [pruned, pruned_by_number, pruned_data, normed, normed_foreach, vector])
+def test_numbers_of_several_blocks_are_refused(change: Callable[[Weights], None]) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"parameter \S+weight is changed .*made of the parameters of 4 blocks.*pp_size=2"
+    ):
+        run(change)
+
+
+@pytest.mark.parametrize("change", [noise, noise_in_place, noise_by_shape])
+def test_noise_for_one_parameter_after_another_is_refused(change: Callable[[Weights], None]) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"written to embed\.weight and to layers\.0\.up\.weight with pp_size=2.*zlib"
+    ):
+        run(change)
+
+
+def alone(weights: Weights) -> None:
+    for parameter in weights.values():
+        parameter.mul_((1 / parameter.norm()).clamp(max=1))
+        parameter.sub_(parameter.mean()).clamp_(-0.1, 0.1)
+
+
+def within_a_block(weights: Weights) -> None:
+    up, down = weights["layers.0.up.weight"], weights["layers.0.down.weight"]
+    mean = (up + down) / 2
+    up.copy_(mean)
+    down.mul_(up.norm() / down.norm())
+
+
+def logged(weights: Weights) -> Tensor:
+    for parameter in weights.values():
+        parameter.mul_(0.5)
+    return torch.stack([p.norm() for p in weights.values()]).norm()
+
+
+def named_noise(weights: Weights) -> None:
+    for name, parameter in weights.items():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.add_(torch.randn(parameter.shape, generator=generator))
+        parameter.mul_(torch.rand(parameter.shape, generator=generator) > 0.1)
+
+
+def seeded_anew(weights: Weights) -> None:
+    for parameter in weights.values():
+        torch.manual_seed(5)
+        parameter.add_(torch.randn_like(parameter))
+
+
+class Averages:
+    def __init__(self) -> None:
+        self.means: list[Tensor] = []
+
+    def __call__(self, weights: Weights) -> None:
+        parameters = [parameter.detach() for parameter in weights.values()]
+        self.means = self.means or [parameter.clone() for parameter in parameters]
+        torch._foreach_lerp_(self.means, parameters, 0.1)
+        buffer = torch.empty(3, 4)
+        for mean, parameter in zip(self.means, parameters, strict=True):
+            buffer.copy_(mean)
+            parameter.copy_(buffer)
+
+
+@pytest.mark.parametrize("change", [alone, within_a_block, logged, named_noise, seeded_anew, Averages()])
+def test_what_is_right_on_each_stage_is_left_alone(change: Callable[[Weights], object]) -> None:
+    run(change, events=2)
+
+
+def test_blocks_by_name() -> None:
+    assert [block_of(name) for name in ("lm_head.weight", "m.layers.3.mlp.experts.5.w", "weight")] == [
+        *("lm_head", "m.layers.3", "")
+    ]
