@@ -51,7 +51,7 @@ class Job:
 
 
 class Watch(TrainerCallback):
-    """Writes the gradients of the first step whole, and counts updates."""
+    """Writes the gradients of the first step whole, and counts the updates of a Trainer: a second one may be refused at its start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.updates = folder, 0
@@ -60,7 +60,7 @@ class Watch(TrainerCallback):
     def __call__(self, trainer: Any, model: Any = None) -> None:
         """A Trainer before it trains, or an accelerator and its model before the first update."""
         if model is None:
-            self.accelerator = trainer.accelerator
+            self.accelerator, self.updates = trainer.accelerator, 0
             trainer.add_callback(self)
         else:
             self.accelerator = trainer

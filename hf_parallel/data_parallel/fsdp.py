@@ -126,7 +126,7 @@ class ShardedModel:
                 modules,
                 mesh=mesh,
                 reshard_after_forward=None if is_root and stage == 3 else stage == 3,
-                mp_policy=precision(own, compute_dtype, is_root),
+                mp_policy=precision(own, compute_dtype, is_root or _takes_one_dtype(modules, device)),
                 offload_policy=policy,
             )[:1]
             for module in modules:
@@ -237,18 +237,25 @@ def _refuse_parts(module: nn.Module, args: object) -> None:
             )
 
 
-def precision(own: torch.dtype, compute: torch.dtype | None, is_root: bool) -> MixedPrecisionPolicy:
+def _takes_one_dtype(modules: Sequence[nn.Module], device: torch.device) -> bool:
+    """Whether norms in these modules refuse weights in another dtype than their inputs: autocast on a CPU leaves them alone."""
+    norms = (nn.LayerNorm, nn.GroupNorm)
+    return device.type == "cpu" and any(isinstance(inner, norms) for module in modules for inner in module.modules())
+
+
+def precision(own: torch.dtype, compute: torch.dtype | None, stays: bool) -> MixedPrecisionPolicy:
     """In which precision parameters are gathered; gradients are summed in fp32.
 
     Under autocast the matrices of a unit are gathered in the dtype that autocast would give them. What is gathered with the
-    model (embedding, last norm, head) stays fp32, so that hidden states keep the precision they have under autocast.
+    model (embedding, last norm, head) stays fp32, so that hidden states keep the precision they have under autocast; so do
+    units that could not compute otherwise.
 
     Args:
         own: Dtype of the model's parameters.
         compute: What the forward pass is autocast to, None without autocast.
-        is_root: Whether it is for the model itself.
+        stays: Whether parameters in fp32 are gathered so.
     """
-    gathered = own if own in HALF else None if is_root or own != torch.float32 else compute
+    gathered = own if own in HALF else None if stays or own != torch.float32 else compute
     reduced = None if gathered is None else torch.float32
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
 

@@ -204,10 +204,13 @@ def test_blocks_are_gathered_in_the_dtype_of_autocast_and_updated_in_fp32(tmp_pa
     run_ranks(precision_rank, 2, tmp_path=tmp_path, env=ENV)
 
 
-def test_autocast_follows_one_process(tmp_path: Path) -> None:
-    arguments = {**NO_NOISE, "bf16": True}
-    stock = run_cases([Case("stock", parallel=None, arguments=arguments)], 1, tmp_path)["stock"]
-    mine = run_cases([Case("mine", parallel={"zero": {"stage": 3}}, arguments=arguments)], 2, tmp_path)["mine"]
+@pytest.mark.parametrize(
+    "model", ["llama", "gpt2"]
+)  # gpt2: norms that take weights in the dtype of their inputs alone
+def test_autocast_follows_one_process(model: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": model, "arguments": {**NO_NOISE, "bf16": True}}
+    stock = run_cases([Case("stock", parallel=None, **settings)], 1, tmp_path)["stock"]
+    mine = run_cases([Case("mine", parallel={"zero": {"stage": 3}}, **settings)], 2, tmp_path)["mine"]
     for here, there in zip(mine["history"], stock["history"], strict=True):
         if "loss" in there:
             assert here["loss"] == pytest.approx(there["loss"], abs=1e-2)
