@@ -189,13 +189,13 @@ class Mesh:
     def host_group(self) -> dist.ProcessGroup | None:
         """All ranks, for tensors on the CPU: what NCCL carries takes memory of the GPU and a communicator for each pair.
 
-        The default group where it takes such tensors; None in one process. The first use is collective.
+        The default group where it takes such tensors; None without one. The first use is collective.
         """
-        if self.shape.world_size == 1:
-            return None
-        if backend_for(dist.group.WORLD, "cpu") in ("gloo", "mpi"):
-            return dist.group.WORLD
-        return dist.new_group(backend="gloo", timeout=self.timeout)
+        world = dist.group.WORLD
+        if world is None or backend_for(world, "cpu") in ("gloo", "mpi"):
+            return world
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self.timeout)
+        return group
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Another group of the same ranks as `dp_group`; None without replicas. Collective."""

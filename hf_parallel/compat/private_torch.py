@@ -108,13 +108,14 @@ def keep_class_name(module: nn.Module) -> None:
 
     Its `forward` becomes the own one as well: checkpointed layers look whether theirs is still the class's.
     """
-    plain, renamed = _named_as_before(type(module))
+    kind: Any = type(module)
+    plain, renamed = _named_as_before(kind)
     type.__setattr__(renamed, "forward", plain.forward)  # of now: a class may have been patched since it was renamed
     module.__class__ = renamed
 
 
 @functools.cache
-def _named_as_before(kind: type) -> tuple[Any, type]:
+def _named_as_before(kind: Any) -> tuple[Any, type]:
     """The class of before, and one for all its modules: `torch.compile` compiles each class by itself."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -57,6 +57,6 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
 
 def keeps_cache(model: Any) -> bool:
     """Whether a model keeps keys and values where a call does not say so."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     return any(getattr(one, "use_cache", False) for one in (config, text))

@@ -92,7 +92,7 @@ class OnStages(TorchDispatchMode):
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], pp_size: int, resting: Callable[[], bool] = lambda: False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
         self._found: dict[int, str] | None = None
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
@@ -250,7 +250,8 @@ def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[
     if alike is not None and name.endswith("_"):
         changed.add(0)
     for index in range(1 if alike is None else alike):
-        written, given = [], []
+        written: list[Tensor] = []
+        given: list[Tensor] = []
         for key, value in everything:
             one = (
                 value[index]
