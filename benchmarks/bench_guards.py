@@ -47,11 +47,13 @@ from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.guards import batches
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.backwards import Backwards
+from hf_parallel.guards.batch_hooks import BatchHooks
 from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.guards.states import PartStates
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
@@ -71,6 +73,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (Arrivals, "use", True),
     *((Backwards, name, None) for name in ("scaled", "lost", "arrived", "agree", "agree_later")),
     (BatchCheck, "check", None),
+    (BatchHooks, "ask", False),
     (batches, "_state", None),
     *((batches.BatchDigests, name, None) for name in ("put", "arrived", "judge")),
     (batches.SharedBatch, "compare", None),
@@ -83,6 +86,7 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (MovingBuffers, "watching", contextlib.nullcontext()),
     (MovingBuffers, "end_step", None),
     (OwnHooks, "begin", None),
+    (PartHooks, "check", None),
     (PartStates, "_check", None),
     (MicrobatchLoss, "check", None),
     (RandomCheck, "watching", contextlib.nullcontext()),
