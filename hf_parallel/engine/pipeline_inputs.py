@@ -38,6 +38,12 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
         )
     if batch.pop("return_dict", True) is False:
         given.append("return_dict=False")
+    if given:
+        raise UnsupportedError(
+            f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, "
+            "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
+            "process for that, or use pp_size 1."
+        )
     if batch.get("use_cache") is not None:
         caches = bool(batch["use_cache"])
     if caches and batch.get("position_ids") is not None and batch.get("attention_mask") is None:
@@ -46,12 +52,6 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
             "positions that begin anew as packed sequences, which do not see each other, but only without a key-value cache. "
             "Stages keep no cache, so they would train other attention than one process. Pass use_cache=False to the model for "
             "sequences that stay apart, or an attention_mask of ones for sequences that see each other."
-        )
-    if given:
-        raise UnsupportedError(
-            f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, "
-            "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
-            "process for that, or use pp_size 1."
         )
 
 

@@ -11,6 +11,8 @@ import torch
 from rank_runner import run_ranks
 
 
+pytestmark = pytest.mark.long
+
 ENV = {"ACCELERATE_USE_CPU": "true"}
 KINDS: dict[str, dict[str, Any]] = {
     "by_default": {},
