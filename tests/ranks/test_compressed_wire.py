@@ -31,6 +31,8 @@ from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
 
 
+pytestmark = pytest.mark.long
+
 SHAPES = [(40, 30), (30,), (64, 16), (7, 9), (128, 20)]
 CODECS: dict[str, Callable[[], GradientCompressor]] = {
     "fp16": lambda: CastCompressor(torch.float16),
