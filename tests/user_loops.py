@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tiny
 import torch
 from torch import nn
 
-from hf_parallel.errors import ParallelError
+from hf_parallel.errors import ParallelError, UnsupportedError
 
 
 STEPS = 3
@@ -135,3 +135,23 @@ def check(found: list[dict[str, Any]], name: str, layout: str, expected: str) ->
             assert expected in mine
         elif ranks is found[0]:
             assert difference(mine, ranks[f"{name}-one"]) < 1e-5
+
+
+def losses_or_refusal(
+    accelerator: Any, model: Any, optimizer: Any, batches: Iterable[dict[str, Any]]
+) -> list[float] | str:
+    """The loss of each step of a plain loop, or the text that refuses it; the watchdog of a mesh is stopped."""
+    found = []
+    try:
+        for batch in batches:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        if hasattr(accelerator, "hf_parallel"):
+            accelerator.hf_parallel.watchdog.stop()
+    return found

@@ -11,12 +11,13 @@ import torch
 from rank_runner import run_ranks
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from user_loops import losses_or_refusal
 
 
 def losses_of(rank: int, world_size: int, parallel: dict[str, Any] | None) -> Any:
     from accelerate import Accelerator
 
-    from hf_parallel import HFParallelPlugin, UnsupportedError
+    from hf_parallel import HFParallelPlugin
 
     more = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
     accelerator = Accelerator(cpu=True, **more)
@@ -24,20 +25,7 @@ def losses_of(rank: int, world_size: int, parallel: dict[str, Any] | None) -> An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(tiny.rows(16), batch_size=4, collate_fn=tiny.collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    found = []
-    try:
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss))
-    except UnsupportedError as error:
-        return str(error)
-    finally:
-        if parallel is not None:
-            accelerator.hf_parallel.watchdog.stop()
-    return found
+    return losses_or_refusal(accelerator, model, optimizer, loader)
 
 
 @pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])

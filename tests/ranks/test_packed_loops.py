@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from rank_runner import run_ranks
+from user_loops import losses_or_refusal
 
 
 pytestmark = pytest.mark.long
@@ -25,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def losses_of(rank: int, world_size: int, parallel: dict[str, Any] | None, kind: str) -> Any:
     from accelerate import Accelerator
 
-    from hf_parallel import HFParallelPlugin, UnsupportedError
+    from hf_parallel import HFParallelPlugin
 
     more = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
     accelerator = Accelerator(cpu=True, **more)
@@ -33,20 +34,8 @@ def losses_of(rank: int, world_size: int, parallel: dict[str, Any] | None, kind:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = torch.randint(1, tiny.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]).expand(2, -1)
-    found = []
-    try:
-        for _ in range(3):
-            loss = model(input_ids=ids, labels=ids, position_ids=positions, **KINDS[kind]).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(float(loss))
-    except UnsupportedError as error:
-        return str(error)
-    finally:
-        if parallel is not None:
-            accelerator.hf_parallel.watchdog.stop()
-    return found
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, **KINDS[kind]}
+    return losses_or_refusal(accelerator, model, optimizer, [batch] * 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
