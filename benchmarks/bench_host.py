@@ -13,10 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from counted_calls import counted_calls
 from rich.console import Console
 from rich.table import Table
 from timing import parser_of, write_report
@@ -65,23 +71,6 @@ def variants(blocks: int, stages: int) -> tuple[Callable[[], None], Callable[[],
     return staged, whole
 
 
-def calls(run: Callable[[], None]) -> int:
-    """Calls of Python and C functions during one run."""
-    count = 0
-
-    def count_call(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    run()
-    sys.setprofile(count_call)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def measure(blocks: int, stages: int, rounds: int) -> dict[str, Any]:
     """Paired ratios of host time, and counted calls."""
     both = variants(blocks, stages)
@@ -104,7 +93,7 @@ def measure(blocks: int, stages: int, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "stage_ms": 1e3 * min(mine for mine, _ in times),
         "own_blocks_ms": 1e3 * min(whole for _, whole in times),
-        "calls": [calls(run) for run in both],
+        "calls": [counted_calls(run) for run in both],
         "cpu_s": psutil.cpu_times().user - busy.user,  # of the whole machine
         "wall_s": time.perf_counter() - started,
     }

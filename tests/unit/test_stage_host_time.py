@@ -5,11 +5,8 @@ Calls are counted, not timed: at tiny kernels the host's time follows them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from counted_calls import counted_calls
 from stage_models import WIDTHS, batch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,23 +26,6 @@ def last_stage(num_blocks: int) -> Stage:
     return stages[1]
 
 
-def counted(run: Callable[[], Any]) -> int:
-    count = 0
-
-    def count_call(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    run()  # what is looked up once
-    before = sys.getprofile()
-    sys.setprofile(count_call)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def test_a_skipped_block_costs_a_few_calls() -> None:
     inputs = batch()
     counts = {}
@@ -53,5 +33,5 @@ def test_a_skipped_block_costs_a_few_calls() -> None:
         stage = last_stage(num_blocks)
         shape = (*inputs["input_ids"].shape, WIDTHS["hidden_size"])
         received = torch.randn(shape, requires_grad=True)
-        counts[num_blocks] = counted(lambda stage=stage, received=received: stage((received,), **inputs))
+        counts[num_blocks] = counted_calls(lambda stage=stage, received=received: stage((received,), **inputs))
     assert counts[24] - counts[8] <= (24 - 8) * CALLS_OF_A_SKIPPED_BLOCK
