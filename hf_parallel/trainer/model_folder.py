@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
+from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapters
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.data_parallel.fsdp import local_of, rows_of
@@ -96,11 +97,23 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
         given = {key: value for key, value in options.items() if key == "max_shard_size"}
         _stream(engine, folder, functools.partial(save, state_dict={}), **given)
         return None
-    state = whole_state(engine)
+    # Whoever has something to say about what PEFT writes may mean any tensor.
+    state = whole_state(engine) if options else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
         if writes:
             save(folder, state_dict=state, **options)
     return None
+
+
+def state_to_write(engine: Engine) -> dict[str, Any]:
+    """What `save_pretrained` takes for its `state_dict`, on world rank 0, {} elsewhere; collective."""
+    if not has_adapters(engine.model):
+        return whole_state(engine)
+    attachment = engine.attachment
+    attachment.gradients.replicas.synchronise()
+    held = {**attachment.parameters, **attachment.buffers}
+    with attachment.watchdog.waiting("waits for the adapters of the other ranks"):
+        return gather_adapters(engine.model, attachment.ledger, held, engine.mesh)
 
 
 def whole_state(engine: Engine) -> dict[str, Any]:
@@ -147,7 +160,7 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
     if save is not None and streams(model):
         _stream(engine, folder, functools.partial(save, state_dict={}))
         return
-    state = whole_state(engine)
+    state = whole_state(engine) if save is None else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):
         if engine.mesh.rank == 0 and save is not None:
             save(folder, state_dict=state)
