@@ -22,6 +22,7 @@ from hf_parallel.data_parallel.fsdp import local_of, rows_of
 from hf_parallel.engine.direct import Engine
 from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.parts import mark_parts
+from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 
 
 def is_whole(engine: Engine) -> bool:
@@ -91,7 +92,10 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
     state = options.pop("state_dict", None)
     if state is not None:
         # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
-        return save(folder, state_dict=state, **options) if writes or state else None
+        if not writes and not state:
+            return None
+        with with_dropped_names(engine.model):  # PEFT looks for the names of what it saves
+            return save(folder, state_dict=state, **options)
     meeting.meet("model.save_pretrained()")
     if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
         given = {key: value for key, value in options.items() if key == "max_shard_size"}
@@ -101,7 +105,8 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
     state = whole_state(engine) if options else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
         if writes:
-            save(folder, state_dict=state, **options)
+            with with_dropped_names(engine.model):
+                save(folder, state_dict=state, **options)
     return None
 
 
@@ -163,6 +168,7 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
     state = whole_state(engine) if save is None else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):
         if engine.mesh.rank == 0 and save is not None:
-            save(folder, state_dict=state)
+            with with_dropped_names(engine.model):
+                save(folder, state_dict=state)
         elif engine.mesh.rank == 0:
             save_file({name: tensor.clone() for name, tensor in state.items()}, folder / WEIGHTS)

@@ -16,6 +16,7 @@ from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Entry, Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 
 
 ADAPTERS = "adapter_model.safetensors"
@@ -46,7 +47,7 @@ def adapter_names(model: Any, ledger: Ledger) -> dict[str, dict[str, str | None]
             stands[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         name_of = {id(stand): name for name, stand in stands.items()}
         found = {}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), with_dropped_names(model):
             warnings.simplefilter("ignore")  # what it warns of it says again when it writes
             for adapter in model.peft_config:
                 picked = get_peft_model_state_dict(model, state_dict=dict(stands), adapter_name=adapter)
