@@ -177,7 +177,18 @@ def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
     return lora(llama().to(dtype))
 
 
+def llama_native_lora() -> Any:
+    """Adapters that transformers put on the model itself, without a wrapper."""
+    from peft import LoraConfig
+
+    model = llama()
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return model
+
+
 ADAPTED = {
+    "llama_native_lora": llama_native_lora,
     "gpt2_lora": lambda: lora(gpt2(), fan_in_fan_out=True),
     "mixtral_lora": lambda: lora(mixtral()),
     "mixtral_lora_experts": lambda: lora(

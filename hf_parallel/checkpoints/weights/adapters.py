@@ -58,7 +58,7 @@ def adapter_names(model: Any, ledger: Ledger) -> dict[str, dict[str, str | None]
 
 
 def gather_adapters(
-    model: Any, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh
+    model: Any, ledger: Ledger, held: Mapping[str, torch.Tensor], mesh: Mesh, *, everything: bool = False
 ) -> dict[str, torch.Tensor]:
     """The part of the model's state dict that PEFT writes, whole, on world rank 0; {} elsewhere. Collective.
 
@@ -67,10 +67,12 @@ def gather_adapters(
         ledger: Its ledger.
         held: Ledger name -> this rank's tensor or shard.
         mesh: This rank's mesh.
+        everything: Whether to gather all of it.
     """
-    chosen = [name for names in adapter_names(model, ledger).values() for name in names.values()]
+    chosen = [] if everything else [n for names in adapter_names(model, ledger).values() for n in names.values()]
     # What PEFT makes of others may need any tensor.
-    wanted = None if None in chosen else {ledger.find(name).name for name in chosen if name is not None}
+    whole = everything or None in chosen
+    wanted = None if whole else {ledger.find(name).name for name in chosen if name is not None}
     state = gather_tensors(ledger, held, mesh, wanted=lambda entry: wanted is None or entry.name in wanted)
     return {name: state[entry.name] for name in ledger.names if (entry := ledger.find(name)).name in state}
 

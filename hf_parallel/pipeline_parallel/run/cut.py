@@ -127,7 +127,9 @@ def with_dropped_names(model: nn.Module) -> Iterator[None]:
         for key, value in list(vars(module).items()):
             if isinstance(value, _Placeholder):
                 own = own_parameters(module)
-                own[key] = nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False)
+                own[key] = nn.Parameter(
+                    torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
+                )
                 shown.append((own, key))
     try:
         yield
