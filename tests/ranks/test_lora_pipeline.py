@@ -168,7 +168,7 @@ def test_adapters_of_another_config_are_refused(
     resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]], tmp_path: Path
 ) -> None:
     checkpoint = resumed["pp2", "dp2"][0].resume
-    with pytest.raises(RankError, match="adapter_model.safetensors is of other adapters") as caught:
+    with pytest.raises(RankError, match=r"adapter_model\.safetensors is of other adapters") as caught:
         run_jobs([Job("pp2", str(tmp_path / "run"), checkpoint, model="llama_lora_late")], tmp_path)
     assert "rank 0" in str(caught.value)
     assert "rank 1" in str(caught.value)
