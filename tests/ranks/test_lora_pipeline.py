@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 PLAIN = Case("plain", steps=5, arguments=NO_NOISE)
 PP2 = {"pp_size": 2}
