@@ -79,8 +79,9 @@ def load(lora: LoraArguments) -> tuple[Any, Callable[[str], list[int]], list[str
         from pydoc_data.topics import topics
 
         sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-        sizes |= {"num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=128, **sizes))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=256, max_position_embeddings=128, num_attention_heads=4, **sizes)
+        )
         return model, lambda text: list(text.encode()), [topics[name] for name in sorted(topics)]
     name = str(lora.model_name_or_path)
     tokenizer, base = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=lora.dtype)
