@@ -204,10 +204,6 @@ ADAPTED = {
     "llama_tied_lora_tokens": lambda: lora(
         llama(tied=True), target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2, 5, 40]}
     ),
-    # Adapters of two layers that are two parameters in one memory, each other's transpose.
-    "llama_tied_lora_tied": lambda: lora(
-        llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
-    ),
     "llama_tied_lora_saved_tied": lambda: lora(
         llama(tied=True), target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
     ),
@@ -243,6 +239,10 @@ MODELS = {
     "deepseek_v3": deepseek_v3,
     **ADAPTED,
     "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
+    # Adapters of two layers that are two parameters in one memory, each other's transpose.
+    "llama_tied_lora_tied": lambda: lora(
+        llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
+    ),
 }
 
 
