@@ -42,6 +42,7 @@ class Op:
     writes: frozenset[int]
     name: str
     is_view: bool
+    scalars: str = ""  # numbers, flags and names that it was given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _OpLog(TorchDispatchMode):
         reads = frozenset(map(self.number, inputs))
         writes = frozenset(map(self.number, outputs + mutated))
         is_view = not mutated and bool(writes) and writes <= reads
-        self.ops.append(Op(self.epoch, reads, writes, str(func), is_view))
+        self.ops.append(Op(self.epoch, reads, writes, str(func), is_view, _scalars(args, kwargs)))
         flops = _flops(func, args, kwargs, out)
         self.flops[self.epoch] = self.flops.get(self.epoch, 0.0) + flops
         if not flops and not is_view:
@@ -142,6 +143,19 @@ class _OpLog(TorchDispatchMode):
             return tensor.detach()  # an output that its own node keeps would never be freed
         finally:
             self._silent = False
+
+
+def _scalars(args: Any, kwargs: Mapping[str, Any]) -> str:
+    plain = [value for value in args if not isinstance(value, Tensor)]
+    named = [(name, value) for name, value in kwargs.items() if not isinstance(value, Tensor)]
+    return "" if not plain and not named else repr((*map(_scalar, plain), *((n, _scalar(v)) for n, v in named)))
+
+
+def _scalar(value: Any) -> Any:
+    """A value without its tensors, which would be printed."""
+    if isinstance(value, (list, tuple)):
+        return [_scalar(item) for item in value]
+    return "" if isinstance(value, Tensor) else value
 
 
 def _memory(tensor: Tensor) -> int:
