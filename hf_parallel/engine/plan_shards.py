@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -43,9 +44,10 @@ def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None, kept: Ke
         asked["sequence"] = settings.sequence_parallel
         if kept is not None and settings.plan == "auto":  # patterns may name single blocks
             fewer = with_blocks(setup.model, kept.stack, kept.blocks)
-            plan = plan_model(fewer, setup.mesh.shape.tp_size, probes.batch, **asked)
-            if is_within_blocks(plan, (kept.stack,)):
-                return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
+            with suppress(PlanError):  # then it is for the whole model to say why
+                plan = plan_model(fewer, setup.mesh.shape.tp_size, probes.batch, **asked)
+                if is_within_blocks(plan, (kept.stack,)):
+                    return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
         return planner(setup.mesh.shape.tp_size, probes.batch, **asked)
 
     plan = plan_on_one_rank(make, setup.watchdog.waiting)

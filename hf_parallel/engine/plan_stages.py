@@ -108,9 +108,14 @@ def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> 
 
 def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
     """How the model's loss may be computed, reported where it needs whole batches."""
-    kept = stages.kept  # a loss is made after the blocks
-    model = setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks)
-    verdict = judge_loss(model, sample) if stand_in is None else _verdict_on_stand_in(setup, sample, stand_in)
+    if stand_in is not None:
+        verdict = _verdict_on_stand_in(setup, sample, stand_in)
+    else:
+        kept, verdict = stages.kept, Verdict("whole")
+        if kept is not None:  # a loss is made after the blocks
+            verdict = judge_loss(with_blocks(setup.model, kept.stack, kept.blocks), sample)
+        if verdict.kind == "whole":
+            verdict = judge_loss(setup.model, sample)
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind

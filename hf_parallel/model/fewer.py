@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_torch import module_hooks, own_modules
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Op, Record, record_forward, unchanged
-from hf_parallel.model.stack import kind_of
+from hf_parallel.model.stack import blocks_of, kind_of
 from hf_parallel.model.structure import outline
 
 
@@ -80,7 +80,7 @@ def fewer_blocks(
         groups: Ranges of blocks that each keep those that they need, and their last one; None: all blocks are one group.
         is_on_meta: Whether it was recorded on the `meta` device.
     """
-    depth = len(list(model.get_submodule(whole.stack).children()))
+    depth = len(blocks_of(model, whole.stack))
     groups = groups or [range(depth)]
     if LEAST_SAVED * sum(min(len(group), 2) for group in groups) > depth:
         return None
@@ -113,27 +113,24 @@ def with_blocks(model: nn.Module, stack: str, kept: Sequence[int]) -> nn.Module:
 
     Its config has the entries of those blocks in lists that have an entry for each block.
     """
-    made = _shallow(model)
-    here, configs = made, _configs_with_blocks(model, len(list(model.get_submodule(stack).children())), kept)
+    chosen = blocks_of(model, stack)
+    configs = _configs_with_blocks(model, len(chosen), kept)
+    here = made = _shallow(model, configs)
     for name in stack.split("."):
-        child = _shallow(here.get_submodule(name))
-        own_modules(here)[name] = child
-        here = child
-        config = vars(here).get("config")
-        if id(config) in configs:
-            vars(here)["config"] = configs[id(config)]
-    blocks = own_modules(here)
-    chosen = [blocks[str(block)] for block in kept]
-    blocks.clear()
-    blocks.update({str(place): block for place, block in enumerate(chosen)})
-    if id(vars(made).get("config")) in configs:
-        vars(made)["config"] = configs[id(vars(made)["config"])]
+        own_modules(here)[name] = _shallow(here.get_submodule(name), configs)
+        here = here.get_submodule(name)
+    own_modules(here).clear()
+    own_modules(here).update({str(place): chosen[block] for place, block in enumerate(kept)})
     return made
 
 
-def _shallow(module: nn.Module) -> nn.Module:
+def _shallow(module: nn.Module, configs: Mapping[int, PretrainedConfig]) -> nn.Module:
+    """A module of the same parameters, buffers and children, in tables of its own."""
     made: nn.Module = object.__new__(type(module))
     vars(made).update({name: copy.copy(v) if isinstance(v, dict) else v for name, v in vars(module).items()})
+    config = vars(made).get("config")
+    if id(config) in configs:
+        vars(made)["config"] = configs[id(config)]
     return made
 
 
@@ -188,7 +185,7 @@ def _package(name: str) -> str:
 
 def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:
     """Equal for blocks that have the same settings and run the same ops; None where blocks cannot be compared."""
-    blocks = list(model.get_submodule(record.stack).children())
+    blocks = blocks_of(model, record.stack)
     if sorted(record.blocks) != list(range(len(blocks))) or not is_stock(model):
         return None
     if any(2 * len(blocks) > op.epoch > 0 and any(name in op.name for name in READS_VALUES) for op in record.ops):
@@ -204,14 +201,11 @@ def kinds_of_blocks(model: nn.Module, record: Record) -> list[Kind] | None:
 def _settings(block: nn.Module) -> Kind:
     """What is set on a block and its modules."""
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    numbers = (
-        (path, name, value)
-        for path, module in block.named_modules()
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, float)
-    )
+    attributes = [(p, name, v) for p, module in block.named_modules() for name, v in sorted(vars(module).items())]
+    numbers = tuple((path, name, value) for path, name, value in attributes if isinstance(value, float))
+    configs = tuple((path, id(value)) for path, _, value in attributes if isinstance(value, PretrainedConfig))
     marks = tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
-    return kind_of(block), marks, tuple(numbers)
+    return kind_of(block), marks, numbers, configs
 
 
 def _outline(record: Record) -> dict[int, Kind]:

@@ -126,6 +126,11 @@ class PipelinePlan:
         """The blocks that ran, rising: all of them, but for models that skip some on some inputs."""
         return tuple(sorted(self.blocks))
 
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether the forward changes values of parameters or buffers."""
+        return any(not op.is_view and op.writes & self._names_of.keys() for op in self._ops)
+
     def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
         """What must be sent at the cut before block `boundary`, in a fixed order.
 

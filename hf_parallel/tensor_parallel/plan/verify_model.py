@@ -92,10 +92,15 @@ def _verify(
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    away = {
+        id(p): nn.Parameter(p.detach().cpu(), p.requires_grad)
+        for p in model.parameters()
+        if p.device.type != "cpu" and type(p) is nn.Parameter
+    }
     with undisturbed(model):
-        copied = widen(copy.deepcopy(model)).eval()
+        copied = widen(copy.deepcopy(model, dict[int, Any](away)).cpu()).eval()
     perturb(copied, only_constant=True)
-    return copied.cpu()
+    return copied
 
 
 def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any], trains: bool) -> Result:
