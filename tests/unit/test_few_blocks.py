@@ -34,7 +34,6 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen3": LAYERS | {"layer_types": ["full_attention"] * DEPTH},
     "gpt2_tied": {"n_layer": DEPTH},
     "bloom": {"n_layer": DEPTH},
-    "mamba": LAYERS,
 }
 
 

@@ -18,6 +18,7 @@ from hf_parallel.errors import PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.fewer import is_stock
 from hf_parallel.model.record import unchanged
+from hf_parallel.model.tensors import largest
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
@@ -189,17 +190,9 @@ def _compare_losses(model_name: str, expected: Tensor, got: Tensor) -> None:
         )
 
 
-def _largest(tensor: Tensor) -> float:
-    """The largest magnitude, NaN if there is one."""
-    if not tensor.is_floating_point() or tensor.layout != torch.strided:
-        return float(tensor.abs().max())
-    least, most = torch.aminmax(tensor)  # without a temporary of the tensor's size; both are NaN if any is
-    return max(-float(least), float(most))
-
-
 def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> None:
     """A missing gradient counts as zeros: some parameters legitimately get either."""
-    largest = max((_largest(g) for g in expected.values() if g is not None and g.numel()), default=0.0)
+    most = max((largest(g) for g in expected.values() if g is not None and g.numel()), default=0.0)
     wrong: list[tuple[str, float]] = []
     for name, grad in expected.items():
         other = got[name]
@@ -210,8 +203,8 @@ def _compare_gradients(model_name: str, expected: Gradients, got: Gradients) -> 
             continue
         left = torch.zeros_like(some) if grad is None else grad
         right = torch.zeros_like(some) if other is None else other
-        scale = max(_largest(left), FLOOR * largest)
-        difference = _largest(left - right)
+        scale = max(largest(left), FLOOR * most)
+        difference = largest(left - right)
         if not difference <= TOLERANCE.get(some.dtype, 1e-5) * scale:
             wrong.append((name, difference / scale if scale else float("inf")))
     if wrong:

@@ -318,9 +318,7 @@ def _run_tail(
 ) -> _Tail:
     """Run the model with rows `rows` of the head, on its own input or on `hidden`; in fp32 if it is in half."""
     weights = [
-        p.detach()[rows].clone()
-        for p in (head.get_parameter("weight"), own_parameters(head).get("bias"))
-        if p is not None
+        p.detach()[rows] for p in (head.get_parameter("weight"), own_parameters(head).get("bias")) if p is not None
     ]
     weights = [(w.float() if w.dtype.itemsize < 4 else w).requires_grad_() for w in weights]
     inputs: list[Tensor] = []
