@@ -148,7 +148,9 @@ class _OpLog(TorchDispatchMode):
 def _scalars(args: Any, kwargs: Mapping[str, Any]) -> str:
     plain = [value for value in args if not isinstance(value, Tensor)]
     named = [(name, value) for name, value in kwargs.items() if not isinstance(value, Tensor)]
-    return "" if not plain and not named else repr((*map(_scalar, plain), *((n, _scalar(v)) for n, v in named)))
+    if not plain and not named:
+        return ""
+    return repr((*map(_scalar, plain), *((name, _scalar(value)) for name, value in named))).replace("torch.", "")
 
 
 def _scalar(value: Any) -> Any:
