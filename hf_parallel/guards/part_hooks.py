@@ -56,7 +56,7 @@ class PartHooks:
         """
         for name, parts, module, forward, tables in self._watched:
             for hooks, known in tables:
-                if len(hooks) == len(known) and known.issuperset(hooks):
+                if not hooks or known.issuperset(hooks):
                     continue
                 for key in [key for key in hooks if key not in known]:
                     if not _module_of(hooks[key]).startswith(OURS):
