@@ -82,7 +82,7 @@ def fewer_blocks(
     """
     depth = len(blocks_of(model, whole.stack))
     groups = groups or [range(depth)]
-    if LEAST_SAVED * sum(min(len(group), 2) for group in groups) > depth:
+    if not whole.has_scalars or LEAST_SAVED * sum(min(len(group), 2) for group in groups) > depth:
         return None
     kinds = kinds_of_blocks(model, whole)
     kept = () if kinds is None else tuple(sorted({block for group in groups for block in _needed(kinds, group)}))
@@ -92,7 +92,7 @@ def fewer_blocks(
     inside, given = (on_meta(fewer), inputs_on_meta(sample)) if is_on_meta else (nullcontext(), sample)
     try:
         with unchanged(fewer), inside:
-            record = record_forward(fewer, whole.stack, [whole.stack], fewer.forward, given)
+            record = record_forward(fewer, whole.stack, [whole.stack], fewer.forward, given, with_scalars=True)
     except Exception:  # noqa: BLE001 - code that counts its blocks may raise anything
         return None
     if not _same_forward(whole, record, kept):
@@ -100,6 +100,11 @@ def fewer_blocks(
     places = {kinds[block]: place for place, block in reversed(list(enumerate(kept)))}
     shown_by = tuple(kept.index(block) if block in kept else places[kinds[block]] for block in range(depth))
     return Fewer(fewer, Kept(whole.stack, kept, shown_by), record)
+
+
+def may_need_fewer(model: nn.Module, stack: str) -> bool:
+    """Whether a stack has so many blocks that leaving some out is worth while; each group keeps two or more."""
+    return len(blocks_of(model, stack)) >= 2 * LEAST_SAVED
 
 
 def _needed(kinds: Sequence[Kind], group: range) -> set[int]:

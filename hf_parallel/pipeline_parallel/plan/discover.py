@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.compat.private_transformers import eager_attention
-from hf_parallel.model.fewer import Fewer, fewer_blocks
+from hf_parallel.model.fewer import Fewer, fewer_blocks, may_need_fewer
 from hf_parallel.model.meta import inputs_on_meta, longer_on_meta, on_meta
-from hf_parallel.model.record import record_forward, unchanged
+from hf_parallel.model.record import Record, record_forward, unchanged
 from hf_parallel.model.samples import path_inputs
 from hf_parallel.model.stack import candidate_stacks, choose_stack
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, count_tokens
@@ -85,12 +85,17 @@ def _plan(
     model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], where: str, known: str | None = None
 ) -> PipelinePlan:
     candidates = candidate_stacks(model) if known is None else [known]
-    with unchanged(model):
-        record = record_forward(model, candidates[0], candidates, run, sample)
-        stack = choose_stack(model, candidates, record.calls)
-    if stack != record.stack:
+
+    def record_at(stack: str) -> Record:
+        # Numbers are compared where blocks may be left out.
+        with_scalars = may_need_fewer(model, stack)
         with unchanged(model):
-            record = record_forward(model, stack, candidates, run, sample)
+            return record_forward(model, stack, candidates, run, sample, with_scalars=with_scalars)
+
+    record = record_at(candidates[0])
+    stack = choose_stack(model, candidates, record.calls)
+    if stack != record.stack:
+        record = record_at(stack)
     return PipelinePlan(model, record, sample, where)
 
 
