@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from hf_parallel.model import fewer as fewer_module
 from hf_parallel.model.fewer import Fewer, fewer_blocks, with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.samples import tiny_samples
+from hf_parallel.model.tensors import largest
 from hf_parallel.pipeline_parallel.plan import verify_stages
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
@@ -257,3 +259,38 @@ def test_a_plan_that_is_wrong_in_a_block_that_is_left_out_is_seen() -> None:
     assert self_check._fewer_to_shard(model, wrong, fewer.kept) is None
     with pytest.raises((PlanError, KeyError, RuntimeError)):
         self_check._check_plan(model, wrong, fewer.kept, "on", samples()[0])
+
+
+class Writing(Counting):
+    def forward(self, input_ids: Tensor, labels: Tensor, **rest: Any) -> Any:
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+        return super().forward(input_ids, labels, **rest)
+
+
+def is_shared(model: nn.Module) -> bool:
+    plan = discover_stages(model, samples()[0])
+    own, copied = dict(model.named_parameters()), verify_stages._pristine(model, plan)
+    assert all(p is not own[name] and p.grad is None for name, p in copied.named_parameters())
+    assert verify_stages.shares_parameters(model, plan) == (
+        not plan.writes_parameters and fewer_module.is_stock(model)
+    )
+    (shared,) = {p.data_ptr() == own[name].data_ptr() for name, p in copied.named_parameters()}
+    return shared
+
+
+def test_only_weights_that_no_forward_writes_to_are_compared_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep("llama_tied")
+    assert is_shared(model)
+    hook(model)
+    assert not is_shared(model)
+    monkeypatch.setattr(fewer_module, "STOCK", (*fewer_module.STOCK, __name__.partition(".")[0]))
+    assert is_shared(Counting())
+    assert not is_shared(Writing())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_the_largest_magnitude(dtype: torch.dtype) -> None:
+    assert largest(torch.tensor([1.0, -3.0, 2.0], dtype=dtype)) == 3.0
+    assert math.isnan(largest(torch.tensor([1.0, float("nan"), 2.0], dtype=dtype)))
+    assert largest(torch.tensor([1.0, -float("inf")], dtype=dtype)) == float("inf")
