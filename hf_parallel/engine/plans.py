@@ -19,8 +19,9 @@ from hf_parallel.errors import PlanError, RankMismatchError
 from hf_parallel.guards.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import compare_over_ranks
-from hf_parallel.model.fewer import Kept
+from hf_parallel.model.fewer import Kept, may_need_fewer
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.predict_cut import Prediction, describe, predict
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -119,8 +120,10 @@ def _blocks_that_show(setup: Setup, found: PipelinePlan | None, probes: Probes) 
     if found is not None:
         return found.kept
     try:
+        if not may_need_fewer(setup.model, candidate_stacks(setup.model)[0]):
+            return None
         return discover_stages(setup.model, probes.batch).kept
-    except PlanError:  # no stack that can be cut
+    except Exception:  # noqa: BLE001 - the other ranks wait for the plan, which says what is wrong, if anything is
         return None
 
 

@@ -103,8 +103,8 @@ def fewer_blocks(
 
 
 def may_need_fewer(model: nn.Module, stack: str) -> bool:
-    """Whether a stack has so many blocks that leaving some out is worth while; each group keeps two or more."""
-    return len(blocks_of(model, stack)) >= 2 * LEAST_SAVED
+    """Whether a stack may have blocks to leave out: the first, the last and one between them are mostly kept."""
+    return len(blocks_of(model, stack)) >= 3 * LEAST_SAVED
 
 
 def _needed(kinds: Sequence[Kind], group: range) -> set[int]:

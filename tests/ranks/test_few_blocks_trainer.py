@@ -75,3 +75,23 @@ def test_a_block_that_others_show_runs_once_at_the_start(tmp_path: Path) -> None
         assert here[name][3] == here[name][12] == 1, here[name]
         assert here[name][1] > 10, here[name]
         assert min(here[f"{name}_full"]) > 10, here[f"{name}_full"]
+
+
+def failing_main(rank: int, world_size: int, folder: str) -> str:
+    from hf_parallel.engine import plans
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise KeyError("no blocks")
+
+    genuine, plans.discover_stages = plans.discover_stages, fail
+    try:
+        trainer = make_trainer(Case("a", model="llama_deep", steps=1, parallel={"tp_size": 2}), Path(folder), 2)
+        trainer.train()
+    finally:
+        plans.discover_stages = genuine
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return "trained"
+
+
+def test_blocks_that_cannot_be_looked_for_are_all_planned(tmp_path: Path) -> None:
+    assert run_ranks(failing_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV) == ["trained"] * 2
