@@ -83,6 +83,7 @@ def shard_vocabulary(
     sample: Mapping[str, Any],
     parallel_loss: Literal["auto"] | bool = "auto",
     overrides: Mapping[str, Treatment] | None = None,
+    foreign: frozenset[str] | None = None,
 ) -> TPPlan:
     """Add the roles `vocab_embedding` and `vocab_head` to a plan, where they verify.
 
@@ -94,6 +95,7 @@ def shard_vocabulary(
         sample: Keyword arguments of a forward pass; `input_ids` serve as labels if there are none.
         parallel_loss: `tensor_parallel.vocab_parallel_loss`: False leaves the plan as it is; True insists on the loss.
         overrides: Pattern of module names -> "pair" (refuse to do without), "gather" (whole logits) or "replicate".
+        foreign: Parameters that code outside of their modules reads; None: to be found out.
 
     Returns:
         The plan; what stays gathered or replicated has the reason in `fallbacks`.
@@ -109,10 +111,10 @@ def shard_vocabulary(
         _require(treatments, ends, dict.fromkeys(("embedding", "head"), "vocab_parallel_loss is false"))
         return plan
     with undisturbed(model):
-        foreign = functools.cache(lambda: trace_linears(model, {}, sample).foreign)
+        read = functools.cache(lambda: trace_linears(model, {}, sample).foreign if foreign is None else foreign)
         storage = {
-            "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, foreign)),
-            "head": _reason(lambda: _check_head(model, ends, plan.tp_size, foreign)),
+            "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, read)),
+            "head": _reason(lambda: _check_head(model, ends, plan.tp_size, read)),
         }
         if any(ends.head in (*pair.columns, pair.row) for pair in plan.pairs):
             storage["head"] = "it belongs to a pair, which cuts it along its other dim"
