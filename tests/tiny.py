@@ -221,6 +221,7 @@ MODELS = {
     "llama_lora_half": lambda: llama_lora(torch.bfloat16),
     "llama_tied": lambda: llama(tied=True),
     "llama_1": lambda: llama(layers=1),
+    "llama_deep": lambda: llama(tied=True, layers=16),  # some of its blocks show what all do
     "llama_half": lambda: llama().to(torch.bfloat16),
     "llama_8": lambda: llama(tied=True, layers=8),
     "gpt2": gpt2,
