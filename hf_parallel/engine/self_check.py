@@ -155,20 +155,30 @@ def _check_stages(
     try:
         check_split(*cut, samples, lambda copied: copied.forward, placement)
     except PlanError:
-        if "forward" not in vars(model):
+        if not _outer_patched(model, cut.plan.stack):
             raise
-        # A function that was put over model.forward may call the forward of this very model, not that of a copy.
-        check_split(*cut, samples, lambda copied: type(copied).forward.__get__(copied), placement)
+        # A function that was put over a forward may call the forward of this very model, not that of a copy.
+        check_split(*cut, samples, lambda copied: _unpatched(copied, cut.plan.stack), placement)
         logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
     return True
+
+
+def _outer_patched(model: nn.Module, stack: str) -> list[nn.Module]:
+    """The model and what it wraps (of adapters: the model that they are on), where a forward was put over the class's."""
+    named = model.named_modules()
+    return [module for name, module in named if not name.startswith(f"{stack}.") and "forward" in vars(module)]
+
+
+def _unpatched(copied: nn.Module, stack: str) -> Callable[..., Any]:
+    for module in _outer_patched(copied, stack):
+        del module.forward
+    return copied.forward
 
 
 def _check_shards(model: nn.Module, shards: TPPlan, self_check: SelfCheck, sample: Mapping[str, Any]) -> bool:
     """Returns whether they were compared."""
     wide = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
-    needed = (
-        2 * (shards.tp_size + 1) * wide
-    )  # a model and its gradients: whole, and a rank; on the CPU, see `verify_model`
+    needed = 2 * (shards.tp_size + 1) * wide  # whole and of each rank, with gradients; on the CPU, see `verify_model`
     if not _affordable(needed, torch.device("cpu"), self_check, "tensor_parallel"):
         return False
     verify_model(model, shards, sample)

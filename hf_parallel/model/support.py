@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from torch import nn
 
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import UnsupportedError
 
 
-def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = False) -> None:
+def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_parameters: bool = False) -> None:
     """Refuse models that would train wrong or crash late.
 
     Args:
         model: The whole model.
         mp_size: Ranks that hold one copy of it.
+        tp_size: Ranks that each of its layers is sharded over.
         shares_parameters: Whether replicas shard its parameters (ZeRO 3).
 
     Raises:
@@ -46,8 +50,42 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
             f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
+    if mp_size > 1:
+        _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
+        _refuse_adapters(model, name, mp_size, tp_size)
+
+
+def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
+    """Refuse trained parameters that are two objects in one memory: apart, they would no longer be equal."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.is_meta]
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in trained)
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise UnsupportedError(
+                f"parameters {name} and {other} are two objects that share memory, with {mp_size} ranks a copy (pp_size x "
+                "tp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
+                "Tie them by assigning one Parameter to both modules, or set pp_size and tp_size to 1."
+            )
+
+
+def _refuse_adapters(model: Any, name: str, mp_size: int, tp_size: int) -> None:
+    """Refuse adapters that stages and shards do not know."""
+    ranks = f"with {mp_size} ranks a copy (pp_size x tp_size)"
+    if tp_size > 1:
         raise UnsupportedError(
-            f"{name} is a PEFT model: adapters with pp_size or tp_size above 1 are not available yet. Use pp_size 1 "
-            "and tp_size 1 (data parallel), or train the full model."
+            f"{name} is a PEFT model: adapters with tp_size={tp_size} are not available yet. Use tp_size 1 (pipeline "
+            "stages, data parallel), or train the full model."
         )
+    if len(model.peft_config) > 1:
+        raise UnsupportedError(
+            f"{name} has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}) {ranks}: one adapter is trained "
+            "and saved on stages and shards. Remove the others (model.delete_adapter), or set pp_size and tp_size to 1."
+        )
+    for config in model.peft_config.values():
+        if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
+            raise UnsupportedError(
+                f"{name} has a {type(config).__name__} {ranks}: prompts that are learned (virtual tokens) enter outside of the "
+                "layers, which stages and shards do not know. Use adapters in the layers (LoraConfig), or set pp_size and "
+                "tp_size to 1."
+            )

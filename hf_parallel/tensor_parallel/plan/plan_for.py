@@ -138,7 +138,7 @@ def blueprint_of(model: nn.Module) -> Blueprint:
 
 
 def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TPPlan:
-    refuse_model(model, tp_size)
+    refuse_model(model, tp_size, tp_size=tp_size)
     probes = Probes(model, next(model.parameters()).device, sample)
     with probes.running():
         return plan_model(model, tp_size, probes.batch, **settings)
