@@ -159,18 +159,44 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
-def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
+def lora(model: Any, **options: Any) -> Any:
     """Adapters on a frozen model, all of them other than zero."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(
-        llama().to(dtype), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    model = get_peft_model(model, LoraConfig(**settings))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     return model
+
+
+def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
+    """Adapters on all linear layers of a Llama."""
+    return lora(llama().to(dtype))
+
+
+ADAPTED = {
+    "gpt2_lora": lambda: lora(gpt2(), fan_in_fan_out=True),
+    "mixtral_lora": lambda: lora(mixtral()),
+    "mixtral_lora_experts": lambda: lora(
+        mixtral(),
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ),
+    "phi3_lora": lambda: lora(phi3(), target_modules=["qkv_proj", "gate_up_proj", "down_proj"], use_rslora=True),
+    "llama_tied_lora": lambda: lora(llama(tied=True), target_modules=["q_proj", "v_proj", "embed_tokens"]),
+    "llama_tied_lora_saved": lambda: lora(
+        llama(tied=True), target_modules=["q_proj", "o_proj"], modules_to_save=["embed_tokens", "lm_head"]
+    ),
+    "llama_lora_late": lambda: lora(llama(), layers_to_transform=[3]),
+    "llama_lora_early": lambda: lora(llama(), layers_to_transform=[0, 1]),
+    "llama_lora_head": lambda: lora(llama(), target_modules=["lm_head", "embed_tokens"]),
+    "llama_dora": lambda: lora(llama(), use_dora=True),
+    "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
+    "llama_lora_bias": lambda: lora(llama(attention_bias=True), bias="lora_only"),
+}
 
 
 MODELS = {
@@ -195,6 +221,7 @@ MODELS = {
     "bloom": bloom,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    **ADAPTED,
 }
 
 

@@ -46,8 +46,3 @@ def refuse_model(model: nn.Module, mp_size: int, *, shares_parameters: bool = Fa
             f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
-    if mp_size > 1 and hasattr(model, "peft_config"):
-        raise UnsupportedError(
-            f"{name} is a PEFT model: adapters with pp_size or tp_size above 1 are not available yet. Use pp_size 1 "
-            "and tp_size 1 (data parallel), or train the full model."
-        )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
@@ -246,9 +247,10 @@ def _check_head(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str,
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
     """The code after the head, run as every rank, gives the parts of the whole result."""
-    if not callable(getattr(model, "loss_function", None)):
+    inner = base_model(model)
+    if not callable(getattr(inner, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
-    _check_loss_function(model.loss_function)  # type: ignore[arg-type]
+    _check_loss_function(inner.loss_function)  # type: ignore[arg-type]
     head = model.get_submodule(name)
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
@@ -270,6 +272,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
 
 def _run_in_training(model: nn.Module, run_tail: Callable[[], _Tail]) -> None:
     """A forward may make another loss in training; the model alone trains, not its modules: no dropout."""
+    model = base_model(model)
     model.training = True
     try:
         run_tail()
@@ -340,7 +343,7 @@ def _run_tail(
     if given["labels"] is None:
         raise _RefusedError("the sample has neither labels nor input_ids")
     followed = Followed()
-    with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss), followed:
+    with _replaced(head, "forward", forward), _replaced(base_model(model), "_loss_function", loss), followed:
         output = run(model, given)
     if followed.read or followed.reaches(_loss_in(output)):
         raise _RefusedError("beside loss_function something else in the loss depends on the logits")
