@@ -200,6 +200,9 @@ ADAPTED = {
 
 
 MODELS = {
+    "gpt2_lora_bias": lambda: lora(gpt2(), fan_in_fan_out=True, bias="all", lora_bias=True),
+    "uneven_lora": lambda: lora(uneven()),
+    "deepseek_v3_lora": lambda: lora(deepseek_v3()),
     "llama": llama,
     "llama_lora": llama_lora,
     "llama_lora_half": lambda: llama_lora(torch.bfloat16),

@@ -232,7 +232,10 @@ def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _all_summed(tensors: Sequence[Tensor], uses: Sequence[Use], shared: SharedCopy) -> list[Tensor]:
     """The `tensors` with the gradients of what every rank holds summed over the ranks, by one all-reduce a dtype."""
-    parts = [list(torch.split(x, use.lengths, use.dim)) if use.lengths else [x] for x, use in zip(tensors, uses)]
+    parts = [
+        list(torch.split(x, use.lengths, use.dim)) if use.lengths else [x]
+        for x, use in zip(tensors, uses, strict=True)
+    ]
     summed = [
         (i, j)
         for i, use in enumerate(uses)

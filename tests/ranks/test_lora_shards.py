@@ -1,0 +1,102 @@
+"""Adapters (PEFT LoRA) on tensor-parallel layers train as on one process, and cost no collective in the forward.
+
+If these fail, LoRA runs on shards drift silently: a factor that every rank holds gets a part of its gradient, or each rank
+adds the whole product before the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+from tp_models import Counter, plan_sample, tiny_batch, tiny_model
+from trainer_cases import NO_NOISE, Case, compare, run_cases
+
+from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
+from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+
+
+pytestmark = pytest.mark.timeout(400)
+
+PLAIN = Case("plain", steps=5, arguments=NO_NOISE)
+TP2 = {"tp_size": 2}
+SEQUENCE = {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}}
+TWO: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> model, settings
+    "llama_lora": ("llama_lora", TP2),
+    "gpt2_lora": ("gpt2_lora", TP2),
+    "mixtral_lora": ("mixtral_lora", TP2),
+    "phi3_lora": ("phi3_lora", TP2),
+    "tied": ("llama_tied_lora", TP2),
+    "tied_saved": ("llama_tied_lora_saved", TP2),
+    "head": ("llama_lora_head", TP2),
+    "early": ("llama_lora_early", TP2),
+    "bias": ("llama_lora_bias", TP2),
+    "own_bias": ("gpt2_lora_bias", TP2),
+    "dropout": ("llama_lora_dropout", TP2),
+    "uneven": ("uneven_lora", TP2),
+    "latent": ("deepseek_v3_lora", TP2),
+    "sequence": ("llama_lora", SEQUENCE),
+    "sequence_biases": ("gpt2_lora_bias", SEQUENCE),
+    "recomputed": ("llama_lora", {**TP2, "activation_checkpointing": {"every": 1}}),
+}
+FOUR: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("llama_lora", TP2),
+    "zero1": ("gpt2_lora", {**TP2, "zero": {"stage": 1}}),
+    "zero3": ("phi3_lora", {**TP2, "zero": {"stage": 3}}),
+}
+
+
+def cases(table: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Case]:
+    return [dataclasses.replace(PLAIN, name=name, model=model, parallel=how) for name, (model, how) in table.items()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return run_cases(cases(TWO), 2, folder / "two") | run_cases(cases(FOUR), 4, folder / "four")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    models = sorted({model for model, _ in [*TWO.values(), *FOUR.values()]})
+    wanted = [dataclasses.replace(PLAIN, name=model, model=model, parallel=None) for model in models]
+    return run_cases(wanted, 1, tmp_path_factory.mktemp("stock"))
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_adapters_on_shards_train_as_on_one_process(
+    name: str, runs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
+) -> None:
+    compare(runs[name], stock[{**TWO, **FOUR}[name][0]])
+
+
+def collectives(model: torch.nn.Module, rank: int) -> tuple[int, int, int]:
+    """All-reduces of a forward and of its backward pass, and the number of pairs, on real ranks."""
+    plan = plan_tensor_parallel(model, 2, plan_sample())
+    apply_tensor_parallel(model, plan, dist.group.WORLD, rank, lambda name: True)
+    with Counter("all_reduce") as reduces:
+        loss = model(**tiny_batch(), use_cache=False).loss
+        forward, reduces.calls = reduces.calls, 0
+        loss.backward()
+    return forward, reduces.calls, len(plan.pairs)
+
+
+def count_main(rank: int, world_size: int) -> None:
+    for case in ("llama", "gpt2", "phi3"):
+        forward, backward, num_pairs = collectives(tiny_model(case), rank)
+        for dtype in (torch.float32, torch.bfloat16):  # adapters are fp32 on a model in bf16
+            adapted = collectives(tiny.lora(tiny_model(case, dtype), fan_in_fan_out=case == "gpt2"), rank)
+            # The frozen embedding wants no gradient from the first block; the factors that all ranks of a pair hold are summed
+            # together.
+            assert adapted == (forward, backward - 1 + num_pairs, num_pairs), (case, dtype)
+
+
+def test_adapters_cost_no_collective_in_the_forward_and_one_in_the_backward_of_a_pair(tmp_path: Path) -> None:
+    run_ranks(count_main, 2, tmp_path=tmp_path)
