@@ -39,6 +39,14 @@ def base_model(model: nn.Module) -> nn.Module:
     return found
 
 
+def trained_copy(module: Any) -> Any:
+    """What runs in the place of a module of `modules_to_save`; any other module itself."""
+    peft: Any = sys.modules.get("peft.utils.other")
+    if peft is None or not isinstance(module, peft.ModulesToSaveWrapper) or not module.active_adapters:
+        return module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
 def why_not_low_rank(layer: Any) -> str:
     """Why a tuner layer is not plain LoRA on a linear layer or an embedding; empty if it is."""
     from peft.tuners.lora import layer as lora

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from hf_parallel.compat.private_peft import base_model
+from hf_parallel.compat.private_peft import base_model, trained_copy
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
@@ -177,7 +177,7 @@ def find_ends(model: nn.Module) -> Ends:
     for end in ("input", "output"):
         module = None
         with contextlib.suppress(NotImplementedError, AttributeError):
-            module = getattr(model, f"get_{end}_embeddings")()
+            module = trained_copy(getattr(model, f"get_{end}_embeddings")())
         found.append(next((name for name, other in model.named_modules() if other is module), ""))
     weights = [own_parameters(model.get_submodule(name)).get("weight") if name else None for name in found]
     return Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])

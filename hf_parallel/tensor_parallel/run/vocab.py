@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.run.forwards import put_over
@@ -154,6 +155,12 @@ def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: boo
     Returns:
         A function with the signature of `forward`.
     """
+    inner = base_model(model)
+    if (
+        inner is not model
+    ):  # the forward of a PEFT model calls that of its base model, which the loss will be installed on
+        vars(inner)["tp_hides_logits"] = hides_logits
+        return forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +198,7 @@ def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 
 
 def _labelled_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run_labelled(self, self.tp_model_forward, args, kwargs, True)
+    return _run_labelled(self, self.tp_model_forward, args, kwargs, vars(self).get("tp_hides_logits", True))
 
 
 def _run_labelled(
