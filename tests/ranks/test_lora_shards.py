@@ -53,28 +53,32 @@ FOUR: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def cases(table: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Case]:
-    return [dataclasses.replace(PLAIN, name=name, model=model, parallel=how) for name, (model, how) in table.items()]
+Runs = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Runs]:
+    """The runs that are wanted (`-k` may have chosen one), and those of their models on one process."""
+    items: list[Any] = [item for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {item.callspec.params["name"] for item in items if item.path == request.path}
     folder = tmp_path_factory.mktemp("runs")
-    return run_cases(cases(TWO), 2, folder / "two") | run_cases(cases(FOUR), 4, folder / "four")
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    models = sorted({model for model, _ in [*TWO.values(), *FOUR.values()]})
-    wanted = [dataclasses.replace(PLAIN, name=model, model=model, parallel=None) for model in models]
-    return run_cases(wanted, 1, tmp_path_factory.mktemp("stock"))
+    found: Runs = {}
+    for world_size, table in ((2, TWO), (4, FOUR)):
+        cases = [
+            dataclasses.replace(PLAIN, name=name, model=model, parallel=how)
+            for name, (model, how) in table.items()
+            if name in wanted
+        ]
+        found |= run_cases(cases, world_size, folder / str(world_size)) if cases else {}
+    models = sorted({model for name, (model, _) in {**TWO, **FOUR}.items() if name in wanted})
+    stock = [dataclasses.replace(PLAIN, name=model, model=model, parallel=None) for model in models]
+    return found, run_cases(stock, 1, folder / "stock")
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_adapters_on_shards_train_as_on_one_process(
-    name: str, runs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
-) -> None:
-    compare(runs[name], stock[{**TWO, **FOUR}[name][0]])
+def test_adapters_on_shards_train_as_on_one_process(name: str, runs: tuple[Runs, Runs]) -> None:
+    found, stock = runs
+    compare(found[name], stock[{**TWO, **FOUR}[name][0]])
 
 
 def collectives(model: torch.nn.Module, rank: int) -> tuple[int, int, int]:
