@@ -112,8 +112,10 @@ def make_trainer(job: Job) -> Trainer:
     model = tiny.MODELS[job.model]()
     if job.resume is not None:
         with torch.no_grad():
+            adapted = hasattr(model, "peft_config")  # what adapters are on is not in a checkpoint
             for parameter in model.parameters():
-                parameter.mul_(0.5)  # nothing may be left of what the model was made with
+                if parameter.requires_grad or not adapted:
+                    parameter.mul_(0.5)  # nothing may be left of what the model was made with
     trainer = Trainer(
         model=model,
         args=TrainingArguments(job.folder, **{**arguments, **job.arguments}),
@@ -168,7 +170,7 @@ def read_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def states_equal(first: Path, second: Path) -> bool:
     """Whether weights and training states are the same, bit by bit, whatever layouts wrote them."""
-    weights, others = (load_file(folder / "model.safetensors") for folder in (first, second))
+    weights, others = (load_file(next(folder.glob("*model.safetensors"))) for folder in (first, second))
     if weights.keys() != others.keys() or not all(torch.equal(weights[name], others[name]) for name in weights):
         return False
     (mine, said), (other, other_said) = read_state(first), read_state(second)

@@ -172,12 +172,32 @@ def lora(model: Any, **options: Any) -> Any:
     return model
 
 
+def biased(model: Any) -> Any:
+    """Biases other than zero: what AdamW makes of the rounding error of a gradient is little beside them."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
     """Adapters on all linear layers of a Llama."""
     return lora(llama().to(dtype))
 
 
+def llama_native_lora() -> Any:
+    """Adapters that transformers put on the model itself, without a wrapper."""
+    from peft import LoraConfig
+
+    model = llama()
+    torch.manual_seed(1)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return model
+
+
 ADAPTED = {
+    "llama_native_lora": llama_native_lora,
     "gpt2_lora": lambda: lora(gpt2(), fan_in_fan_out=True),
     "mixtral_lora": lambda: lora(mixtral()),
     "mixtral_lora_experts": lambda: lora(
@@ -190,19 +210,15 @@ ADAPTED = {
     "llama_tied_lora_saved": lambda: lora(
         llama(tied=True), target_modules=["q_proj", "o_proj"], modules_to_save=["embed_tokens", "lm_head"]
     ),
-    "llama_lora_late": lambda: lora(llama(), layers_to_transform=[3]),
-    "llama_lora_early": lambda: lora(llama(), layers_to_transform=[0, 1]),
+    "llama_lora_late": lambda: lora(llama(), target_modules=["q_proj", "up_proj"], layers_to_transform=[3]),
+    "llama_lora_early": lambda: lora(llama(), target_modules=["o_proj"], layers_to_transform=[0, 1]),
     "llama_lora_head": lambda: lora(llama(), target_modules=["lm_head", "embed_tokens"]),
     "llama_dora": lambda: lora(llama(), use_dora=True),
-    "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
     "llama_lora_bias": lambda: lora(llama(attention_bias=True), bias="lora_only"),
 }
 
 
 MODELS = {
-    "gpt2_lora_bias": lambda: lora(gpt2(), fan_in_fan_out=True, bias="all", lora_bias=True),
-    "uneven_lora": lambda: lora(uneven()),
-    "deepseek_v3_lora": lambda: lora(deepseek_v3()),
     "llama": llama,
     "llama_lora": llama_lora,
     "llama_lora_half": lambda: llama_lora(torch.bfloat16),
@@ -225,6 +241,15 @@ MODELS = {
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
     **ADAPTED,
+    "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
+    "llama_lora_biases": lambda: lora(biased(llama(attention_bias=True, mlp_bias=True)), bias="all", lora_bias=True),
+    "gpt2_lora_biases": lambda: lora(biased(gpt2()), fan_in_fan_out=True, bias="all", lora_bias=True),
+    "mixtral_lora_attention": lambda: lora(mixtral(), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
+    "uneven_lora": lambda: lora(uneven()),
+    "deepseek_v3_lora": lambda: lora(
+        deepseek_v3(),
+        target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"],
+    ),
 }
 
 

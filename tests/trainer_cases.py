@@ -117,7 +117,10 @@ class Snapshots(TrainerCallback):
         from hf_parallel.checkpoints.weights.gather import gather_tensors
 
         ledger = session.engine.attachment.ledger
-        frozen = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
+        mine = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, mine)  # stages hold different ones
+        frozen = set().union(*everyone)
         return gather_tensors(
             ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param" and entry.name not in frozen
         )

@@ -53,7 +53,7 @@ def why_not_low_rank(layer: Any) -> str:
 
     kind = type(layer)
     if isinstance(layer, lora.ParamWrapper):
-        return "target_parameters adapts stacked expert weights"
+        return f"it adapts the parameter {layer.parameter_name} (target_parameters, which all-linear sets for experts)"
     if kind not in (lora.Linear, lora.Embedding):
         return f"it is a {kind.__module__.removeprefix('peft.tuners.')}.{kind.__name__}"
     if any(layer.use_dora.values()):

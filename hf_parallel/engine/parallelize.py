@@ -68,7 +68,8 @@ def parallelize(
         PlanError, ConfigError, UnsupportedError: The model cannot be parallelized as asked; nothing was changed.
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
-    refuse_model(model, mesh.shape.mp_size, shares_parameters=config.zero.shards_parameters)
+    shape, shares = mesh.shape, config.zero.shards_parameters
+    refuse_model(model, shape.mp_size, tp_size=shape.tp_size, shares_parameters=shares)
     watchdog.runs("plans the stages and shards")
     setup = Setup(model, config, schedule, mesh, device, watchdog)
     probes = Probes(model, device, sample) if _needs_probes(config) else None

@@ -105,7 +105,11 @@ class HFParallelCallback(TrainerCallback):
         warn_of_draws(args, self.config)
         if trainer.model is not None:
             shares = self.config.zero.shards_parameters
-            refuse_model(trainer.model, self.config.model_parallel_size, shares_parameters=shares)
+            refuse_model(
+                *(trainer.model, self.config.model_parallel_size),
+                tp_size=self.config.tp_size,
+                shares_parameters=shares,
+            )
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)
@@ -165,7 +169,7 @@ class HFParallelCallback(TrainerCallback):
 def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
     """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write."""
     driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
-    if driven or not isinstance(trainer.model, nn.Module) or hasattr(trainer.model, "peft_config"):
+    if driven or not isinstance(trainer.model, nn.Module):
         return
     _mix_in(trainer)
     if isinstance(trainer, HFParallelTrainerMixin):

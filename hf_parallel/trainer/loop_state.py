@@ -219,7 +219,7 @@ def load_loop_state(accelerator: HFParallelAccelerator, folder: Path) -> None:
         hook(models, str(folder))
     with waiting("waits for the other ranks to read the weights"), together(mesh, folder, writes=False):
         if models and has_adapters(engine.model):
-            load_adapters(folder, engine.model)
+            load_adapters(folder, engine.model, holdings.ledger, holdings.tensors, mesh)
         elif models:
             converted = conversion_of(folder, engine.model)
             load_weights(folder, holdings.ledger, holdings.tensors, mesh, converted=converted)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
+from hf_parallel.checkpoints.weights.adapters import gather_adapters, has_adapters
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.data_parallel.fsdp import local_of, rows_of
 from hf_parallel.engine.direct import Engine
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.parts import mark_parts
+from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 
 
 def is_whole(engine: Engine) -> bool:
@@ -90,17 +94,47 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
     state = options.pop("state_dict", None)
     if state is not None:
         # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
-        return save(folder, state_dict=state, **options) if writes or state else None
+        if not writes and not state:
+            return None
+        with _names_of_all(engine.model):
+            return save(folder, state_dict=state, **options)
     meeting.meet("model.save_pretrained()")
     if streams(engine.model) and options.keys() <= {"max_shard_size", "safe_serialization", "save_function"}:
         given = {key: value for key, value in options.items() if key == "max_shard_size"}
         _stream(engine, folder, functools.partial(save, state_dict={}), **given)
         return None
-    state = whole_state(engine)
+    if options.get("path_initial_model_for_weight_conversion"):
+        raise UnsupportedError(
+            "save_pretrained(path_initial_model_for_weight_conversion=...) loads a second adapter into the model, which no rank "
+            "has whole. Save it without, load the folder with PeftModel.from_pretrained, and convert it there."
+        )
+    state = state_to_write(engine, everything=bool(options))
     with engine.attachment.watchdog.waiting("waits for rank 0 to save the model"), together(engine.mesh, folder):
         if writes:
-            save(folder, state_dict=state, **options)
+            with _names_of_all(engine.model):
+                save(folder, state_dict=state, **options)
     return None
+
+
+def _names_of_all(model: nn.Module) -> AbstractContextManager[None]:
+    """PEFT looks in the model for the names of what it saves, and other stages may hold it."""
+    return with_dropped_names(model) if has_adapters(model) else nullcontext()
+
+
+def state_to_write(engine: Engine, *, everything: bool = False) -> dict[str, Any]:
+    """What `save_pretrained` takes for its `state_dict`, on world rank 0, {} elsewhere; collective.
+
+    Args:
+        engine: The model's engine.
+        everything: Whether PEFT may write any tensor, because it was told something about what to write.
+    """
+    if not has_adapters(engine.model):
+        return whole_state(engine)
+    attachment = engine.attachment
+    attachment.gradients.replicas.synchronise()
+    held = {**attachment.parameters, **attachment.buffers}
+    with attachment.watchdog.waiting("waits for the adapters of the other ranks"):
+        return gather_adapters(engine.model, attachment.ledger, held, engine.mesh, everything=everything)
 
 
 def whole_state(engine: Engine) -> dict[str, Any]:
@@ -147,9 +181,10 @@ def write_model(engine: Engine, save: Callable[..., Any] | None, folder: Path) -
     if save is not None and streams(model):
         _stream(engine, folder, functools.partial(save, state_dict={}))
         return
-    state = whole_state(engine)
+    state = whole_state(engine) if save is None else state_to_write(engine)
     with engine.attachment.watchdog.waiting("waits for rank 0 to write the model"), together(engine.mesh, folder):
         if engine.mesh.rank == 0 and save is not None:
-            save(folder, state_dict=state)
+            with _names_of_all(engine.model):
+                save(folder, state_dict=state)
         elif engine.mesh.rank == 0:
             save_file({name: tensor.clone() for name, tensor in state.items()}, folder / WEIGHTS)

@@ -116,7 +116,7 @@ class ResumeMixin(SavingMixin):
         model = self.accelerator.unwrap_model(self.model)
         with self._together(folder, "read the weights", writes=False):
             if has_adapters(model):
-                load_adapters(folder, model)
+                load_adapters(folder, model, holdings.ledger, holdings.tensors, holdings.mesh)
             else:
                 converted = conversion_of(folder, model)
                 load_weights(folder, holdings.ledger, holdings.tensors, holdings.mesh, converted=converted)

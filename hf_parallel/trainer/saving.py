@@ -18,6 +18,7 @@ from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.trainer.model_folder import is_whole, state_to_write
 
 
 if TYPE_CHECKING:
@@ -97,12 +98,19 @@ class SavingMixin(Base):
         if streams(self.model):
             self._stream_folder(folder)
         else:
-            state = self.accelerator.get_state_dict(self.model)
+            state = self._state_to_write()
             with self._together(folder, "write the model"):
                 if self.args.should_save:
                     self._write_folder(folder, state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _state_to_write(self) -> dict[str, torch.Tensor]:
+        """The whole state dict, of a PEFT model what it writes; on the writing rank. Collective."""
+        engine = self.accelerator.hf_parallel_engine
+        if is_whole(engine):
+            return self.accelerator.get_state_dict(self.model)
+        return state_to_write(engine)
 
     def _stream_folder(self, folder: Path) -> None:
         """Everything but weights as stock, the weights one by one, into a staging folder inside `folder`; collective."""

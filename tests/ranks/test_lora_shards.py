@@ -31,25 +31,29 @@ SEQUENCE = {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}}
 TWO: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> model, settings
     "llama_lora": ("llama_lora", TP2),
     "gpt2_lora": ("gpt2_lora", TP2),
-    "mixtral_lora": ("mixtral_lora", TP2),
+    "mixtral": ("mixtral_lora_attention", TP2),
     "phi3_lora": ("phi3_lora", TP2),
     "tied": ("llama_tied_lora", TP2),
     "tied_saved": ("llama_tied_lora_saved", TP2),
     "head": ("llama_lora_head", TP2),
     "early": ("llama_lora_early", TP2),
-    "bias": ("llama_lora_bias", TP2),
-    "own_bias": ("gpt2_lora_bias", TP2),
+    "native": ("llama_native_lora", TP2),
+    "biases": ("llama_lora_biases", TP2),
+    "conv_biases": ("gpt2_lora_biases", TP2),
     "dropout": ("llama_lora_dropout", TP2),
     "uneven": ("uneven_lora", TP2),
     "latent": ("deepseek_v3_lora", TP2),
     "sequence": ("llama_lora", SEQUENCE),
-    "sequence_biases": ("gpt2_lora_bias", SEQUENCE),
+    "sequence_biases": ("gpt2_lora_biases", SEQUENCE),
     "recomputed": ("llama_lora", {**TP2, "activation_checkpointing": {"every": 1}}),
 }
 FOUR: Mapping[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("llama_lora", TP2),
     "zero1": ("gpt2_lora", {**TP2, "zero": {"stage": 1}}),
     "zero3": ("phi3_lora", {**TP2, "zero": {"stage": 3}}),
+    "pp2": ("llama_lora", {"pp_size": 2, "tp_size": 2}),
+    "pp2_tied_saved": ("llama_tied_lora_saved", {"pp_size": 2, "tp_size": 2}),
+    "pp2_zero_bubble": ("gpt2_lora_biases", {"pp_size": 2, "tp_size": 2, "schedule": "zbv_zero_bubble"}),
 }
 
 

@@ -137,6 +137,24 @@ def test_traffic_of_the_loss_and_the_embedding_is_counted_and_a_recomputed_block
     assert both.of_backward().last == 2 * both.last
 
 
+def test_a_frozen_layer_costs_the_gradient_of_its_input_and_only_above_a_trained_one() -> None:
+    model = build("llama_tied")
+    plan = discover_stages(model, batch())
+    model.requires_grad_(False)
+    model.model.layers[2].mlp.up_proj.requires_grad_(True)
+    costs = block_costs(model, plan)
+    ratios = [b / f for f, b in zip(costs.blocks, costs.of_backward().blocks, strict=True)]
+    weights = sum(p.numel() for p in model.model.layers[2].parameters() if p.ndim == 2)
+    share = model.model.layers[2].mlp.up_proj.weight.numel() / weights
+    assert ratios == pytest.approx([0, 0, 1 + share, 1, 1])
+    assert costs.of_backward().first == 0
+    assert costs.of_backward().last == costs.last
+    again = block_costs(model, plan, recomputed=True)
+    assert again.of_backward().blocks == pytest.approx(
+        [0, 0, *(b + f for f, b in zip(costs.blocks[2:], costs.of_backward().blocks[2:], strict=True))]
+    )
+
+
 def test_costs_of_a_mixture_count_the_routed_experts_only() -> None:
     model = build("mixtral")
     block = block_costs(model, discover_stages(model, batch()), flops_per_byte=0.0).blocks[0]

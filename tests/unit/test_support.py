@@ -29,6 +29,23 @@ def test_a_model_for_another_task_is_named(kind: type) -> None:
     refuse_model(kind(CONFIG), 1, shares_parameters=True)
 
 
+def test_adapters_that_stages_do_not_know_are_named() -> None:
+    from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    for config in (PromptTuningConfig, PrefixTuningConfig):
+        prompted = get_peft_model(tiny.llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        with pytest.raises(UnsupportedError, match=rf"{config.__name__} with 2 ranks a copy.*virtual tokens"):
+            refuse_model(prompted, 2)
+        refuse_model(prompted, 1)
+    adapted = tiny.llama_lora()
+    refuse_model(adapted, 2)
+    with pytest.raises(UnsupportedError, match="tp_size=2 are not available"):
+        refuse_model(adapted, 2, tp_size=2)
+    adapted.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match=r"2 adapters \(default, second\) with 2 ranks"):
+        refuse_model(adapted, 2)
+
+
 def test_causal_language_models_are_taken_whatever_their_class_is_called() -> None:
     class Mine(LlamaForCausalLM):
         pass

@@ -27,7 +27,7 @@ REFUSED = {
     "ADALORA": config(peft.AdaLoraConfig, target_modules=["q_proj"], total_step=10),
     "VERA": config(peft.VeraConfig, target_modules=["q_proj"]),
     "LOHA": config(peft.LoHaConfig, target_modules=["q_proj"]),
-    "PROMPT_TUNING": config(peft.PromptTuningConfig, num_virtual_tokens=3),
+    "PromptTuningConfig": config(peft.PromptTuningConfig, num_virtual_tokens=3),
     "trainable_token_indices": config(peft.LoraConfig, target_modules=["q_proj"], trainable_token_indices=[1, 2]),
 }
 

@@ -16,6 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hf_parallel.checkpoints.folders import files_of, publish, read_manifest, verify
 from hf_parallel.checkpoints.manifest import DROPPINGS, read_json
 from hf_parallel.checkpoints.state.stock import write_stock_state
+from hf_parallel.checkpoints.weights.adapters import ADAPTER_CONFIG, ADAPTERS
 from hf_parallel.checkpoints.weights.gather import CONFIG, WEIGHTS_INDEX, weight_files
 from hf_parallel.checkpoints.weights.write import METADATA, WEIGHT_FILE
 from hf_parallel.checkpoints.weights.writer import Reader, Stored, lay_out, write
@@ -55,7 +56,7 @@ class Merged:
 
 
 def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, trainer_state: bool = False) -> Merged:
-    """Copy the model of a checkpoint into a folder of its own, one tensor at a time.
+    """Copy the model of a checkpoint into a folder of its own, one tensor at a time; of a PEFT model its adapters.
 
     The checkpoint is compared with its manifest first, and the copy is read back. The folder appears when it is complete.
 
@@ -68,7 +69,8 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, train
     Raises:
         CheckpointError: The checkpoint is damaged, has no model, or the folder is taken; names the file and the tensor.
     """
-    stored = _model_of(checkpoint)
+    has_adapters = any(checkpoint.glob("adapter_model*"))
+    stored = _adapters_of(checkpoint) if has_adapters else _model_of(checkpoint)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty. Name a folder that does not exist.")
     staging = folder.with_name(f".{folder.name}.incomplete")
@@ -78,7 +80,10 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, train
         for name in _beside_weights(checkpoint):
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, staging / name, follow_symlinks=False)
-        files = _copy_weights(stored, staging, max_shard_size, _parameters_of(checkpoint))
+        if has_adapters:
+            files = [ADAPTERS]  # beside no weights of a model, and copied by now
+        else:
+            files = _copy_weights(stored, staging, max_shard_size, _parameters_of(checkpoint))
         if trainer_state:
             write_stock_state(checkpoint, staging)
         publish(staging, folder)
@@ -102,16 +107,22 @@ def _model_of(checkpoint: Path) -> dict[str, Stored]:
     """Every tensor of the model; the checkpoint is whole."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not a folder.")
-    if any(checkpoint.glob("adapter_model*")):
-        raise CheckpointError(
-            f"{checkpoint} holds adapters, not a model. Load it with peft's PeftModel.from_pretrained, then "
-            "merge_and_unload() and save_pretrained()."
-        )
     if not (checkpoint / CONFIG).is_file():
         raise CheckpointError(f"{checkpoint} has no {CONFIG}: it is not a checkpoint of a model.")
     verify(checkpoint)
     with Reader() as reader:
         return {name: reader.find(path, name) for name, path in weight_files(checkpoint, reader).items()}
+
+
+def _adapters_of(checkpoint: Path) -> dict[str, Stored]:
+    """Every tensor of the adapters; the checkpoint is whole."""
+    if not (checkpoint / ADAPTERS).is_file() or not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{checkpoint} has no {ADAPTERS} or no {ADAPTER_CONFIG}: it is not a checkpoint of adapters that hf_parallel wrote."
+        )
+    verify(checkpoint)
+    with Reader() as reader:
+        return dict(reader.tensors(checkpoint / ADAPTERS))
 
 
 def _parameters_of(checkpoint: Path) -> dict[str, object]:

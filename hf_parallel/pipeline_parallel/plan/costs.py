@@ -10,7 +10,7 @@ from typing import Final, Literal
 from torch import nn
 
 from hf_parallel.model.stack import blocks_of
-from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
 
 
 Unit = Literal["FLOPs", "ms"]
@@ -104,6 +104,30 @@ def block_costs(
     for j in range(1, count):
         parts[min((k for k in plan.blocks if k >= j), default=count)] += at(2 * j)
     first, last, blocks = at(0), parts[count], tuple(parts[:count])
-    ratio = RECOMPUTE_RATIO if recomputed else BACKWARD_RATIO
-    back = StageCosts(tuple(ratio * c for c in blocks), BACKWARD_RATIO * first, BACKWARD_RATIO * last)
+    ratios = _backward_ratios(model, plan)
+    again = RECOMPUTE_RATIO - BACKWARD_RATIO if recomputed else 0.0
+    back = StageCosts(
+        tuple((ratio + again if ratio else 0.0) * cost for ratio, cost in zip(ratios[1:-1], blocks, strict=True)),
+        ratios[0] * first,
+        ratios[-1] * last,
+    )
     return StageCosts(blocks, first, last, back)
+
+
+def _backward_ratios(model: nn.Module, plan: PipelinePlan) -> list[float]:
+    """Backward cost of the prologue, each block and the tail, relative to its forward: adapters on frozen weights.
+
+    A frozen matrix has a gradient of its input only, and none where nothing before or in it is trained.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ends = [
+        [named[name] for name in plan.readers(span) if name in named]
+        for span in (Span(0, 1, False), Span(plan.num_blocks, plan.num_blocks, True))
+    ]
+    ratios, reached = [], False
+    for parameters in [ends[0], *(list(block.parameters()) for block in blocks_of(model, plan.stack)), ends[1]]:
+        reached = reached or any(p.requires_grad for p in parameters)
+        matrices = [(p.numel(), p.requires_grad) for p in parameters if p.ndim > 1]
+        frozen = sum(size for size, trains in matrices if not trains) / max(1, sum(size for size, _ in matrices))
+        ratios.append(BACKWARD_RATIO - frozen if reached else 0.0)
+    return ratios

@@ -119,6 +119,25 @@ def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
 
+@contextmanager
+def with_dropped_names(model: nn.Module) -> Iterator[None]:
+    """Inside, state dicts of the model and its modules name what was taken out too, as tensors without values."""
+    shown = []
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, _Placeholder):
+                own = own_parameters(module)
+                own[key] = nn.Parameter(
+                    torch.empty(value.shape, dtype=value.dtype, device="meta"), requires_grad=False
+                )
+                shown.append((own, key))
+    try:
+        yield
+    finally:
+        for own, key in shown:
+            own.pop(key, None)
+
+
 def settle_placeholders(model: nn.Module, device: torch.device) -> None:
     """Put placeholders that were made on the `meta` device where the model is."""
     for module in model.modules():

@@ -9,44 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from hf_parallel.compat.private_peft import tuner_layers, why_not_low_rank
+from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.compat.private_torch import own_parameters
-from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.plan.propose import Proposal
 from hf_parallel.tensor_parallel.shard_plan import LinearPlan
-
-
-def refuse_adapters(model: nn.Module, tp_size: int) -> None:
-    """Refuse adapters of which no exact shards are known.
-
-    Raises:
-        UnsupportedError: Names the first layer, and what to set.
-    """
-    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
-    for adapter, config in configs.items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        if kind != "LORA":
-            raise UnsupportedError(
-                f"adapter {adapter!r} has peft_type={kind} with tp_size={tp_size}: tensor parallelism shards LORA adapters only. "
-                "Use LoraConfig, or set tp_size to 1."
-            )
-        if getattr(config, "trainable_token_indices", None):
-            raise UnsupportedError(
-                f"adapter {adapter!r} has trainable_token_indices={config.trainable_token_indices} with tp_size={tp_size}: single "
-                "rows of a sharded embedding cannot be trained. Use modules_to_save for the embedding, or set tp_size to 1."
-            )
-    for name, layer in tuner_layers(model).items():
-        why = why_not_low_rank(layer)
-        if why:
-            raise UnsupportedError(
-                f"{name} has an adapter that cannot be sharded with tp_size={tp_size}: {why}. Plain LoRA on linear layers and "
-                "embeddings can (use_dora: false, no target_parameters, unmerged); or set tp_size to 1."
-            )
 
 
 def parts_of_adapters(model: nn.Module) -> frozenset[str]:

@@ -22,7 +22,6 @@ from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
 from hf_parallel.tensor_parallel.plan.adapters import (
     adapter_plans,
     parts_of_adapters,
-    refuse_adapters,
     with_adapters,
 )
 from hf_parallel.tensor_parallel.plan.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
@@ -80,7 +79,6 @@ def plan_tensor_parallel(
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
     if tp_size == 1:
         return _finish(Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset(), {}), {}))
-    refuse_adapters(model, tp_size)
     with undisturbed(model):
         added = parts_of_adapters(model)
         linears = {name: info for name, info in find_linears(model).items() if name not in added}

@@ -66,7 +66,7 @@ def plan_for(
 
     Raises:
         PlanError: It cannot be made, an override does not hold, or a model of random weights needs more memory than is free.
-        UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
+        UnsupportedError: The model is quantised, dispatched over devices, or has adapters other than LoRA.
     """
     settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
     settings["sequence"] = sequence
@@ -138,7 +138,7 @@ def blueprint_of(model: nn.Module) -> Blueprint:
 
 
 def _planned(model: nn.Module, tp_size: int, sample: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TPPlan:
-    refuse_model(model, tp_size)
+    refuse_model(model, tp_size, tp_size=tp_size)
     probes = Probes(model, next(model.parameters()).device, sample)
     with probes.running():
         return plan_model(model, tp_size, probes.batch, **settings)

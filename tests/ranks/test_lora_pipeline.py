@@ -1,0 +1,241 @@
+"""Adapters (PEFT) on a model that is cut into pipeline stages train, are saved and resume as on one process.
+
+If these fail, LoRA runs on a pipeline drift, write folders that PEFT does not load, or forget their adapters on resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from resume_cases import SAVED_AT, Job, run_jobs, states_equal
+from safetensors.torch import load_file
+from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
+from typer.testing import CliRunner
+
+from hf_parallel.cli.main import app
+
+
+pytestmark = pytest.mark.timeout(400)
+
+PLAIN = Case("plain", steps=5, arguments=NO_NOISE)
+PP2 = {"pp_size": 2}
+FOUR_PARTS = {"pp_size": 2, "num_microbatches": 4}
+ONE_MICROBATCH = {"pp_size": 2, "num_microbatches": 1}
+TWO: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> model, settings
+    # The loss of Mixtral's router is of a whole batch.
+    **{model: (model, ONE_MICROBATCH if "mixtral" in model else PP2) for model in tiny.ADAPTED},
+    "llama_lora": ("llama_lora", PP2),
+    "recomputed": ("llama_lora", {**PP2, "activation_checkpointing": {"every": 1}}),
+    "interleaved": ("llama_lora_late", {**PP2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    "zero_bubble": ("llama_lora", {**PP2, "schedule": "zbv_zero_bubble"}),
+    "dropout": ("llama_lora_dropout", FOUR_PARTS),
+    "dropout_again": ("llama_lora_dropout", {**FOUR_PARTS, "schedule": "zbv_zero_bubble"}),
+    "other_dtype": ("llama_lora_half", ONE_MICROBATCH),
+}
+FOUR: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("llama_tied_lora_saved", PP2),
+    "zero1": ("phi3_lora", {**PP2, "zero": {"stage": 1}}),
+    "zero1_late": ("llama_lora_late", {**PP2, "zero": {"stage": 1}}),
+    "zero2": ("gpt2_lora", {**PP2, "zero": {"stage": 2}}),
+}
+
+
+def cases(table: Mapping[str, tuple[str, dict[str, Any]]]) -> list[Case]:
+    return [dataclasses.replace(PLAIN, name=name, model=table[name][0], parallel=table[name][1]) for name in table]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    return run_cases(cases(TWO), 2, folder / "two") | run_cases(cases(FOUR), 4, folder / "four")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    models = sorted({model for model, _ in [*TWO.values(), *FOUR.values()]})
+    wanted = [dataclasses.replace(PLAIN, name=model, model=model, parallel=None) for model in models]
+    return run_cases(wanted, 1, tmp_path_factory.mktemp("stock"))
+
+
+@pytest.mark.parametrize("name", [name for name in [*TWO, *FOUR] if "dropout" not in name])
+def test_adapters_on_stages_train_as_on_one_process(
+    name: str, runs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
+) -> None:
+    expected = stock[{**TWO, **FOUR}[name][0]]
+    compare(runs[name], expected)
+    same_folder(Path(runs[name]["folder"]) / "final", Path(expected["folder"]) / "final")
+
+
+def test_masks_of_adapters_do_not_depend_on_the_schedule(runs: dict[str, dict[str, Any]]) -> None:
+    compare(runs["dropout_again"], runs["dropout"])
+
+
+def same_folder(mine: Path, expected: Path) -> None:
+    assert {path.name for path in mine.iterdir()} - {path.name for path in expected.iterdir()} == {
+        "training_args.json"
+    }
+    assert (mine / "adapter_config.json").read_bytes() == (expected / "adapter_config.json").read_bytes()
+    saved, wanted = (load_file(folder / "adapter_model.safetensors") for folder in (mine, expected))
+    assert list(saved) == list(wanted)
+    for name, tensor in wanted.items():
+        assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
+        assert float((saved[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
+
+
+CELLS = [("1", "pp2"), ("pp2", "1"), ("pp2", "dp2"), ("dp2", "pp2")]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Job, list[float], list[float]]]:
+    """(saved, resumed) -> the job that resumed, its losses, and those of the run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("resume")
+    model = "llama_tied_lora_saved"
+    sources = {name: Job(name, str(folder / name), model=model) for name in ("1", "pp2", "dp2")}
+    straight = dict(zip(sources, run_jobs(list(sources.values()), folder), strict=True))
+    jobs = [
+        Job(layout, str(folder / f"{saved}-{layout}"), f"{folder / saved}/checkpoint-{SAVED_AT}", model=model)
+        for saved, layout in CELLS
+    ]
+    found = run_jobs(jobs, folder)
+    return {
+        cell: (job, losses, straight[cell[0]][SAVED_AT:]) for cell, job, losses in zip(CELLS, jobs, found, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("saved", "layout"), CELLS)
+def test_adapters_resume_under_another_layout(
+    saved: str, layout: str, resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]]
+) -> None:
+    job, losses, straight = resumed[saved, layout]
+    assert losses == pytest.approx(straight, abs=1e-5)
+    assert states_equal(Path(str(job.resume)), Path(job.folder) / "again")
+
+
+def test_a_merged_checkpoint_is_a_folder_that_peft_loads(
+    resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    logits = []
+    for saved in ("1", "pp2"):
+        folder = Path(str(resumed[saved, "1" if saved == "pp2" else "pp2"][0].resume))
+        result = CliRunner().invoke(app, ["merge", str(folder), str(tmp_path / saved)])
+        assert result.exit_code == 0, result.output
+        assert {path.name for path in (tmp_path / saved).iterdir()} == {
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        model = PeftModel.from_pretrained(tiny.llama(tied=True), tmp_path / saved).eval()
+        with torch.no_grad():
+            logits.append(model(torch.arange(24).reshape(2, 12)).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
+def loops_main(rank: int, world_size: int, folder: str) -> list[float]:
+    """Six steps of an accelerate loop that goes back to the state after the third once; the losses."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    plugin = HFParallelPlugin({}, **PP2) if world_size > 1 else None
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    model = tiny.MODELS["gpt2_lora"]()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, eps=1e-5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for step in [0, 1, 2, 3, 4, 3, 4, 5]:
+        if len(losses) == 3:
+            accelerator.save_state(f"{folder}/state")
+        if len(losses) == 5:
+            accelerator.load_state(f"{folder}/state")
+        loss = model(**tiny.collate(tiny.rows(48)[8 * step : 8 * step + 8])).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    model.save_pretrained(f"{folder}/saved")
+    if world_size > 1:
+        accelerator.hf_parallel.watchdog.stop()
+    return losses
+
+
+def test_a_loop_of_ones_own_trains_saves_and_goes_back(tmp_path: Path) -> None:
+    one, two = (
+        run_ranks(
+            *(loops_main, size, str(tmp_path / str(size))),
+            tmp_path=tmp_path,
+            init_group=size > 1,
+            env=ENV,
+        )[0]
+        for size in (1, 2)
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    assert two[5:7] == pytest.approx(two[3:5], rel=1e-6)
+    saved, wanted = (load_file(tmp_path / size / "saved" / "adapter_model.safetensors") for size in ("2", "1"))
+    assert list(saved) == list(wanted)
+    for name, tensor in wanted.items():
+        assert float((saved[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
+
+
+def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    from hf_parallel import ParallelError
+
+    found = {}
+    for name, make in MADE_WRONG.items():
+        case = dataclasses.replace(PLAIN, parallel=PP2)
+        tiny.MODELS["llama"] = make
+        try:
+            from trainer_cases import make_trainer
+
+            make_trainer(case, Path(folder) / name, world_size).train()
+            found[name] = "nothing was raised"
+        except (ParallelError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def prompt_tuned() -> Any:
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(tiny.llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def twice_adapted() -> Any:
+    from peft import LoraConfig
+
+    model = tiny.llama_lora()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+MADE_WRONG = {
+    "prompt": prompt_tuned,
+    "two": twice_adapted,
+    "targets": lambda: tiny.lora(tiny.llama(), target_modules=["no_such_layer"]),
+}
+TEXTS = {
+    "prompt": ["UnsupportedError", "PromptTuningConfig with 2 ranks a copy", "virtual tokens", "LoraConfig"],
+    "two": ["UnsupportedError", "2 adapters (default, second)", "delete_adapter"],
+    "targets": ["ValueError", "no_such_layer"],
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    return run_ranks(refusals_main, 2, str(folder), tmp_path=folder, env=ENV)
+
+
+@pytest.mark.parametrize("name", MADE_WRONG)
+def test_what_cannot_be_cut_is_refused_by_name_on_every_rank(name: str, refusals: list[dict[str, str]]) -> None:
+    for found in refusals:
+        assert all(text in found[name] for text in TEXTS[name]), found[name]
