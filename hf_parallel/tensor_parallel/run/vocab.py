@@ -13,7 +13,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: i
     vars(model)["tp_vocab_head"] = head
     model.loss_function = loss  # type: ignore[assignment]  # transformers has a setter
     vars(model)["tp_model_forward"] = model.forward
-    vars(model)["forward"] = MethodType(_labelled_forward, model)
+    vars(model)["forward"] = MethodType(_like(model.forward), model)
 
 
 def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: bool) -> Callable[..., Any]:
@@ -195,6 +195,15 @@ def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     tokens = args[0] if args else next(iter(named.values()))
     rows = rows_of(self.tp_embedding_inner, self, tokens, state.start, state.length)
     return reduce_from_tp(rows, state.copy.group)
+
+
+def _like(forward: Callable[..., Any]) -> Any:
+    """`_labelled_forward` with the parameters of `forward`: a Trainer looks for them in the model under the adapters."""
+    made: Any = FunctionType(_labelled_forward.__code__, _labelled_forward.__globals__, "forward")
+    signature = inspect.signature(forward)
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    made.__signature__ = signature.replace(parameters=[owner, *signature.parameters.values()])
+    return made
 
 
 def _labelled_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
