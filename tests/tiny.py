@@ -248,7 +248,7 @@ MODELS = {
     "uneven_lora": lambda: lora(uneven()),
     "deepseek_v3_lora": lambda: lora(
         deepseek_v3(),
-        target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "down_proj"],
+        target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     ),
 }
 

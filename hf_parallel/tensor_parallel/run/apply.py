@@ -156,7 +156,9 @@ def _detect_reads(
             scopes.update(dict.fromkeys(pair.sliced, scope))
     specs = {name: spec for name, spec in plan.shard_specs().items() if holds(name)}
     for name, layer in tuner_layers(model).items():
-        inside = [f"{name}.{key}" for key, _ in layer.named_parameters() if f"{name}.{key}" in specs]
+        inside = [
+            full for key, _ in layer.named_parameters() if (full := f"{name}.{key}") in specs.keys() - scopes.keys()
+        ]
         if inside:  # PEFT's forward looks at dtypes of its parts
             scope = Scope()
             open_in(layer, scope)
