@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
 from tp_models import Counter, plan_sample, tiny_batch, tiny_model
-from trainer_cases import NO_NOISE, Case, compare, run_cases
+from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
 
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
@@ -108,3 +108,27 @@ def count_main(rank: int, world_size: int) -> None:
 
 def test_adapters_cost_no_collective_in_the_forward_and_one_in_the_backward_of_a_pair(tmp_path: Path) -> None:
     run_ranks(count_main, 2, tmp_path=tmp_path)
+
+
+def greedy(model: Any) -> Any:
+    options = {"max_new_tokens": 8, "do_sample": False, "repetition_penalty": 2.0, "pad_token_id": 0}
+    return model.generate(input_ids=torch.tensor([[5, 8, 11, 14], [40, 42, 44, 46]]), **options).tolist()
+
+
+def generate_main(rank: int, world_size: int) -> None:
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    expected = greedy(tiny.llama_lora().eval())
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, tp_size=2))
+    model = accelerator.prepare(tiny.llama_lora().eval())
+    assert greedy(model) == expected
+    with model.disable_adapter():
+        without = greedy(model)
+    assert without == greedy(tiny.llama().eval())
+    assert without != expected
+
+
+def test_a_model_with_adapters_on_shards_generates_as_one_process(tmp_path: Path) -> None:
+    run_ranks(generate_main, 2, tmp_path=tmp_path, env=ENV)
