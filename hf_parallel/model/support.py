@@ -91,6 +91,7 @@ def _refuse_unsharded(model: Any, tp_size: int) -> None:
         why = why_not_low_rank(layer)
         if why:
             raise UnsupportedError(
-                f"{name} has an adapter that cannot be sharded with tp_size={tp_size}: {why}. Plain LoRA on linear layers and "
-                "embeddings can (use_dora: false, no target_parameters, not merged). Or set tp_size to 1."
+                f"{name} has an adapter that cannot be sharded with tp_size={tp_size}: {why}. Set "
+                "LoraConfig.target_modules to linear layers and embeddings, without use_dora and target_parameters, and call "
+                "unmerge_adapter() if it was merged; or set tp_size to 1."
             )
