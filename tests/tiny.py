@@ -177,7 +177,7 @@ def biased(model: Any) -> Any:
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
+            torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 

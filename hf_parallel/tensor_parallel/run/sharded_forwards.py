@@ -233,7 +233,7 @@ def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _all_summed(tensors: Sequence[Tensor], uses: Sequence[Use], shared: SharedCopy) -> list[Tensor]:
     """The `tensors` with the gradients of what every rank holds summed over the ranks, by one all-reduce a dtype."""
     parts = [
-        list(torch.split(x, use.lengths, use.dim)) if use.lengths else [x]
+        list(torch.split(x, list(use.lengths), use.dim)) if use.lengths else [x]
         for x, use in zip(tensors, uses, strict=True)
     ]
     summed = [
