@@ -7,8 +7,10 @@ Optimizer steps of 8 microbatches of the same Llama and layout, as they are and 
 runs in a step replaced by nothing, here only: there is no switch for users. Samples are taken in rotating order within one
 run and compared by the median of paired ratios (see timing.py for the guard against other load). Since half a percent is
 less than one sample scatters, the time inside of the guards is also measured by itself: `inside` is wall time, waiting for
-messages included, `CPU` what the guards compute. Guards without a moment of their own in a step are not listed: common weights
-(`guards.alike`) are looked at by the digests of batches, `crossing` once when an optimizer is prepared, `parts` in a state dict.
+messages included, `CPU` what the guards compute. It grows with the number of parameters and of batches, not with tokens: the
+share of a step is larger with shorter rows (`--length`). Guards without a moment of their own in a step are not listed: common
+weights (`guards.alike`) are looked at by the digests of batches, `crossing` once when an optimizer is prepared, `parts` in a
+state dict.
 """
 
 from __future__ import annotations
@@ -101,12 +103,12 @@ class Settings:
     """Sizes of a run."""
 
     layouts: tuple[str, ...] = tuple(LAYOUTS)
-    rounds: int = 40
+    rounds: int = 20
     steps: int = 1
     hidden: int = 384
     blocks: int = 6
     vocab: int = 4096
-    length: int = 96
+    length: int = 256
     foreign: float = 0.15
     quiet_budget: float = 120.0
 
@@ -307,6 +309,7 @@ def main() -> None:
     """Run both ranks, print the table and write the report."""
     parser = parser_of(__doc__, "build/reports/bench-guards.json")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=None)
+    parser.add_argument("--length", type=int, default=Settings.length, help="tokens of a microbatch")
     given = parser.parse_args()
     chosen: dict[str, Any] = {"foreign": given.foreign, "quiet_budget": given.quiet_budget}
     chosen["layouts"] = tuple(given.layouts or LAYOUTS)
@@ -314,7 +317,7 @@ def main() -> None:
         tiny = {"hidden": 64, "blocks": 2, "vocab": 64, "length": 8, "rounds": 2, "quiet_budget": 0.0}
         settings = Settings(**{**chosen, **tiny})
     else:
-        settings = Settings(**chosen, rounds=given.rounds or Settings.rounds)
+        settings = Settings(**chosen, rounds=given.rounds or Settings.rounds, length=given.length)
     found = run_both_ranks(worker, settings)
     rows = rows_of(found, settings)
     size = found[settings.layouts[0]]["parameters"] / 1e6

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import socket
 import subprocess
@@ -175,10 +176,15 @@ def job_of(script: Script, folder: Path, layout: str, stock: bool, timeout_s: fl
 
 
 def free_port() -> int:
-    """For a store of the job's own: that of the launcher has the keys of the job before."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """For a store of the job's own: that of the launcher has the keys of the job before.
+
+    Below the ports that a system gives to connections (from 32768 on Linux): minutes pass before the job takes it.
+    """
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def command_of(jobs: Path, layout: str, stock: bool) -> list[str]:

@@ -210,6 +210,16 @@ ADAPTED = {
     "llama_tied_lora_saved": lambda: lora(
         llama(tied=True), target_modules=["q_proj", "o_proj"], modules_to_save=["embed_tokens", "lm_head"]
     ),
+    "llama_tied_lora_tokens": lambda: lora(
+        llama(tied=True), target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2, 5, 40]}
+    ),
+    # Adapters of two layers that are two parameters in one memory, each other's transpose.
+    "llama_tied_lora_tied": lambda: lora(
+        llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
+    ),
+    "llama_tied_lora_saved_tied": lambda: lora(
+        llama(tied=True), target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
     "llama_lora_late": lambda: lora(llama(), target_modules=["q_proj", "up_proj"], layers_to_transform=[3]),
     "llama_lora_early": lambda: lora(llama(), target_modules=["o_proj"], layers_to_transform=[0, 1]),
     "llama_lora_head": lambda: lora(llama(), target_modules=["lm_head", "embed_tokens"]),

@@ -29,6 +29,7 @@ from hf_parallel.compat.private_dtensor import (
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
+from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.errors import UnsupportedError
 
 
@@ -113,6 +114,7 @@ class ShardedModel:
         mark_rows_of_parts(CopiedRows)
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
+        refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
         own = _one_dtype(before)
         self.has_copies = own in HALF
         mesh = _device_mesh(shard_group, replicate_group, device)

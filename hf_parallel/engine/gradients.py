@@ -91,7 +91,7 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
         """
-        if self._weights is not None:
+        if self._weights is not None and not self._in_window:  # what is replaced later is noticed before the update
             self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -63,13 +63,25 @@ def _check_stages(
     try:
         check_split(model, cut.stages, cut.bounds, samples, lambda copied: copied.forward, placement)
     except PlanError:
-        if "forward" not in vars(model):
+        if not _outer_patched(model, cut.stages.stack):
             raise
-        # A function that was put over model.forward may call the forward of this very model, not that of a copy.
+        # A function that was put over a forward may call the forward of this very model, not that of a copy.
         check_split(
-            *(model, cut.stages, cut.bounds, samples, lambda copied: type(copied).forward.__get__(copied), placement)
+            *(model, cut.stages, cut.bounds, samples, lambda copied: _unpatched(copied, cut.stages.stack), placement)
         )
         logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
+
+
+def _outer_patched(model: nn.Module, stack: str) -> list[nn.Module]:
+    """The model and what it wraps (of adapters: the model that they are on), where a forward was put over the class's."""
+    named = model.named_modules()
+    return [module for name, module in named if not name.startswith(f"{stack}.") and "forward" in vars(module)]
+
+
+def _unpatched(copied: nn.Module, stack: str) -> Callable[..., Any]:
+    for module in _outer_patched(copied, stack):
+        del module.forward
+    return copied.forward
 
 
 def _check_shards(model: nn.Module, self_check: SelfCheck, shards: TPPlan | None, sample: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.batches import digest
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -53,12 +54,11 @@ class CommonWeights:
             held.append([parameters[name] for name in copies[-COPIES:]])
         self._slots = [_Slot(parameters) for parameters in held]
 
-    def digests(self, device: torch.device) -> Tensor:
-        """A number of each slot, i64[n]: zero where this rank holds nothing; without waiting for the device."""
+    def digests(self, device: torch.device) -> list[Tensor]:
+        """A number of each slot (0-d i64): zero where this rank holds nothing; without waiting for the device."""
         if self._arriving():
-            return torch.zeros(len(self.names), dtype=torch.int64, device=device)
-        found = [slot.digest(device) for slot in self._slots]
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
+            return [torch.zeros((), dtype=torch.int64, device=device) for _ in self.names]
+        return [slot.digest(device) for slot in self._slots]
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -107,6 +107,8 @@ class _Slot:
         if not self._views:
             return torch.ones((), dtype=torch.int64, device=device)
         some = torch.cat(self._views)
+        if some.device.type == "cpu":  # hashing costs less there than a dozen operations
+            return torch.tensor(digest([{"": some}]) & ((1 << BITS) - 1) | 1).to(device)
         total = (bits_of(some) * self._weights).sum()
         return (((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1).to(device)
 

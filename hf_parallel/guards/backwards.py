@@ -37,13 +37,14 @@ class Backwards:
     def forget(self) -> None:
         """Begin anew."""
         self._marks: list[Tensor] = []
-        self._sizes: list[Tensor] = []
+        self._sizes: list[Tensor] = []  # of gradients; that of a number is its magnitude
         self._on_logits = False
 
     def scaled(self, factor: Tensor) -> None:
         """A loss was multiplied with `factor` (0-d) before its backward."""
-        self._marks.append(factor.detach().double())
-        self._sizes.append(factor.detach().double().abs())
+        number = factor.detach().to(torch.float64, copy=True)
+        self._marks.append(number)
+        self._sizes.append(number)
 
     def lost(self, loss: Tensor) -> None:
         """A loss (0-d) is backpropagated."""
@@ -108,11 +109,14 @@ class Backwards:
         """Of each rank: how many marks, whether there are direct gradients, the marks and their sizes. Begins anew."""
         marks, sizes = self._marks, self._sizes
         self.forget()
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        mark = sum(((1.0 + 0.618 * i) * m.to(self._device) for i, m in enumerate(marks)), zero)
-        size = sum((s.to(self._device) for s in sizes), zero)
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
-        mine = torch.stack([zero + float(len(marks)), zero + float(bool(direct)), mark, size])
+        mine = torch.zeros(4, dtype=torch.float64, device=self._device)
+        mine[0].fill_(len(marks))
+        mine[1].fill_(bool(direct))
+        if marks:
+            places = torch.arange(len(marks), dtype=torch.float64, device=self._device)
+            mine[2] = places.mul_(0.618).add_(1.0) @ torch.stack([mark.to(self._device) for mark in marks])
+            mine[3] = torch.stack([size.to(self._device) for size in sizes]).abs().sum()
         everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
         dist.all_gather(everyone, mine, group=self._mesh.mp_group)
         return torch.stack(everyone)

@@ -1,7 +1,7 @@
 """Batches between the data loader and the model: changed since they were announced, or different on another rank.
 
 A digest here is a few integer operations on the device where the batch is, so that it can be part of every step; it
-rides on a message that is sent anyway. `hf_parallel.batches.digest` hashes every byte, on the first steps only.
+rides on a message that is sent anyway. `hf_parallel.batches.digest` hashes every byte: on the first steps, and of batches that are on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.batches import RandomCheck, refuse_unlike
+from hf_parallel.batches import RandomCheck, digest, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.mesh import Mesh
@@ -66,15 +66,18 @@ class Digests:
 
         Tensors that a graph made (embeddings of the tokens) are left out: ranks compute them for themselves.
         """
-        labels, values = [], []
-        for batch in batches:
-            for name in sorted(batch):
-                value = batch[name]
-                if isinstance(value, Tensor) and not value.requires_grad:
-                    labels.append(_label(name, value))
-                    values.append(bits_of(value))
-        if not values:
+        named = [
+            (name, batch[name])
+            for batch in batches
+            for name in sorted(batch)
+            if isinstance(batch[name], Tensor) and not batch[name].requires_grad
+        ]
+        if not named:
             return torch.zeros((), dtype=torch.int64)
+        if all(value.device.type == "cpu" for _, value in named):  # hashing costs less there than a dozen operations
+            return torch.tensor(digest([{name: value} for name, value in named]) & ((1 << BITS) - 1))
+        labels = [_label(name, value) for name, value in named]
+        values = [bits_of(value) for _, value in named]
         flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
         total = self._sum(flat) + zlib.crc32(repr(labels).encode())
         return (total ^ (total >> 29)) & ((1 << BITS) - 1)
@@ -113,7 +116,8 @@ class BatchDigests:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
         mine[0] = self._digests.of(batches).to(slots.device)
-        mine[1:] = self._common.digests(slots.device)
+        for slot, number in enumerate(self._common.digests(slots.device), 1):
+            mine[slot] = number
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -163,12 +167,11 @@ class SharedBatch:
         """
         if self._mesh.tp_group is None:
             return
-        mine = self._digests.of([batch]).to(self._device).reshape(1)
-        word = torch.full((1,), self._random.word() if trains else 0, device=self._device)
-        mine = torch.cat([mine, word, self._common.digests(self._device)])
-        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.tp_size)]
-        dist.all_gather(everyone, mine, group=self._mesh.tp_group)
-        values = torch.cat(everyone)
+        word = torch.full((), self._random.word() if trains else 0, device=self._device)
+        mine = torch.stack([self._digests.of([batch]).to(self._device), word, *self._common.digests(self._device)])
+        values = mine.new_zeros(self._mesh.shape.tp_size, len(mine))
+        values[self._mesh.tp_rank] = mine
+        dist.all_reduce(values, group=self._mesh.tp_group)  # a row each: cheaper than gathering a list
         self.settle()
         if values.device.type != "cuda":
             self._judge(values)
@@ -189,7 +192,9 @@ class SharedBatch:
             self._judge(before[0])
 
     def _judge(self, values: Tensor) -> None:
-        rows = values.view(self._mesh.shape.tp_size, -1).tolist()
+        rows = values.tolist()
+        if all(row == rows[0] for row in rows):
+            return
         refuse_unlike(self._mesh, [row[0] for row in rows])
         self._random.refuse_unlike([row[1] for row in rows])
         self._common.refuse_unlike([row[2:] for row in rows])

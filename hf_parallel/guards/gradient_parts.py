@@ -92,10 +92,10 @@ class _Part:
         """The shard is what counts from now on."""
         self.opened = None
 
-    @torch.no_grad()
     def _with_opened(self, local: Tensor) -> Tensor:
         if self.opened is not None:
-            local.copy_(self._owner.cut(self.name, self.opened))
+            with torch.no_grad():
+                local.copy_(self._owner.cut(self.name, self.opened))
         return local
 
 

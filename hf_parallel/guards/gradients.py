@@ -51,6 +51,7 @@ class ShownGradients:
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
+        self._stands: dict[str, SharedGradient] = {}  # of this step's batches: later ones add to the same tensors
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -179,6 +180,7 @@ class ShownGradients:
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
         self._active = True
+        self._stands = {}  # they would keep the gradients of a step that is over
         self.factors.begin()
         self.note_parts()
         staged = self._mesh.mp_group is not None
@@ -202,11 +204,16 @@ class ShownGradients:
     def show_between(self) -> None:
         """User code stands between two batches of a step: norms it takes are those of all stages, of this replica."""
         self._between = True
+        before, self._stands = self._stands, {}
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                part = LocalGradient(name, parameter, parameter.grad, self)
-                part.is_summand = len(self._ledger.entries[name].holders) > 1
-                parameter.grad = SharedGradient.of(parameter, part, self)
+            gradient = parameter.grad
+            if gradient is not None:
+                stand = before.get(name)
+                if stand is None or stand.part.gradient is not gradient:
+                    part = LocalGradient(name, parameter, gradient, self)
+                    part.is_summand = len(self._ledger.entries[name].holders) > 1
+                    stand = SharedGradient.of(parameter, part, self)
+                self._stands[name] = parameter.grad = stand
 
     def take_between(self) -> None:
         """What user code left there is what later batches add to."""
@@ -214,10 +221,7 @@ class ShownGradients:
             return
         self._between = False
         for parameter in self._parameters.values():
-            gradient = parameter.grad
-            if type(gradient) is SharedGradient:
-                parameter.grad = gradient.plain()
-                gradient.part.close()
+            _take(parameter)
 
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
@@ -270,8 +274,7 @@ class ShownGradients:
                 parameter.grad = None
                 self._return(flat, gradient, before_backward)
             elif type(gradient) is SharedGradient:
-                parameter.grad = gradient.plain()
-                gradient.part.close()
+                _take(parameter)
                 if not getattr(gradient.part, "arrived", False):
                     settled.append(parameter)
         return settled
@@ -337,3 +340,12 @@ class ShownGradients:
                 same = stand.changed is None and stand.part.tensor() is parameter.grad
                 part = LocalGradient(name, parameter, parameter.grad, self)
                 parameter.grad = stand if same else SharedGradient.of(parameter, part, self)
+
+
+def _take(parameter: nn.Parameter) -> None:
+    """Put what a stand-in stands for in its place."""
+    stand = parameter.grad
+    if type(stand) is not SharedGradient:
+        return
+    parameter.grad = stand.plain()
+    stand.part.close()

@@ -104,8 +104,11 @@ class HookGuard:
             )
 
     def _adapt(self, name: str) -> None:
-        parameter, is_sharded = self._parameters[name], self._ledger.entries[name].spec is not None
+        parameter = self._parameters[name]
         hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
+        if not hooks and not after:
+            return
+        is_sharded = self._ledger.entries[name].spec is not None
         if is_sharded and after:
             self._refuse_accumulation(name, parameter)
         if is_sharded and self._mesh.tp_group is not None:

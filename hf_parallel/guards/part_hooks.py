@@ -36,7 +36,8 @@ class PartHooks:
         whole_inputs: Collection[str] = (),
         whole_outputs: Collection[str] = (),
     ) -> None:
-        self._watched = []
+        self._tables: list[tuple[str, str, dict[int, Any], set[int]]] = []
+        self._forwards: list[tuple[str, str, dict[str, Any], Any]] = []
         for name, parts in modules.items():
             module = model.get_submodule(name)
             before, after, *backward = module_hooks(module)
@@ -45,8 +46,8 @@ class PartHooks:
                 *([] if name in whole_outputs else [after]),
                 *backward,
             ]
-            known = [(hooks, set(hooks)) for hooks in tables]
-            self._watched.append((name, parts, module, vars(module).get("forward"), known))
+            self._tables += [(name, parts, hooks, set(hooks)) for hooks in tables]
+            self._forwards.append((name, parts, vars(module), vars(module).get("forward")))
 
     def check(self) -> None:
         """Before a forward.
@@ -54,15 +55,14 @@ class PartHooks:
         Raises:
             UnsupportedError: Names the module and what was put on it.
         """
-        for name, parts, module, forward, tables in self._watched:
-            for hooks, known in tables:
-                if len(hooks) == len(known) and known.issuperset(hooks):
-                    continue
+        for name, parts, hooks, known in self._tables:
+            if hooks and not known.issuperset(hooks):
                 for key in [key for key in hooks if key not in known]:
                     if not _module_of(hooks[key]).startswith(OURS):
                         _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts)
                     known.add(key)
-            if vars(module).get("forward") is not forward:
+        for name, parts, attributes, forward in self._forwards:
+            if attributes.get("forward") is not forward:
                 _refuse(f"forward of {name} was replaced", parts)
 
 

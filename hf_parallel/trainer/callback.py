@@ -171,6 +171,9 @@ def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
     driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
     if driven or not isinstance(trainer.model, nn.Module):
         return
+    # What other methods of PEFT save may be made of what they train: stock code takes it up.
+    if any(config.peft_type != "LORA" for config in getattr(trainer.model, "peft_config", {}).values()):
+        return
     _mix_in(trainer)
     if isinstance(trainer, HFParallelTrainerMixin):
         trainer.save_for_any_layout(config.checkpoint.async_save)

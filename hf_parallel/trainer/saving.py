@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
+from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
@@ -108,7 +109,7 @@ class SavingMixin(Base):
     def _state_to_write(self) -> dict[str, torch.Tensor]:
         """The whole state dict, of a PEFT model what it writes; on the writing rank. Collective."""
         engine = self.accelerator.hf_parallel_engine
-        if is_whole(engine):
+        if is_whole(engine) or not has_adapters(self.model):
             return self.accelerator.get_state_dict(self.model)
         return state_to_write(engine)
 

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_recomputed": {"activation_checkpointing": {"every": 2}},
     "dp2_stage1": {"zero": {"stage": 1}},
     "dp2_stage3": {"zero": {"stage": 3}},
+    "pp2": {"pp_size": 2},
 }
 
 
@@ -47,7 +48,7 @@ def test_adapters_train_and_are_saved_as_on_one_process(name: str, runs: dict[st
         torch.testing.assert_close(saved[key], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("dp2", "dp2_stage1"), ("dp2_stage3", "dp2")])
+@pytest.mark.parametrize(("saved", "resumed"), [("dp2", "dp2_stage1"), ("dp2_stage3", "pp2")])
 def test_adapters_resume(saved: str, resumed: str, runs: dict[str, dict[str, Any]]) -> None:
     case = dataclasses.replace(PLAIN, name=saved, parallel=LAYOUTS[resumed], resume_at=2)
     folder = Path(runs[saved]["folder"])

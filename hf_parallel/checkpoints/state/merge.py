@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from filecmp import cmp
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
@@ -82,6 +83,8 @@ def merge(checkpoint: Path, folder: Path, max_shard_size: str = "50GB", *, train
             shutil.copyfile(checkpoint / name, staging / name, follow_symlinks=False)
         if has_adapters:
             files = [ADAPTERS]  # beside no weights of a model, and copied by now
+            if not cmp(checkpoint / ADAPTERS, staging / ADAPTERS, shallow=False):
+                raise CheckpointError(f"{folder / ADAPTERS} is not on disk as it was written.")
         else:
             files = _copy_weights(stored, staging, max_shard_size, _parameters_of(checkpoint))
         if trainer_state:

@@ -139,11 +139,12 @@ class _Clock:
 
     def _backward_parts(self, start: float, end: float, forward: Sequence[float]) -> list[float]:
         ran = sorted(self._forward)
-        arrivals = [self._gradient_at.get(j) for j in ran]
-        if not ran or None in arrivals:  # nothing before trains, or the blocks hide their graph: share by forward time
+        first = next((at for at, j in enumerate(ran) if j in self._gradient_at), len(ran))
+        if any(j not in self._gradient_at for j in ran[first:]) or first == len(ran):  # the blocks hide their graph
             scale = (end - start) / sum(forward)
             return [scale * part for part in forward]
-        stamps = [self._input_gradient or end, *(at for at in arrivals if at is not None)]
+        # Nothing is trained in the blocks before the first gradient, nor before them.
+        stamps = [self._input_gradient or end, *(self._gradient_at.get(j, end) for j in ran)]
         parts = [0.0] * (self._count + 2)
         parts[0], parts[-1] = end - stamps[0], stamps[-1] - start
         for at, j in enumerate(ran):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.record import unchanged
+from hf_parallel.model.structure import leaves
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
@@ -141,7 +142,9 @@ def _models_of(stages: Sequence[Stage]) -> list[nn.Module]:
 
 
 def _pristine(model: nn.Module) -> nn.Module:
-    copied = copy.deepcopy(model)
+    # Tensors that were computed of parameters and kept (PEFT keeps what it ties adapters to) cannot be copied.
+    kept = [tensor for module in model.modules() for _, tensor in leaves(dict(vars(module)))]
+    copied = copy.deepcopy(model, {id(tensor): tensor.detach() for tensor in kept if not tensor.is_leaf})
     copied.zero_grad(set_to_none=True)
     return copied
 
