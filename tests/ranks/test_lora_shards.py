@@ -81,7 +81,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found, run_cases(stock, 1, folder / "stock")
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=() if name == "llama_lora" else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in [*TWO, *FOUR]])
 def test_adapters_on_shards_train_as_on_one_process(name: str, runs: tuple[Runs, Runs]) -> None:
     found, stock = runs
     mine, expected = found[name], stock[{**TWO, **FOUR}[name][0]]
@@ -96,6 +100,7 @@ def test_adapters_on_shards_train_as_on_one_process(name: str, runs: tuple[Runs,
 CELLS = [("1", "tp2"), ("tp2", "1"), ("tp2", "pp2"), ("pp2", "tp2")]
 
 
+@pytest.mark.long
 def test_adapters_of_shards_resume_under_another_layout(tmp_path: Path) -> None:
     model = "llama_tied_lora_saved"
     sources = {name: Job(name, str(tmp_path / name), model=model) for name in ("1", "tp2", "pp2")}
