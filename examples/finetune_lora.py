@@ -26,7 +26,6 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -74,19 +73,21 @@ def parse_arguments() -> tuple[LoraArguments, TrainingArguments]:
     return lora, training
 
 
-def load(lora: LoraArguments) -> tuple[PreTrainedModel, Callable[[str], list[int]], list[str]]:
+def load(lora: LoraArguments) -> tuple[Any, Callable[[str], list[int]], list[str]]:
     """Return the frozen model, what turns a text into tokens, and the texts."""
     if lora.demo:
         from pydoc_data.topics import topics
 
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=128, **sizes))
+        sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=256, max_position_embeddings=128, num_attention_heads=4, **sizes)
+        )
         return model, lambda text: list(text.encode()), [topics[name] for name in sorted(topics)]
-    tokenizer = AutoTokenizer.from_pretrained(lora.model_name_or_path)
-    model = AutoModelForCausalLM.from_pretrained(lora.model_name_or_path, dtype=lora.dtype)
+    name = str(lora.model_name_or_path)
+    tokenizer, base = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=lora.dtype)
     lines = Path(str(lora.train_file)).read_text(encoding="utf-8").splitlines()
     texts = [str(json.loads(line)["text"]) for line in lines if line.strip()]
-    return model, lambda text: [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], texts
+    return base, lambda text: [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], texts
 
 
 def main() -> None:

@@ -213,10 +213,6 @@ ADAPTED = {
     "llama_tied_lora_tokens": lambda: lora(
         llama(tied=True), target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [1, 2, 5, 40]}
     ),
-    # Adapters of two layers that are two parameters in one memory, each other's transpose.
-    "llama_tied_lora_tied": lambda: lora(
-        llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
-    ),
     "llama_tied_lora_saved_tied": lambda: lora(
         llama(tied=True), target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
     ),
@@ -259,6 +255,9 @@ MODELS = {
     "deepseek_v3_lora": lambda: lora(
         deepseek_v3(),
         target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    # Adapters of two layers that are two parameters in one memory, each other's transpose.
+    "llama_tied_lora_tied": lambda: lora(
+        llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
     ),
 }
 

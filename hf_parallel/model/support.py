@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import nn
@@ -50,10 +51,25 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
             f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
+    if mp_size > 1:
+        _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
         _refuse_adapters(model, name, mp_size)
     if tp_size > 1:
         _refuse_unsharded(model, tp_size)
+
+
+def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
+    """Refuse trained parameters that are two objects in one memory: apart, they would no longer be equal."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.is_meta]
+    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in trained)
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise UnsupportedError(
+                f"parameters {name} and {other} are two objects that share memory, with {mp_size} ranks a copy (pp_size x "
+                "tp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
+                "Tie them by assigning one Parameter to both modules, or set pp_size and tp_size to 1."
+            )
 
 
 def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import tiny
 import torch
 
 from hf_parallel.engine.self_check import _check_stages
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.samples import tiny_samples
+from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.stage_plan import Span
 
@@ -26,19 +29,20 @@ def cut_of(model: Any) -> Any:
 
 
 def test_the_stack_is_found_below_the_wrappers_and_adapters_lie_with_their_layers() -> None:
-    cut, _ = cut_of(tiny.MODELS["llama_tied_lora_tied"]())
+    cut, _ = cut_of(tiny.llama_lora())
     plan = cut.stages
     assert plan.stack == "base_model.model.model.layers"
     first, last = Span(0, 2, False), Span(2, 4, True)
     query = f"{plan.stack}.1.self_attn.q_proj.lora_A.default.weight"
     assert (plan.holds(first, query), plan.holds(last, query)) == (True, False)
-    # The adapter of the head is that of the embedding, transposed: one memory, so both stages need both.
-    for name in (
-        "base_model.model.lm_head.lora_A.default.weight",
-        "base_model.model.model.embed_tokens.lora_embedding_B.default",
-    ):
-        assert plan.holds(first, name)
-        assert plan.holds(last, name)
+
+
+def test_adapters_that_share_memory_are_refused() -> None:
+    model = tiny.MODELS["llama_tied_lora_tied"]()
+    with pytest.raises(UnsupportedError, match=r"share memory, with 2 ranks a copy.*ensure_weight_tying"):
+        refuse_model(model, 2)
+    refuse_model(model, 1)
+    refuse_model(tiny.MODELS["llama_tied_lora_saved_tied"](), 2)
 
 
 def test_a_forward_that_was_put_over_the_wrapped_model_is_left_out_of_the_check() -> None:
