@@ -230,6 +230,7 @@ MODELS = {
     "llama_lora_half": lambda: llama_lora(torch.bfloat16),
     "llama_tied": lambda: llama(tied=True),
     "llama_1": lambda: llama(layers=1),
+    "llama_deep": lambda: llama(tied=True, layers=16),  # some of its blocks show what all do
     "llama_half": lambda: llama().to(torch.bfloat16),
     "llama_8": lambda: llama(tied=True, layers=8),
     "gpt2": gpt2,
@@ -255,6 +256,7 @@ MODELS = {
     "deepseek_v3_lora": lambda: lora(
         deepseek_v3(),
         target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    ),
     # Adapters of two layers that are two parameters in one memory, each other's transpose.
     "llama_tied_lora_tied": lambda: lora(
         llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True

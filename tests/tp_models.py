@@ -170,8 +170,8 @@ def check_on_ranks(model: nn.Module, plan: TPPlan, group: Any, tp_rank: int, sam
         return items
 
     for trains in verify_model._modes(model, plan, sample):
-        reference = verify_model._outputs_and_grads(verify_model._copied(model, trains), sample)
-        sharded = verify_model._copied(model, trains)
+        reference = verify_model._outputs_and_grads(verify_model._copied(model), sample, trains)
+        sharded = verify_model._copied(model)
         apply_tensor_parallel(sharded, plan, group, tp_rank, lambda name: True)
-        values, grads = verify_model._outputs_and_grads(sharded, sample)
+        values, grads = verify_model._outputs_and_grads(sharded, sample, trains)
         verify_model._compare(plan, reference, all_ranks(values), lambda name, grads=grads: all_ranks(grads[name]))

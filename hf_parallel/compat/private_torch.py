@@ -87,15 +87,16 @@ def names_of_arguments(op: Any) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def arguments_written(op: Any) -> list[tuple[int, str]]:
+@functools.cache
+def arguments_written(op: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an op changes in place, by its schema."""
     schema = getattr(op, "_schema", None)
     arguments = () if schema is None else schema.arguments
-    return [
+    return tuple(
         (position, argument.name)
         for position, argument in enumerate(arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    )
 
 
 def id_of_storage(storage: Any) -> int:

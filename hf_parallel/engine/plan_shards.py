@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ from torch import nn
 
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
+from hf_parallel.model.fewer import Kept, with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN
+from hf_parallel.tensor_parallel.plan.repeated import Repetition, is_within_blocks, repeated
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
@@ -20,8 +23,14 @@ from hf_parallel.tensor_parallel.shard_plan import TPPlan
 logger = logging.getLogger(__name__)
 
 
-def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None) -> TPPlan:
+def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None, kept: Kept | None = None) -> TPPlan:
     """The plan that rank 0 makes, on every rank; collective.
+
+    Args:
+        setup: The whole model.
+        probes: The batches to try it with.
+        stand_in: For a model without values.
+        kept: Blocks that show what all blocks do; None: all are tried. Only rank 0 needs them.
 
     Raises:
         PlanError: No plan, or `tensor_parallel.on_fallback: error` and a layer that is no column-row pair.
@@ -32,7 +41,14 @@ def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None) -> TPPla
     def make() -> TPPlan:
         asked: dict[str, Any] = {"overrides": None if settings.plan == "auto" else settings.plan}
         asked |= {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
-        return planner(setup.mesh.shape.tp_size, probes.batch, sequence=settings.sequence_parallel, **asked)
+        asked["sequence"] = settings.sequence_parallel
+        if kept is not None and settings.plan == "auto":  # patterns may name single blocks
+            fewer = with_blocks(setup.model, kept.stack, kept.blocks)
+            with suppress(PlanError):  # then it is for the whole model to say why
+                plan = plan_model(fewer, setup.mesh.shape.tp_size, probes.batch, **asked)
+                if is_within_blocks(plan, (kept.stack,)):
+                    return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
+        return planner(setup.mesh.shape.tp_size, probes.batch, **asked)
 
     plan = plan_on_one_rank(make, setup.watchdog.waiting)
     judge_fallbacks(plan, settings.on_fallback, setup.mesh.rank, vocabulary_modules(setup.model))

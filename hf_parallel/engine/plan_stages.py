@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
+from hf_parallel.model.fewer import with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
@@ -60,7 +61,7 @@ def plan_cut(setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: Stand
     """
     costs = cut_costs(setup, stages, probes)
     bounds = _bounds(stages, setup.schedule, costs)
-    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, probes.batch, stand_in))
+    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, stages, probes.batch, stand_in))
 
 
 def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
@@ -105,9 +106,16 @@ def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> 
     return bounds
 
 
-def _loss_kind(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
+def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], stand_in: StandIn | None) -> LossKind:
     """How the model's loss may be computed, reported where it needs whole batches."""
-    verdict = _verdict_on_loss(setup, sample, stand_in)
+    if stand_in is not None:
+        verdict = _verdict_on_stand_in(setup, sample, stand_in)
+    else:
+        kept, verdict = stages.kept, Verdict("whole")
+        if kept is not None:  # a loss is made after the blocks
+            verdict = judge_loss(with_blocks(setup.model, kept.stack, kept.blocks), sample)
+        if verdict.kind == "whole":
+            verdict = judge_loss(setup.model, sample)
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind
@@ -123,10 +131,8 @@ def whole_loss(model_name: str, why: str) -> str:
     )
 
 
-def _verdict_on_loss(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn | None) -> Verdict:
-    """With a stand-in collective: rank 0 finds it out."""
-    if stand_in is None:
-        return judge_loss(setup.model, sample)
+def _verdict_on_stand_in(setup: Setup, sample: Mapping[str, Any], stand_in: StandIn) -> Verdict:
+    """Rank 0 finds it out; collective."""
 
     def look() -> Verdict:
         here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}

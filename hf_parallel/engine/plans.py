@@ -19,7 +19,9 @@ from hf_parallel.errors import PlanError, RankMismatchError
 from hf_parallel.guards.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import compare_over_ranks
+from hf_parallel.model.fewer import Kept, may_need_fewer
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.predict_cut import Prediction, describe, predict
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
@@ -46,6 +48,7 @@ class Plans:
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         ledger: The full model's parameters.
         prediction: What the cut is expected to cost, None with pp_size 1.
+        kept: Blocks that show what all blocks do to a layer; None where that is not known, or not to be used. Rank 0 knows.
     """
 
     forward: Callable[..., Any]
@@ -56,6 +59,7 @@ class Plans:
     units: tuple[tuple[str, ...], ...]
     ledger: Ledger
     prediction: Prediction | None
+    kept: Kept | None = None
 
 
 def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = None) -> Plans:
@@ -71,16 +75,17 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     """
     model, shape = setup.model, setup.mesh.shape
     forward: Callable[..., Any] = model.forward
-    shards, found, cut = None, None, None
+    shards, found, cut, kept = None, None, None, None
     recomputed: list[range] = []
     units: tuple[tuple[str, ...], ...] = ()
     if probes is not None:
         with probes.running():
+            found = _stack_of_blocks(setup, probes)
             if shape.tp_size > 1:
-                shards = plan_shards(setup, probes, stand_in)
+                kept = None if stand_in is not None else _blocks_that_show(setup, found, probes)
+                shards = plan_shards(setup, probes, stand_in, kept)
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
-            found = _stack_of_blocks(setup, probes)
             if found is not None and shape.pp_size > 1:
                 cut = plan_cut(setup, found, probes, stand_in)
             recomputed = _recomputed(setup, found, cut)
@@ -95,6 +100,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         units=units,
         ledger=ledger,
         prediction=_prediction(setup, ledger, cut),
+        kept=kept,
     )
 
 
@@ -102,7 +108,23 @@ def _stack_of_blocks(setup: Setup, probes: Probes) -> PipelinePlan | None:
     """The blocks of the model and what passes between them, where stages, recomputation or compilation need to know."""
     if not setup.config.works_on_blocks:
         return None
-    return discover_stages(setup.model, probes.discovery, cost_tokens=probes.cost_tokens)
+    return discover_stages(
+        *(setup.model, probes.discovery), cost_tokens=probes.cost_tokens, try_fewer=setup.config.pipeline.tries_fewer
+    )
+
+
+def _blocks_that_show(setup: Setup, found: PipelinePlan | None, probes: Probes) -> Kept | None:
+    """The blocks to plan shards with, on rank 0; None for all."""
+    if setup.mesh.rank or not setup.config.tensor_parallel.tries_fewer:
+        return None
+    if found is not None:
+        return found.kept
+    try:
+        if not may_need_fewer(setup.model, candidate_stacks(setup.model)[0]):
+            return None
+        return discover_stages(setup.model, probes.batch).kept
+    except Exception:  # noqa: BLE001 - the other ranks wait for the plan, which says what is wrong, if anything is
+        return None
 
 
 def _recomputed(setup: Setup, found: PipelinePlan | None, cut: Cut | None) -> list[range]:

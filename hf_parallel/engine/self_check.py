@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -14,18 +17,22 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
+from hf_parallel.model.fewer import Kept, fewer_blocks, with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
-from hf_parallel.pipeline_parallel.plan.verify_stages import check_split
+from hf_parallel.pipeline_parallel.plan.verify_stages import check_split, shares_parameters
+from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span, spans_of
+from hf_parallel.tensor_parallel.plan.repeated import Repetition, repeated, restricted
 from hf_parallel.tensor_parallel.plan.verify_model import verify_model
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 logger = logging.getLogger(__name__)
 
-SelfCheck: TypeAlias = Literal["auto", "on", "off"]
+T = TypeVar("T")
+SelfCheck: TypeAlias = Literal["auto", "on", "full", "off"]
 
-# `self_check: auto` copies the model once a stage on one rank; above this share of free memory it is skipped, loudly.
+# Of free memory; a self-check that needs more is skipped with `self_check: auto`, loudly.
 SELF_CHECK_MEMORY_SHARE = 0.25
 
 
@@ -45,31 +52,115 @@ def check_plans(setup: Setup, plans: Plans, probes: Probes) -> None:
     def check() -> None:
         setup.watchdog.runs("compares the planned parts with the whole model")
         with probes.running():
-            _check_stages(model, config.pipeline.self_check, plans.cut, probes.check)
-            _check_shards(model, config.tensor_parallel.self_check, plans.tensor_parallel, probes.batch)
+            if plans.cut is not None:
+                _check_cut(model, plans.cut, config.pipeline.self_check, probes)
+            if plans.tensor_parallel is not None:
+                self_check = config.tensor_parallel.self_check
+                _check_plan(model, plans.tensor_parallel, plans.kept, self_check, probes.batch)
 
     on_rank_zero(check, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
 
 
-def _check_stages(
-    model: nn.Module, self_check: SelfCheck, cut: Cut | None, samples: Sequence[Mapping[str, Any]]
+class _Cut(NamedTuple):
+    """A model, its plan, and the bounds of its stages."""
+
+    model: nn.Module
+    plan: PipelinePlan
+    bounds: list[int]
+
+
+def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes) -> None:
+    fewer = None
+    if self_check in ("auto", "on"):
+        with suppress(PlanError):
+            fewer = _fewer_to_cut(model, cut, probes.batch)
+    whole, placement = _Cut(model, cut.stages, cut.bounds), cut.schedule.stages_of_ranks
+    _on_fewer_or_whole(fewer, whole, lambda which: _check_stages(which, self_check, placement, probes.check))
+
+
+def _check_plan(
+    model: nn.Module, plan: TPPlan, kept: Kept | None, self_check: SelfCheck, sample: Mapping[str, Any]
 ) -> None:
-    if cut is None:
-        return
-    placement = cut.schedule.stages_of_ranks
-    copies = 2 * len(placement) + 3  # a reference and one model a rank, each with gradients, and one being cut
-    if not _affordable(model, copies, self_check, "pipeline"):
-        return
+    fewer = _fewer_to_shard(model, plan, kept) if self_check in ("auto", "on") and kept is not None else None
+    _on_fewer_or_whole(fewer, (model, plan), lambda which: _check_shards(*which, self_check, sample))
+
+
+def _on_fewer_or_whole(fewer: T | None, whole: T, check: Callable[[T], bool]) -> None:
+    """Check few blocks; where that fails it is for the whole model to say what is wrong, if anything is.
+
+    A model without some of its trained blocks may overflow where the whole one does not.
+    """
     try:
-        check_split(model, cut.stages, cut.bounds, samples, lambda copied: copied.forward, placement)
+        check(whole if fewer is None else fewer)
+    except Exception:
+        if fewer is None or not check(whole):
+            raise
+
+
+def _fewer_to_cut(model: nn.Module, cut: Cut, sample: Mapping[str, Any]) -> _Cut | None:
+    """Few blocks of each stage, cut as the whole model is; None where they do not show what all do.
+
+    Raises:
+        PlanError: They cannot be cut.
+    """
+    plan, spans = cut.stages, spans_of(cut.bounds)
+    groups, is_on_meta = [range(span.lo, span.hi) for span in spans], plan.discovered_on == "meta"
+    fewer = fewer_blocks(model, plan.record, sample, groups, is_on_meta=is_on_meta)
+    if fewer is None:
+        return None
+    small, kept = PipelinePlan(fewer.model, fewer.record, sample, plan.discovered_on), fewer.kept.blocks
+    made = _Cut(fewer.model, small, [bisect_left(kept, bound) for bound in cut.bounds])
+    for here, there in zip(spans_of(made.bounds), spans, strict=True):
+        lo = there.lo
+        if lo and {replace(key, block=kept[key.block]) for key in small.crossings(here.lo)} != {*plan.crossings(lo)}:
+            return None
+        held = {name for name in _held(model, plan, there) if plan.block_of(name) in (None, *kept)}
+        if _held(fewer.model, small, here, kept) != held:
+            return None
+    return made
+
+
+def _held(model: nn.Module, plan: PipelinePlan, span: Span, kept: Sequence[int] | None = None) -> set[str]:
+    """What a stage holds, by its names in the whole model."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {name for name, _ in tensors if plan.holds(span, name)}
+    if kept is None:
+        return names
+    start = f"{plan.stack}."
+    moved = {}
+    for name in names:
+        block = plan.block_of(name)
+        rest = name if block is None else name.removeprefix(start).partition(".")[2]
+        moved[name] = name if block is None else f"{start}{kept[block]}.{rest}"
+    return set(moved.values())
+
+
+def _fewer_to_shard(model: nn.Module, plan: TPPlan, kept: Kept) -> tuple[nn.Module, TPPlan] | None:
+    """The blocks that show what all do and their plan; None where the others have another plan."""
+    fewer = with_blocks(model, kept.stack, kept.blocks)
+    small = restricted(plan, kept.stack, kept.blocks, fewer)
+    again = repeated(small, Repetition((kept.stack,), kept.shown_by), model)
+    return (fewer, small) if again.fingerprint() == plan.fingerprint() else None
+
+
+def _check_stages(
+    cut: _Cut, self_check: SelfCheck, placement: Sequence[Sequence[int]], samples: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Returns whether they were compared."""
+    model = cut.model
+    copies = len(samples) + (2 if shares_parameters(model, cut.plan) else 4)  # see `check_split`
+    needed = copies * sum(p.nbytes for p in model.parameters())
+    if not _affordable(needed, next(model.parameters()).device, self_check, "pipeline"):
+        return False
+    try:
+        check_split(*cut, samples, lambda copied: copied.forward, placement)
     except PlanError:
-        if not _outer_patched(model, cut.stages.stack):
+        if not _outer_patched(model, cut.plan.stack):
             raise
         # A function that was put over a forward may call the forward of this very model, not that of a copy.
-        check_split(
-            *(model, cut.stages, cut.bounds, samples, lambda copied: _unpatched(copied, cut.stages.stack), placement)
-        )
+        check_split(*cut, samples, lambda copied: _unpatched(copied, cut.plan.stack), placement)
         logger.warning("hf_parallel: model.forward is patched; the self-check compared the forward of its class.")
+    return True
 
 
 def _outer_patched(model: nn.Module, stack: str) -> list[nn.Module]:
@@ -84,18 +175,21 @@ def _unpatched(copied: nn.Module, stack: str) -> Callable[..., Any]:
     return copied.forward
 
 
-def _check_shards(model: nn.Module, self_check: SelfCheck, shards: TPPlan | None, sample: Mapping[str, Any]) -> None:
-    if shards is None or not _affordable(model, 2 * (shards.tp_size + 1), self_check, "tensor_parallel"):
-        return
+def _check_shards(model: nn.Module, shards: TPPlan, self_check: SelfCheck, sample: Mapping[str, Any]) -> bool:
+    """Returns whether they were compared."""
+    wide = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
+    needed = 2 * (shards.tp_size + 1) * wide  # whole and of each rank, with gradients; on the CPU, see `verify_model`
+    if not _affordable(needed, torch.device("cpu"), self_check, "tensor_parallel"):
+        return False
     verify_model(model, shards, sample)
+    return True
 
 
-def _affordable(model: nn.Module, copies: int, self_check: SelfCheck, section: str) -> bool:
-    """Whether to run a self-check that needs `copies` times the parameters' memory."""
+def _affordable(needed: int, device: torch.device, self_check: SelfCheck, section: str) -> bool:
+    """Whether to run a self-check that needs so many bytes on a device."""
     if self_check != "auto":
-        return self_check == "on"
-    needed = copies * sum(p.nbytes for p in model.parameters())
-    free = _free_bytes(next(model.parameters()).device)
+        return self_check != "off"
+    free = _free_bytes(device)
     if needed <= SELF_CHECK_MEMORY_SHARE * free:
         return True
     logger.warning(

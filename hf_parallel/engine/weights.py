@@ -110,8 +110,8 @@ def _blueprint(setup: Setup) -> Blueprint | None:
     checks = [("pipeline", config.pp_size, config.pipeline.self_check)]
     checks += [("tensor_parallel", config.tp_size, config.tensor_parallel.self_check)]
     for name, size, self_check in checks:
-        if size > 1 and self_check == "on":
-            reason = f"{name}.self_check is on. Set it to auto or off."
+        if size > 1 and self_check in ("on", "full"):
+            reason = f"{name}.self_check is {self_check}. Set it to auto or off."
     blueprint = None
     if reason is None:
         try:

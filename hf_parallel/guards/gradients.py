@@ -51,7 +51,7 @@ class ShownGradients:
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
-        self._stands: dict[str, SharedGradient] = {}  # of this step's batches: later ones add to the same tensors
+        self._stands: dict[str, tuple[Tensor, SharedGradient]] = {}  # later batches of a step add to the same
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -208,12 +208,13 @@ class ShownGradients:
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
             if gradient is not None:
-                stand = before.get(name)
-                if stand is None or stand.part.gradient is not gradient:
+                known, stand = before.get(name, (None, None))
+                if stand is None or known is not gradient:
                     part = LocalGradient(name, parameter, gradient, self)
                     part.is_summand = len(self._ledger.entries[name].holders) > 1
                     stand = SharedGradient.of(parameter, part, self)
-                self._stands[name] = parameter.grad = stand
+                self._stands[name] = gradient, stand
+                parameter.grad = stand
 
     def take_between(self) -> None:
         """What user code left there is what later batches add to."""

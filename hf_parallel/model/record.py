@@ -42,6 +42,7 @@ class Op:
     writes: frozenset[int]
     name: str
     is_view: bool
+    scalars: str = ""  # numbers, flags and names that it was given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +80,15 @@ class Record:
     flops: dict[int, float]  # matmul FLOPs by epoch, forward
     traffic: dict[int, float]  # bytes of activations that ops without FLOPs read and write, by epoch, forward
     saved: dict[int, int]  # bytes that autograd keeps for the backward, parameters and buffers left out, by epoch
+    has_scalars: bool = False
 
 
 class _OpLog(TorchDispatchMode):
     """Logs every op below autograd."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_scalars: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.with_scalars = with_scalars
         self.ops: list[Op] = []
         self.flops: dict[int, float] = {}
         self.traffic: dict[int, float] = {}
@@ -119,7 +122,8 @@ class _OpLog(TorchDispatchMode):
         reads = frozenset(map(self.number, inputs))
         writes = frozenset(map(self.number, outputs + mutated))
         is_view = not mutated and bool(writes) and writes <= reads
-        self.ops.append(Op(self.epoch, reads, writes, str(func), is_view))
+        scalars = _scalars(args, kwargs) if self.with_scalars else ""
+        self.ops.append(Op(self.epoch, reads, writes, str(func), is_view, scalars))
         flops = _flops(func, args, kwargs, out)
         self.flops[self.epoch] = self.flops.get(self.epoch, 0.0) + flops
         if not flops and not is_view:
@@ -142,6 +146,21 @@ class _OpLog(TorchDispatchMode):
             return tensor.detach()  # an output that its own node keeps would never be freed
         finally:
             self._silent = False
+
+
+def _scalars(args: Any, kwargs: Mapping[str, Any]) -> str:
+    plain = [value for value in args if not isinstance(value, Tensor)]
+    named = [(name, value) for name, value in kwargs.items() if not isinstance(value, Tensor)]
+    if not plain and not named:
+        return ""
+    return repr((*map(_scalar, plain), *((name, _scalar(value)) for name, value in named))).replace("torch.", "")
+
+
+def _scalar(value: Any) -> Any:
+    """A value without its tensors, which would be printed."""
+    if isinstance(value, (list, tuple)):
+        return [_scalar(item) for item in value]
+    return "" if isinstance(value, Tensor) else value
 
 
 def _memory(tensor: Tensor) -> int:
@@ -332,6 +351,8 @@ def record_forward(
     candidates: list[str],
     forward: Callable[..., Any],
     sample: Mapping[str, Any],
+    *,
+    with_scalars: bool = False,
 ) -> Record:
     """Run one forward and log it from the point of view of `stack`.
 
@@ -341,8 +362,9 @@ def record_forward(
         candidates: all candidates; the order of their calls is noted.
         forward: what to call with the sample.
         sample: keyword arguments of a tiny batch.
+        with_scalars: whether to note the numbers that ops were given, which takes longer.
     """
-    log = _OpLog()
+    log = _OpLog(with_scalars)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     parameters = {name: log.number(t) for name, t in tensors}
     log.weights = frozenset(parameters.values())
@@ -365,4 +387,5 @@ def record_forward(
         flops=log.flops,
         traffic=log.traffic,
         saved=log.saved,
+        has_scalars=with_scalars,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,3 +38,11 @@ def only_tensor(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
     """The input of a linear module: its first argument, positional or by whatever name its class gives it."""
     value: Tensor = args[0] if args else next(iter(named.values()))
     return value
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude, NaN if there is one."""
+    if tensor.dtype not in (torch.float32, torch.float64) or tensor.layout != torch.strided:
+        return float(tensor.abs().max())
+    least, most = torch.aminmax(tensor)  # without a temporary of the tensor's size; both are NaN if any is
+    return max(-float(least), float(most))

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError
+from hf_parallel.model.fewer import Kept
 from hf_parallel.model.record import BlockTrace, Op, Record
 from hf_parallel.model.samples import output_flags, path_inputs
 from hf_parallel.model.stack import blocks_of
@@ -84,12 +85,16 @@ class PipelinePlan:
         saved: bytes of activations kept for the backward, by epoch.
         sample_tokens: tokens in the sample that `traffic` and `saved` belong to.
         discovered_on: "meta", or the device on which the tiny batch had to run.
+        record: the forward that all this was read from.
+        kept: blocks that show what all blocks do; None where that is not known.
     """
 
     def __init__(
         self, model: nn.Module, record: Record, sample: Mapping[str, Any], discovered_on: str = "meta"
     ) -> None:
         self.discovered_on = discovered_on
+        self.record = record
+        self.kept: Kept | None = None
         self.stack = record.stack
         self.num_blocks = len(blocks_of(model, record.stack))
         self.model_name = type(model).__name__
@@ -120,6 +125,11 @@ class PipelinePlan:
     def ran(self) -> tuple[int, ...]:
         """The blocks that ran, rising: all of them, but for models that skip some on some inputs."""
         return tuple(sorted(self.blocks))
+
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether the forward changes values of parameters or buffers."""
+        return any(not op.is_view and op.writes & self._names_of.keys() for op in self._ops)
 
     def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
         """What must be sent at the cut before block `boundary`, in a fixed order.

@@ -68,9 +68,12 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(numb
 Offload = Literal["none", "cpu", "nvme"]
 
 SelfCheck = Annotated[
-    Literal["auto", "on", "off"],
+    Literal["auto", "on", "full", "off"],
     BeforeValidator(on_off),
-    Field(description="'on', 'off' or 'auto' (on when the model is small enough to compare with one process)"),
+    Field(
+        description="'auto' (on where memory suffices), 'on', 'full' (on, with all blocks even where some show what all do) or "
+        "'off'"
+    ),
 ]
 
 
@@ -155,6 +158,11 @@ class PipelineConfig(Section):
         Field(description="'direct' (device to device), 'host' (staged through host memory) or 'auto'"),
     ] = "auto"
 
+    @property
+    def tries_fewer(self) -> bool:
+        """Whether few blocks may be tried in place of all of which it is known that they run alike."""
+        return self.self_check != "full"
+
     def stages_on_a_rank(self) -> int | None:
         """Stages on each rank; None for a schedule file, which says it itself."""
         if self.schedule == "csv":
@@ -199,6 +207,11 @@ class TensorParallelConfig(Section):
         Literal["warn", "error", "ignore"],
         Field(description="what to do when a layer cannot be sharded: 'warn', 'error' or 'ignore'"),
     ] = "warn"
+
+    @property
+    def tries_fewer(self) -> bool:
+        """Whether few blocks may be tried in place of all of which it is known that they run alike."""
+        return self.self_check != "full"
 
     @property
     def reduces_in_fp32(self) -> bool:

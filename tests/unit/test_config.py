@@ -102,7 +102,7 @@ def test_numbers_that_yaml_reads_as_strings_are_numbers() -> None:
     assert (config.pp_size, config.pipeline.num_microbatches, config.monitor.hang_timeout_s) == (2, 10, 50.0)
 
 
-@pytest.mark.parametrize(("given", "meant"), [(True, "on"), (False, "off"), ("auto", "auto")])
+@pytest.mark.parametrize(("given", "meant"), [(True, "on"), (False, "off"), ("auto", "auto"), ("full", "full")])
 def test_on_and_off_survive_yaml(given: object, meant: str) -> None:
     assert parse(pipeline={"self_check": given}).pipeline.self_check == meant
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.compat.private_transformers import eager_attention
+from hf_parallel.model.fewer import Fewer, fewer_blocks, may_need_fewer
 from hf_parallel.model.meta import inputs_on_meta, longer_on_meta, on_meta
-from hf_parallel.model.record import record_forward, unchanged
+from hf_parallel.model.record import Record, record_forward, unchanged
 from hf_parallel.model.samples import path_inputs
 from hf_parallel.model.stack import candidate_stacks, choose_stack
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, count_tokens
@@ -22,6 +23,7 @@ def discover_stages(
     *,
     try_meta: bool = True,
     cost_tokens: tuple[int, int] | None = None,
+    try_fewer: bool = True,
 ) -> PipelinePlan:
     """Find the block stack of a model and what a pipeline cut at each boundary must send.
 
@@ -39,6 +41,7 @@ def discover_stages(
         try_meta: whether to try the `meta` device before the real one.
         cost_tokens: (B, S) of the batch whose FLOPs the plan tells, e.g. one sequence of real length, so that attention
             counts as it will; kept to the sample's where the model does not run on `meta`.
+        try_fewer: whether the other samples may be tried with fewer blocks, where those show what all blocks do.
 
     Raises:
         PlanError: No stack of blocks runs at most once each in order.
@@ -49,31 +52,60 @@ def discover_stages(
     if plan is None:
         device = next((t.device for t in [*model.parameters(), *model.buffers()]), "cpu")
         plan = _plan(model, base, run, str(device))
+    is_on_meta = plan.discovered_on == "meta"
+    fewer = fewer_blocks(model, plan.record, base, is_on_meta=is_on_meta) if try_fewer and forward is None else None
+    tried, stack = plan, None
+    if fewer is not None:
+        model, run, plan.kept, stack = fewer.model, fewer.model, fewer.kept, plan.stack
+        tried = PipelinePlan(model, fewer.record, base, plan.discovered_on)
     if cost_tokens is not None:
-        _count_at_length(plan, model, base, run, cost_tokens)
+        _count_at_length(tried, model, base, run, cost_tokens)
+        if fewer is not None:
+            plan.flops, plan.num_tokens = _of_all_blocks(tried.flops, fewer), tried.num_tokens
     for sample in others:
-        reason = _try_to_cover(plan, model, sample, run)
+        reason = _try_to_cover(tried, model, sample, run, stack)
         if reason is not None:
             plan.uncovered[path_inputs(sample)] = reason
+    plan.covered, plan.zero_outputs = tried.covered, tried.zero_outputs
     return plan
 
 
-def _plan(model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], where: str) -> PipelinePlan:
-    candidates = candidate_stacks(model)
-    with unchanged(model):
-        record = record_forward(model, candidates[0], candidates, run, sample)
-        stack = choose_stack(model, candidates, record.calls)
-    if stack != record.stack:
+def _of_all_blocks(flops: Mapping[int, float], fewer: Fewer) -> dict[int, float]:
+    """By epoch of the whole model what was counted by epoch of one with fewer blocks."""
+    count = len(fewer.kept.shown_by)
+    epochs = {0: 0, 2 * count: 2 * len(fewer.kept.blocks)}
+    for block, place in enumerate(fewer.kept.shown_by):
+        epochs[2 * block + 1] = 2 * place + 1
+        if block + 1 < count:
+            epochs[2 * block + 2] = 2 * place + 2
+    return {epoch: flops[there] for epoch, there in epochs.items() if there in flops}
+
+
+def _plan(
+    model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], where: str, known: str | None = None
+) -> PipelinePlan:
+    candidates = candidate_stacks(model) if known is None else [known]
+
+    def record_at(stack: str) -> Record:
+        # Numbers are compared where blocks may be left out.
+        with_scalars = may_need_fewer(model, stack)
         with unchanged(model):
-            record = record_forward(model, stack, candidates, run, sample)
+            return record_forward(model, stack, candidates, run, sample, with_scalars=with_scalars)
+
+    record = record_at(candidates[0])
+    stack = choose_stack(model, candidates, record.calls)
+    if stack != record.stack:
+        record = record_at(stack)
     return PipelinePlan(model, record, sample, where)
 
 
-def _plan_on_meta(model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any]) -> PipelinePlan | None:
+def _plan_on_meta(
+    model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], known: str | None = None
+) -> PipelinePlan | None:
     """None where the model's code needs values (`.item()`, a branch on data) or a kernel that meta does not have."""
     try:
         with unchanged(model), on_meta(model):
-            return _plan(model, inputs_on_meta(sample), run, "meta")
+            return _plan(model, inputs_on_meta(sample), run, "meta", known)
     except Exception:  # noqa: BLE001 - model code may raise anything; what is really wrong shows on the real device
         return None
 
@@ -99,12 +131,12 @@ def _count_at_length(
 
 
 def _try_to_cover(
-    plan: PipelinePlan, model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any]
+    plan: PipelinePlan, model: nn.Module, sample: Mapping[str, Any], run: Callable[..., Any], known: str | None
 ) -> str | None:
     """Plan with one more sample; returns why the plan does not cover it."""
-    other = _plan_on_meta(model, sample, run) if plan.discovered_on == "meta" else None
+    other = _plan_on_meta(model, sample, run, known) if plan.discovered_on == "meta" else None
     try:
-        other = other or _plan(model, sample, run, plan.discovered_on)
+        other = other or _plan(model, sample, run, plan.discovered_on, known)
     except Exception as error:  # noqa: BLE001 - model code may raise anything on inputs it does not take
         return f"{type(error).__name__}: {error}"
     return plan.also_covers(other)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_parallel.settings.sections import ExpertSharing, Treatment
-from hf_parallel.tensor_parallel.plan.derive import aliases_of, plan_tensor_parallel
+from hf_parallel.tensor_parallel.plan.derive import aliases_of, plan_and_foreign
 from hf_parallel.tensor_parallel.plan.sequence_plan import shard_sequence
 from hf_parallel.tensor_parallel.plan.vocab_plan import shard_vocabulary
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -39,7 +39,7 @@ def plan_model(
     Raises:
         PlanError: As those three.
     """
-    plan = plan_tensor_parallel(model, tp_size, sample, overrides, experts)
-    plan = shard_vocabulary(model, plan, sample, vocabulary, overrides)
+    plan, foreign = plan_and_foreign(model, tp_size, sample, overrides, experts)
+    plan = shard_vocabulary(model, plan, sample, vocabulary, overrides, foreign)
     plan = shard_sequence(model, plan, sample) if sequence and tp_size > 1 else plan
     return replace(plan, aliases=aliases_of(model, plan.shard_specs()))

@@ -75,10 +75,21 @@ def plan_tensor_parallel(
             quantised ones, if an override names nothing or asks for a pair that does not verify, if experts shall be
             whole and none can be.
     """
+    return plan_and_foreign(model, tp_size, sample, overrides, experts)[0]
+
+
+def plan_and_foreign(
+    model: nn.Module,
+    tp_size: int,
+    sample: Mapping[str, Any],
+    overrides: Mapping[str, Treatment] | None,
+    experts: ExpertSharing,
+) -> tuple[TPPlan, frozenset[str]]:
+    """As `plan_tensor_parallel`, and the parameters that are read while the module that owns them is not running."""
     if tp_size < 1:
         raise PlanError(f"tp_size={tp_size} is below 1: a model needs at least one rank. Set tp_size to 1 or more.")
     if tp_size == 1:
-        return _finish(Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset(), {}), {}))
+        return _finish(Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset(), {}), {})), frozenset()
     with undisturbed(model):
         added = parts_of_adapters(model)
         linears = {name: info for name, info in find_linears(model).items() if name not in added}
@@ -102,7 +113,7 @@ def plan_tensor_parallel(
         _fall_back(draft, name)
     _drop_unequal_ties(draft)
     _require_pairs(draft, {name: treatment for name, treatment in overridden.items() if name not in ends})
-    return _finish(draft)
+    return _finish(draft), trace.foreign
 
 
 def _pair_all(draft: Draft, sample: Mapping[str, Any], experts: ExpertSharing) -> None:

@@ -8,8 +8,7 @@ on the meta device, without values, so no code here is for one architecture.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -22,14 +21,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
+from hf_parallel.model.fewer import config_with_blocks
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import kind_of
 from hf_parallel.model.support import refuse_model
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
-from hf_parallel.tensor_parallel.plan.derive import aliases_of
 from hf_parallel.tensor_parallel.plan.overrides import override_for
-from hf_parallel.tensor_parallel.shard_plan import TPPlan, in_order
+from hf_parallel.tensor_parallel.plan.repeated import Repetition, is_within_blocks, repeated
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 HEAD_COPIES = 3  # of the head's weight, while its parts are compared with the whole
@@ -80,8 +80,8 @@ def plan_for(
     if reduced is not None:
         model = _with_random_weights(reduced.blueprint, reduced.model, tp_size)
         plan = _planned(model, tp_size, sample, settings | {"overrides": _about(overrides or {}, model, full)})
-        if _is_within_blocks(plan, reduced):
-            return _repeated(plan, reduced, full)
+        if is_within_blocks(plan, reduced.blocks.stacks):
+            return repeated(plan, reduced.blocks, full)
     return _planned(_with_random_weights(blueprint, full, tp_size), tp_size, sample, settings)
 
 
@@ -151,24 +151,17 @@ class _Reduced:
     Args:
         blueprint: Of a config with fewer blocks.
         model: Its model on the meta device.
-        stacks: Names of the lists of blocks.
-        represented_by: Block of the full model -> the block of the same kind in this one.
+        blocks: Which of its blocks stands for which of the full model.
     """
 
     blueprint: Blueprint
     model: nn.Module
-    stacks: tuple[str, ...]
-    represented_by: tuple[int, ...]
+    blocks: Repetition
 
     @property
     def depth(self) -> int:
         """Number of blocks."""
-        return len(self.model.get_submodule(self.stacks[0]))  # type: ignore[arg-type]  # a ModuleList
-
-    def named(self, block: int) -> re.Pattern[str]:
-        """The name of a block, of whatever stack, inside a text."""
-        stacks = "|".join(re.escape(stack) for stack in self.stacks)
-        return re.compile(rf"(?<![\w.])({stacks})\.{block}(?!\w)")
+        return len(self.model.get_submodule(self.blocks.stacks[0]))  # type: ignore[arg-type]  # a ModuleList
 
 
 def _config_of(source: PretrainedConfig | str | PathLike[str]) -> PretrainedConfig:
@@ -235,7 +228,7 @@ def _reduce(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treat
     shown = max(first, default=0) + 2  # one more: the last block feeds none
     if not stacks or shown >= depth:
         return None
-    shorter = replace(blueprint, config=_with_depth(blueprint.config, depth, shown))
+    shorter = replace(blueprint, config=config_with_blocks(blueprint.config, depth, range(shown)))
     try:
         model = _skeleton(shorter)
     except Exception:  # noqa: BLE001  a config may insist on a depth in any way
@@ -245,7 +238,7 @@ def _reduce(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treat
         return None
     last = kinds[depth - 1] == kinds[shown - 1]
     middle = tuple(block if block < shown - 1 else first[block] for block in range(depth - 1))
-    return _Reduced(shorter, model, stacks, (*middle, shown - 1 if last else first[depth - 1]))
+    return _Reduced(shorter, model, Repetition(stacks, (*middle, shown - 1 if last else first[depth - 1])))
 
 
 def _stacks(model: nn.Module, depth: int) -> tuple[str, ...]:
@@ -274,68 +267,3 @@ def _outside(model: nn.Module, stacks: Sequence[str]) -> list[tuple[str, tuple[i
     """Parameters that belong to no block."""
     inner = tuple(f"{stack}." for stack in stacks)
     return [(name, tuple(p.shape)) for name, p in model.named_parameters() if not name.startswith(inner)]
-
-
-def _with_depth(config: PretrainedConfig, depth: int, shown: int) -> PretrainedConfig:
-    """A copy with `shown` blocks; lists with an entry for each block keep the first ones."""
-    shorter = copy.deepcopy(config)
-    text = shorter.get_text_config()
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == depth:
-            vars(text)[name] = value[:shown]
-    # Not by attribute: some configs check all of themselves at every assignment.
-    vars(text)[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = shown
-    return shorter
-
-
-def _is_within_blocks(plan: TPPlan, reduced: _Reduced) -> bool:
-    """Whether every pair lies in one block, or outside of all."""
-    data = plan.to_json()
-    return all(len(set(_blocks_named(pair, reduced))) <= 1 for pair in data["pairs"]) and not any(
-        pair["root"] in reduced.stacks for pair in data["pairs"]
-    )
-
-
-def _blocks_named(value: Any, reduced: _Reduced) -> Iterator[int]:
-    stacks = "|".join(re.escape(stack) for stack in reduced.stacks)
-    for found in re.finditer(rf"(?<![\w.])(?:{stacks})\.(\d+)(?!\w)", repr(value)):
-        yield int(found.group(1))
-
-
-def _repeated(plan: TPPlan, reduced: _Reduced, full: nn.Module) -> TPPlan:
-    """The plan of the full model, each block of which gets the plan of the block that represents it."""
-    data = plan.to_json()
-    for section in ("linears", "fallbacks", "whole", "flops"):
-        entries = [
-            entry for name, value in data[section].items() for entry in _for_all_blocks(name, [name, value], reduced)
-        ]
-        data[section] = dict(entries)
-    if data["sequence"] is not None:
-        blocks = [
-            copied for block in data["sequence"]["blocks"] for copied in _for_all_blocks(block["name"], block, reduced)
-        ]
-        data["sequence"]["blocks"] = sorted(blocks, key=lambda block: next(_blocks_named(block["name"], reduced), 0))
-    data["pairs"] = [copied for pair in data["pairs"] for copied in _for_all_blocks(pair["row"], pair, reduced)]
-    data["numel"] = {name: parameter.numel() for name, parameter in full.named_parameters()}
-    data["aliases"] = {}
-    made = TPPlan.from_json(data)
-    return replace(made, pairs=in_order(made.pairs), aliases=aliases_of(full, made.shard_specs()))
-
-
-def _for_all_blocks(name: str, entry: Any, reduced: _Reduced) -> list[Any]:
-    """The entry of a module for every block that the module's block represents."""
-    shown = next(_blocks_named(name, reduced), None)
-    if shown is None:
-        return [entry]
-    pattern = reduced.named(shown)
-    return [_renamed(entry, pattern, block) for block, by in enumerate(reduced.represented_by) if by == shown]
-
-
-def _renamed(value: Any, pattern: re.Pattern[str], block: int) -> Any:
-    if isinstance(value, str):
-        return pattern.sub(rf"\g<1>.{block}", value)
-    if isinstance(value, list):
-        return [_renamed(item, pattern, block) for item in value]
-    if isinstance(value, dict):
-        return {_renamed(key, pattern, block): _renamed(item, pattern, block) for key, item in value.items()}
-    return value

@@ -10,10 +10,11 @@ wherever that token does not occur. A head that does not qualify keeps its gathe
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from hf_parallel.tensor_parallel.run.vocab_loss import vocab_parallel_loss
 from hf_parallel.tensor_parallel.shard_plan import LinearPlan, TPPlan
 
 
+Foreign: TypeAlias = Callable[[], frozenset[str]]  # parameters that code outside of their modules reads
 WHOLE_LOGITS = "the loss needs whole logits"  # in the reason of a head that is not `vocab_head`
 
 
@@ -82,6 +84,7 @@ def shard_vocabulary(
     sample: Mapping[str, Any],
     parallel_loss: Literal["auto"] | bool = "auto",
     overrides: Mapping[str, Treatment] | None = None,
+    foreign: frozenset[str] | None = None,
 ) -> TPPlan:
     """Add the roles `vocab_embedding` and `vocab_head` to a plan, where they verify.
 
@@ -93,6 +96,7 @@ def shard_vocabulary(
         sample: Keyword arguments of a forward pass; `input_ids` serve as labels if there are none.
         parallel_loss: `tensor_parallel.vocab_parallel_loss`: False leaves the plan as it is; True insists on the loss.
         overrides: Pattern of module names -> "pair" (refuse to do without), "gather" (whole logits) or "replicate".
+        foreign: Parameters that code outside of their modules reads; None: to be found out.
 
     Returns:
         The plan; what stays gathered or replicated has the reason in `fallbacks`.
@@ -108,9 +112,10 @@ def shard_vocabulary(
         _require(treatments, ends, dict.fromkeys(("embedding", "head"), "vocab_parallel_loss is false"))
         return plan
     with undisturbed(model):
+        read = functools.cache(lambda: trace_linears(model, {}, sample).foreign if foreign is None else foreign)
         storage = {
-            "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, sample)),
-            "head": _reason(lambda: _check_head(model, ends, plan.tp_size, sample)),
+            "embedding": _reason(lambda: _check_embedding(model, ends, plan.tp_size, read)),
+            "head": _reason(lambda: _check_head(model, ends, plan.tp_size, read)),
         }
         if any(ends.head in (*pair.columns, pair.row) for pair in plan.pairs):
             storage["head"] = "it belongs to a pair, which cuts it along its other dim"
@@ -183,7 +188,7 @@ def find_ends(model: nn.Module) -> Ends:
     return Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])
 
 
-def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, foreign: Foreign) -> None:
     """The weight can be sharded by rows: only embedding and head read it, and every rank gets some rows."""
     module = model.get_submodule(name)
     own = {id(parameter) for parameter in own_parameters(module).values() if parameter is not None}
@@ -191,16 +196,15 @@ def _check_storage(model: nn.Module, name: str, ends: Ends, tp_size: int, sample
     for other, owner in model.named_modules():
         if id(owner) not in allowed and any(id(p) in own for p in own_parameters(owner).values()):
             raise _RefusedError(f"its parameter is tied to {other}")
-    foreign = trace_linears(model, {}, sample).foreign
     names = {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in own}
-    if names & foreign:
+    if names & foreign():
         raise _RefusedError("its parameter is read by code outside the module")
     rows = module.get_parameter("weight").shape[0]
     if 0 in split_sizes(rows, tp_size):
         raise _RefusedError(f"{rows} rows leave a rank of {tp_size} without any")
 
 
-def _check_embedding(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_embedding(model: nn.Module, ends: Ends, tp_size: int, foreign: Foreign) -> None:
     module = model.get_submodule(ends.embedding) if ends.embedding else None
     if not isinstance(module, nn.Embedding):
         raise _RefusedError("the input embedding is not an nn.Embedding")
@@ -208,7 +212,7 @@ def _check_embedding(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping
         raise _RefusedError("max_norm, sparse or scale_grad_by_freq is set, which looks at whole batches or tables")
     if len(list(module.parameters())) > 1:
         raise _RefusedError("it has parameters beside its table, whose gradients would be of parts of the rows")
-    _check_storage(model, ends.embedding, ends, tp_size, sample)
+    _check_storage(model, ends.embedding, ends, tp_size, foreign)
     if type(module) is nn.Embedding and "forward" not in vars(module):
         return  # known; spares looking up a large table
     tokens = torch.arange(module.num_embeddings, device=module.weight.device).unsqueeze(0)
@@ -236,13 +240,13 @@ def _looked_up(module: nn.Embedding, tokens: Tensor, tp_size: int) -> tuple[list
     return outputs, grads
 
 
-def _check_head(model: nn.Module, ends: Ends, tp_size: int, sample: Mapping[str, Any]) -> None:
+def _check_head(model: nn.Module, ends: Ends, tp_size: int, foreign: Foreign) -> None:
     if not ends.head:
         raise _RefusedError("the model has no output embedding")
     info = find_linears(model.get_submodule(ends.head)).get("")
     if info is None or info.transposed:
         raise _RefusedError("the head is not a linear module with one row a token")
-    _check_storage(model, ends.head, ends, tp_size, sample)
+    _check_storage(model, ends.head, ends, tp_size, foreign)
 
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
@@ -319,9 +323,7 @@ def _run_tail(
 ) -> _Tail:
     """Run the model with rows `rows` of the head, on its own input or on `hidden`; in fp32 if it is in half."""
     weights = [
-        p.detach()[rows].clone()
-        for p in (head.get_parameter("weight"), own_parameters(head).get("bias"))
-        if p is not None
+        p.detach()[rows] for p in (head.get_parameter("weight"), own_parameters(head).get("bias")) if p is not None
     ]
     weights = [(w.float() if w.dtype.itemsize < 4 else w).requires_grad_() for w in weights]
     inputs: list[Tensor] = []
