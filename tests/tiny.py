@@ -172,6 +172,15 @@ def lora(model: Any, **options: Any) -> Any:
     return model
 
 
+def biased(model: Any) -> Any:
+    """Biases other than zero: what AdamW makes of the rounding error of a gradient is little beside them."""
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 def llama_lora(dtype: torch.dtype = torch.float32) -> Any:
     """Adapters on all linear layers of a Llama."""
     return lora(llama().to(dtype))
@@ -243,6 +252,14 @@ MODELS = {
     # Adapters of two layers that are two parameters in one memory, each other's transpose.
     "llama_tied_lora_tied": lambda: lora(
         llama(tied=True), target_modules=["q_proj", "embed_tokens", "lm_head"], ensure_weight_tying=True
+    ),
+    "llama_lora_biases": lambda: lora(biased(llama(attention_bias=True, mlp_bias=True)), bias="all", lora_bias=True),
+    "gpt2_lora_biases": lambda: lora(biased(gpt2()), fan_in_fan_out=True, bias="all", lora_bias=True),
+    "mixtral_lora_attention": lambda: lora(mixtral(), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
+    "uneven_lora": lambda: lora(uneven()),
+    "deepseek_v3_lora": lambda: lora(
+        deepseek_v3(),
+        target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     ),
 }
 

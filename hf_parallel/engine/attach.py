@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck
+from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
@@ -63,9 +64,19 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
 
 def _part_hooks(model: nn.Module, plan: TPPlan) -> PartHooks:
     given = {name for name, linear in plan.linears.items() if linear.role in ("column", "vocab_head") and linear.entry}
-    returned = {pair.row for pair in plan.pairs}
+    tuners = tuner_layers(model)  # what a row with an adapter leaves is summed in the layer around it
+
+    def outer(name: str) -> str:
+        around = name.removesuffix(".base_layer")
+        return around if around in tuners else name
+
+    given |= {outer(name) for name in given}
+    returned = {outer(pair.row) for pair in plan.pairs}
     if plan.sequence is not None:  # then only the head's are whole
-        given, returned = {name for name in given if plan.linears[name].role == "vocab_head"}, set()
+        given, returned = (
+            {name for name in given if name in plan.linears and plan.linears[name].role == "vocab_head"},
+            set(),
+        )
     return PartHooks(model, seen_in_parts(model, plan), given, returned)
 
 

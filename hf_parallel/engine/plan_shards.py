@@ -58,7 +58,10 @@ def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None, kept: Ke
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:
     """Names of the input embedding and the head: why they are not sharded over the vocabulary is reported apart."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    return frozenset(name for name, module in model.named_modules() if any(module is end for end in ends))
+    inside = {
+        id(module) for end in ends if end is not None for module in end.modules()
+    }  # an adapter's, or a trained copy's
+    return frozenset(name for name, module in model.named_modules() if id(module) in inside)
 
 
 def judge_fallbacks(

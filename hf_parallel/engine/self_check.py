@@ -178,9 +178,7 @@ def _unpatched(copied: nn.Module, stack: str) -> Callable[..., Any]:
 def _check_shards(model: nn.Module, shards: TPPlan, self_check: SelfCheck, sample: Mapping[str, Any]) -> bool:
     """Returns whether they were compared."""
     wide = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
-    needed = (
-        2 * (shards.tp_size + 1) * wide
-    )  # a model and its gradients: whole, and a rank; on the CPU, see `verify_model`
+    needed = 2 * (shards.tp_size + 1) * wide  # whole and of each rank, with gradients; on the CPU, see `verify_model`
     if not _affordable(needed, torch.device("cpu"), self_check, "tensor_parallel"):
         return False
     verify_model(model, shards, sample)

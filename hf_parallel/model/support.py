@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_parallel.compat.private_peft import base_model, tuner_layers, why_not_low_rank
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import UnsupportedError
 
@@ -30,7 +31,7 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
             f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
             "spread it over devices. Load it without device_map; hf_parallel places the stages."
         )
-    task = other_task(model) if mp_size > 1 else None
+    task = other_task(base_model(model)) if mp_size > 1 else None
     if task is not None:
         raise UnsupportedError(
             f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size): pipeline stages and shards are "
@@ -53,7 +54,9 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
     if mp_size > 1:
         _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
-        _refuse_adapters(model, name, mp_size, tp_size)
+        _refuse_adapters(model, name, mp_size)
+    if tp_size > 1:
+        _refuse_unsharded(model, tp_size)
 
 
 def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
@@ -69,14 +72,9 @@ def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
             )
 
 
-def _refuse_adapters(model: Any, name: str, mp_size: int, tp_size: int) -> None:
+def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:
     """Refuse adapters that stages and shards do not know."""
     ranks = f"with {mp_size} ranks a copy (pp_size x tp_size)"
-    if tp_size > 1:
-        raise UnsupportedError(
-            f"{name} is a PEFT model: adapters with tp_size={tp_size} are not available yet. Use tp_size 1 (pipeline "
-            "stages, data parallel), or train the full model."
-        )
     if len(model.peft_config) > 1:
         raise UnsupportedError(
             f"{name} has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}) {ranks}: one adapter is trained "
@@ -88,4 +86,28 @@ def _refuse_adapters(model: Any, name: str, mp_size: int, tp_size: int) -> None:
                 f"{name} has a {type(config).__name__} {ranks}: prompts that are learned (virtual tokens) enter outside of the "
                 "layers, which stages and shards do not know. Use adapters in the layers (LoraConfig), or set pp_size and "
                 "tp_size to 1."
+            )
+
+
+def _refuse_unsharded(model: Any, tp_size: int) -> None:
+    """Refuse adapters of which no exact shards are known."""
+    for config in getattr(model, "peft_config", {}).values():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            raise UnsupportedError(
+                f"an adapter has peft_type={kind} with tp_size={tp_size}: tensor parallelism shards LORA adapters only. Use "
+                "LoraConfig, or set tp_size to 1."
+            )
+        if getattr(config, "trainable_token_indices", None):
+            raise UnsupportedError(
+                f"an adapter has trainable_token_indices={config.trainable_token_indices} with tp_size={tp_size}: single rows of "
+                "a sharded embedding cannot be trained. Use modules_to_save for the embedding, or set tp_size to 1."
+            )
+    for name, layer in tuner_layers(model).items():
+        why = why_not_low_rank(layer)
+        if why:
+            raise UnsupportedError(
+                f"{name} has an adapter that cannot be sharded with tp_size={tp_size}: {why}. Set "
+                "LoraConfig.target_modules to linear layers and embeddings, without use_dora and target_parameters, and call "
+                "unmerge_adapter() if it was merged; or set tp_size to 1."
             )

@@ -151,13 +151,12 @@ def shares_parameters(model: nn.Module, plan: PipelinePlan) -> bool:
 
 def _pristine(model: nn.Module, plan: PipelinePlan) -> nn.Module:
     """A copy without gradients."""
-    shared: dict[int, Any] = {}
+    # Tensors that were computed of parameters and kept (PEFT keeps what it ties adapters to) cannot be copied.
+    kept = [tensor for module in model.modules() for _, tensor in leaves(dict(vars(module)))]
+    shared: dict[int, Any] = {id(tensor): tensor.detach() for tensor in kept if not tensor.is_leaf}
     if shares_parameters(model, plan):
         plain = (p for p in model.parameters() if type(p) is nn.Parameter)
-        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
-    # Tensors that were computed of parameters and kept (PEFT keeps what it ties adapters to) cannot be copied.
-    kept = (tensor for module in model.modules() for _, tensor in leaves(dict(vars(module))))
-    shared |= {id(tensor): tensor.detach() for tensor in kept if not tensor.is_leaf}
+        shared |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
     copied = copy.deepcopy(model, shared)
     copied.zero_grad(set_to_none=True)
     return copied

@@ -13,11 +13,17 @@ from typing import Any
 
 from torch import nn
 
+from hf_parallel.compat.private_peft import without_adapters
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.errors import PlanError
 from hf_parallel.model.stack import kind_of
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.layout import ShardSpec, split_sizes
+from hf_parallel.tensor_parallel.plan.adapters import (
+    adapter_plans,
+    parts_of_adapters,
+    with_adapters,
+)
 from hf_parallel.tensor_parallel.plan.candidates import Draft, expert_candidates, matrix_owners, pair_candidates
 from hf_parallel.tensor_parallel.plan.influence import Arguments, Block
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN, hinted_rows, resolve_overrides
@@ -85,9 +91,11 @@ def plan_and_foreign(
     if tp_size == 1:
         return _finish(Draft(model, 1, {}, Trace({}, frozenset(), frozenset(), frozenset(), {}), {})), frozenset()
     with undisturbed(model):
-        linears = find_linears(model)
+        added = parts_of_adapters(model)
+        linears = {name: info for name, info in find_linears(model).items() if name not in added}
         _refuse_quantised(model)
-        trace = trace_linears(model, linears, sample)
+        with without_adapters(model):
+            trace = trace_linears(model, linears, sample)
         linears = {name: info for name, info in linears.items() if not _is_only_read(name, trace)}
         draft = Draft(model, tp_size, linears, trace, _tied_modules(model))
         _refuse_widths(draft)
@@ -257,11 +265,12 @@ def _judge(draft: Draft, candidate: Candidate, arguments: Arguments | None) -> P
     local = {name.removeprefix(prefix): info for name, info in draft.linears.items() if name.startswith(prefix)}
     failures: dict[str, None] = {}
     try:
-        block = Block.copied(root, local, arguments)
-        verifier = BlockVerifier(block, candidate, draft.tp_size)
+        verifier = BlockVerifier(Block.copied(root, local, arguments), candidate, draft.tp_size)
+        with without_adapters(root):
+            block = Block.copied(root, local, arguments)
         for proposal in (routed_proposals if candidate.routed else proposals)(block, candidate, draft.tp_size):
             try:
-                verified = verifier.verify(proposal)
+                verified = verifier.verify(with_adapters(root, proposal))
                 _check_reads(draft, candidate, verified)
                 return verified
             except RejectedError as rejection:
@@ -301,7 +310,9 @@ def _settle(draft: Draft, candidate: Candidate, verdict: Proposal | str) -> None
         draft.reasons.update({name: f"gathered: {reason}" for name in names if name not in draft.plans})
         return
     pair = _absolute(root, verdict.pair)
-    draft.plans |= {f"{root}.{name}": plan for name, plan in verdict.linears.items()}
+    draft.plans |= {
+        f"{root}.{name}": plan for name, plan in verdict.linears.items() if f"{root}.{name}" in draft.linears
+    }
     draft.pairs.append(pair)
     for name in (*names, *(name.rpartition(".")[0] for name in pair.sliced)):
         draft.reasons.pop(name, None)
@@ -375,7 +386,7 @@ def _fall_back(draft: Draft, name: str) -> None:
 
 
 def _finish(draft: Draft) -> TPPlan:
-    split = {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced}
+    split = {name.rpartition(".")[0] for pair in draft.pairs for name in pair.sliced} | parts_of_adapters(draft.model)
     for name, module in draft.model.named_modules():
         widest = max((p.ndim for p in own_parameters(module).values() if p is not None), default=0)
         if widest >= 2 and name not in draft.linears and name not in split:
@@ -384,7 +395,7 @@ def _finish(draft: Draft) -> TPPlan:
     reasons = draft.reasons if draft.tp_size > 1 else {}
     plan = TPPlan(
         tp_size=draft.tp_size,
-        linears=draft.plans,
+        linears=draft.plans | adapter_plans(draft.model, draft.plans),
         pairs=in_order(draft.pairs),
         fallbacks={name: reason for name, reason in reasons.items() if not reason.startswith("whole: ")},
         whole={

@@ -61,4 +61,6 @@ def hinted_rows(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
         for pattern, style in plan.items()
         if str(style).startswith("rowwise")
     ]
-    return frozenset(name for name in names if any(pattern.match(name) for pattern in patterns))
+    return frozenset(
+        name for name in names if any(pattern.match(name.removesuffix(".base_layer")) for pattern in patterns)
+    )

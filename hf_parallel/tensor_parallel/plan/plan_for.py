@@ -66,7 +66,7 @@ def plan_for(
 
     Raises:
         PlanError: It cannot be made, an override does not hold, or a model of random weights needs more memory than is free.
-        UnsupportedError: The model is quantised, dispatched over devices, or a PEFT model.
+        UnsupportedError: The model is quantised, dispatched over devices, or has adapters other than LoRA.
     """
     settings: dict[str, Any] = {"overrides": overrides, "vocabulary": vocabulary, "experts": experts}
     settings["sequence"] = sequence

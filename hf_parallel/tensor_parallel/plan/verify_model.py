@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.errors import PlanError
 from hf_parallel.model.tensors import map_tensors, tensors_in
 from hf_parallel.tensor_parallel.plan.trace import NOISE_SEED, perturb, run, undisturbed, widen
@@ -67,7 +68,7 @@ def _modes(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> tuple[b
     device = next(model.parameters()).device
     there = {key: map_tensors(lambda _, tensor: tensor.to(device), value) for key, value in sample.items()}
     with undisturbed(model):
-        model.training = True
+        model.training = base_model(model).training = True
         try:
             with torch.no_grad():
                 run(model, there)
@@ -104,7 +105,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _outputs_and_grads(model: nn.Module, sample: Mapping[str, Any], trains: bool) -> Result:
-    model.training = trains  # the model alone, not its modules: no dropout
+    model.training = base_model(model).training = trains  # the model alone, not its modules: no dropout
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     for parameter in parameters.values():
         parameter.requires_grad_()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_peft import base_model, trained_copy
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
@@ -181,7 +182,7 @@ def find_ends(model: nn.Module) -> Ends:
     for end in ("input", "output"):
         module = None
         with contextlib.suppress(NotImplementedError, AttributeError):
-            module = getattr(model, f"get_{end}_embeddings")()
+            module = trained_copy(getattr(model, f"get_{end}_embeddings")())
         found.append(next((name for name, other in model.named_modules() if other is module), ""))
     weights = [own_parameters(model.get_submodule(name)).get("weight") if name else None for name in found]
     return Ends(found[0], found[1], weights[0] is not None and weights[0] is weights[1])
@@ -250,9 +251,10 @@ def _check_head(model: nn.Module, ends: Ends, tp_size: int, foreign: Foreign) ->
 
 def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, Any]) -> None:
     """The code after the head, run as every rank, gives the parts of the whole result."""
-    if not callable(getattr(model, "loss_function", None)):
+    inner = base_model(model)
+    if not callable(getattr(inner, "loss_function", None)):
         raise _RefusedError("the model has no loss_function")
-    _check_loss_function(model.loss_function)  # type: ignore[arg-type]
+    _check_loss_function(inner.loss_function)  # type: ignore[arg-type]
     head = model.get_submodule(name)
     info = find_linears(head)[""]
     sizes = split_sizes(info.out_features, tp_size)
@@ -274,6 +276,7 @@ def _check_loss(model: nn.Module, name: str, tp_size: int, sample: Mapping[str, 
 
 def _run_in_training(model: nn.Module, run_tail: Callable[[], _Tail]) -> None:
     """A forward may make another loss in training; the model alone trains, not its modules: no dropout."""
+    model = base_model(model)
     model.training = True
     try:
         run_tail()
@@ -342,7 +345,7 @@ def _run_tail(
     if given["labels"] is None:
         raise _RefusedError("the sample has neither labels nor input_ids")
     followed = Followed()
-    with _replaced(head, "forward", forward), _replaced(model, "_loss_function", loss), followed:
+    with _replaced(head, "forward", forward), _replaced(base_model(model), "_loss_function", loss), followed:
         output = run(model, given)
     if followed.read or followed.reaches(_loss_in(output)):
         raise _RefusedError("beside loss_function something else in the loss depends on the logits")

@@ -8,9 +8,11 @@ from types import MethodType
 
 from torch import nn
 
+from hf_parallel.compat.private_peft import base_model, tuner_layers
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import ShardSpec
+from hf_parallel.tensor_parallel.run.adapters import install_adapters
 from hf_parallel.tensor_parallel.run.expert_routing import install_routing
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import Deferral, SharedCopy, TPGroup
@@ -99,8 +101,9 @@ def apply_tensor_parallel(
             continue
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
         if linear.role == "vocab_head":
-            install_loss(model, module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
+            install_loss(base_model(model), module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
     seeds = PairSeeds(plan.tp_size, tp_rank)
+    install_adapters(model, plan, shared, seeds, tp_rank, holds)
     for pair in plan.pairs:
         if pair.row in held or (pair.row not in plan.linears and any(holds(name) for name in pair.sliced)):
             _apply_pair(model, pair, shared, tp_rank, is_linear=pair.row in held)
@@ -152,6 +155,14 @@ def _detect_reads(
                     open_in(model.get_submodule(pair.root), scope)
             scopes.update(dict.fromkeys(pair.sliced, scope))
     specs = {name: spec for name, spec in plan.shard_specs().items() if holds(name)}
+    for name, layer in tuner_layers(model).items():
+        inside = [
+            full for key, _ in layer.named_parameters() if (full := f"{name}.{key}") in specs.keys() - scopes.keys()
+        ]
+        if inside:  # PEFT's forward looks at dtypes of its parts
+            scope = Scope()
+            open_in(layer, scope)
+            scopes |= dict.fromkeys(inside, scope)
     install_reads(model, specs, scopes, shared, tp_rank, reports=tp_rank == 0)
 
 
@@ -167,6 +178,7 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
         gather_sizes=[linear.weight.local_size(tp_size, rank) for rank in range(tp_size)],
         entry=linear.entry,
         take=linear.take[tp_rank] if linear.take else None,
+        role=linear.role,
     )
     forwards = {
         "column": column_forward,

@@ -130,7 +130,8 @@ class _Product(torch.autograd.Function):
         # that read the weight from the cache would get no gradient.
         dtype = _autocast_dtype(x)
         entry, matrix = x.to(dtype), weight.to(dtype if weight.dtype != torch.float64 else weight.dtype)
-        ctx.save_for_backward(entry if job.entered is None else job.entered.shard, weight)
+        kept = entry if job.entered is None else job.entered.shard
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no input
         ctx.again, ctx.entry_dtype = None if job.entered is None else job.entered.again, entry.dtype
         ctx.weight = weight if _is_plain(weight) else None
         ctx.dtype, ctx.transposed, ctx.shared, ctx.job = x.dtype, transposed, shared, job
@@ -187,10 +188,13 @@ def _wide_input_gradient(ctx: Any, weight: Tensor, gradient: Tensor | None, othe
     return wide.take(others) if ctx.job.reduces else None
 
 
-def _parameter_gradients(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    flat, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])  # (rows, out), (rows, in)
+def _parameter_gradients(
+    ctx: Any, x: Tensor | None, weight: Tensor, gradient: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    flat = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
     to_weight = None
-    if ctx.needs_input_grad[1]:
+    if x is not None:
+        rows = x.reshape(-1, x.shape[-1])  # (rows, in)
         left, right = (rows, flat) if ctx.transposed else (flat, rows)
         pending = None if ctx.shared.deferral is None or ctx.weight is None else ctx.shared.deferral.pending
         if pending is None:

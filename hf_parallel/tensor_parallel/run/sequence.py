@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import in_backward_pass, own_parameters
@@ -201,8 +202,10 @@ def install_regions(
             )
             for row in region.rows:
                 module = root.get_submodule(row)
+                if "tp_linear" in vars(module) and vars(module)["tp_linear"].bare:
+                    module = root.get_submodule(row.rpartition(".")[0])  # the adapter's, which sums for both
                 vars(module)["tp_scatter"] = _RowState(mode, region.exit == "row")
-                if "tp_linear" in vars(module):
+                if vars(module).keys() & {"tp_linear", "tp_adapted"}:
                     put_over(module, "tp_scatter", vars(module)["tp_scatter"], _row_forward)
 
 
@@ -344,11 +347,14 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     mode = state.mode
     if not mode.length:
         return self.tp_scatter_inner(*args, **kwargs)
-    linear = self.tp_linear
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    weight = own(self, "weight")
-    dtype = rounded_to(linear.copy, x) if state.scatters else None
-    total = row_product(linear.copy, x, weight, linear.transposed, is_wide=dtype is not None)
+    dtype: torch.dtype | None = None
+    if "tp_adapted" in vars(self):
+        total = self.tp_scatter_inner(*args, **kwargs)
+    else:
+        linear = self.tp_linear
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        dtype = rounded_to(linear.copy, x) if state.scatters else None
+        total = row_product(linear.copy, x, own(self, "weight"), linear.transposed, is_wide=dtype is not None)
     if not state.scatters:
         return total
     if unfolded(total, mode.dim, mode.length).shape[mode.dim] != mode.length:
@@ -357,5 +363,5 @@ def _row_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     total = reduce_scatter_to_sequence(total, *mode.along(), dtype=dtype)
     mode.draws.leave_region()
-    bias: Tensor | None = own(self, "bias")
+    bias: Tensor | None = own(self.base_layer if "tp_adapted" in vars(self) else self, "bias")
     return total if bias is None else total + bias  # after the sum: the bias counts once

@@ -11,6 +11,7 @@ checkpointed block that runs again, a resumed run, a stage that seeds its microb
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -68,6 +69,19 @@ class PairSeeds:
             generator.set_state(state)
         self._kept = []
 
+    @contextlib.contextmanager
+    def in_common(self) -> Iterator[None]:
+        """Inside, draw what all ranks draw, also inside of a pair."""
+        ours = [generator.get_state() for generator, _ in self._kept]
+        for generator, state in self._kept:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._kept = [(generator, generator.get_state()) for generator, _ in self._kept]
+            for (generator, _), state in zip(self._kept, ours, strict=True):
+                generator.set_state(state)
+
     def exchange(self, generator: torch.Generator, state: Tensor) -> Tensor | None:
         """Replace the saved state of `generator` by `state` and return the old one; None outside of pairs."""
         for index, (kept, before) in enumerate(self._kept):
@@ -106,6 +120,7 @@ def draws(root: nn.Module) -> bool:
     return any(
         (isinstance(module, DropoutModule) and module.p > 0) or any(rate > 0 for rate in _rates(module))
         for module in root.modules()
+        if "tp_dropout" not in vars(module)  # before an adapter: it draws what all ranks draw
     )
 
 

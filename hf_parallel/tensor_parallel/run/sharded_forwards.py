@@ -22,15 +22,16 @@ from hf_parallel.tensor_parallel.run.functions import (
     reduce_from_tp,
     take_heads,
 )
-from hf_parallel.tensor_parallel.run.linear import column_product, plain_product, row_sum
+from hf_parallel.tensor_parallel.run.linear import column_product, plain_product, row_product, row_sum
 from hf_parallel.tensor_parallel.run.reads import own
 from hf_parallel.tensor_parallel.run.sequence import leaves_partial
-from hf_parallel.tensor_parallel.shard_plan import InputRule, Ranges
+from hf_parallel.tensor_parallel.run.sequence_functions import copies_to_tp
+from hf_parallel.tensor_parallel.shard_plan import InputRule, Ranges, Role
 
 
 @dataclass
 class LinearState:
-    """Settings of a patched linear, kept on the module as `tp_linear`."""
+    """Settings of a patched linear, kept on the module as `tp_linear`; `bare` if what is around it communicates."""
 
     copy: SharedCopy
     transposed: bool
@@ -40,6 +41,8 @@ class LinearState:
     gather_sizes: list[int]
     entry: bool
     take: Ranges | None
+    role: Role
+    bare: bool = False
 
 
 @dataclass
@@ -117,17 +120,18 @@ def column_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     weight = _used(state, own(self, "weight"), state.weight_dim)
     bias = own(self, "bias")
     bias = None if bias is None else _used(state, bias, 0)
-    product = column_product if state.entry else plain_product
+    product = column_product if state.entry and not state.bare else plain_product
     return product(state.copy, x, weight, bias, state.transposed)  # (..., in) -> (..., out / tp)
 
 
 def _used(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
     """The outputs of a column that this rank computes."""
     tensor = _summed_where_whole(tensor, dim, state.lengths, state.replicated, state.copy)
-    return _taken(state, tensor, dim)
+    return taken(state, tensor, dim)
 
 
-def _taken(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
+def taken(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
+    """The outputs that this rank computes of a layer that every rank stores whole."""
     if state.take is None:
         return tensor
     parts = [tensor.narrow(dim, start, length) for start, length in state.take or ((0, 0),)]
@@ -137,6 +141,8 @@ def _taken(state: LinearState, tensor: Tensor, dim: int) -> Tensor:
 def row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: LinearState = self.tp_linear
     x = only_tensor(args, named)
+    if state.bare:
+        return row_product(state.copy, x, own(self, "weight"), state.transposed)
     total = row_sum(state.copy, x, own(self, "weight"), state.transposed)  # (..., in / tp) -> (..., out)
     bias = own(self, "bias")
     return total if bias is None else total + bias  # after the sum: otherwise each rank would add the bias
@@ -145,9 +151,11 @@ def row_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 def reduce_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: LinearState = self.tp_linear
     x = only_tensor(args, named)
+    if state.bare:
+        return row_product(state.copy, x, own(self, "weight"), state.transposed)
     total = row_sum(state.copy, x, own(self, "weight"), state.transposed)
     bias = own(self, "bias")
-    return _taken(state, _copied(total if bias is None else total + bias, state.copy), -1)
+    return taken(state, _copied(total if bias is None else total + bias, state.copy), -1)
 
 
 def gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
@@ -160,7 +168,8 @@ def gather_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
 def latent_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     state: LinearState = self.tp_linear
     x = only_tensor(args, named)
-    return _copied(plain_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed), state.copy)
+    out = plain_product(state.copy, x, own(self, "weight"), own(self, "bias"), state.transposed)
+    return out if state.bare else _copied(out, state.copy)
 
 
 def entry_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -208,18 +217,37 @@ def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     again that were accumulated before, and be lost when FSDP replaces the parameter object.
     """
     state: PartialState = self.tp_partial
-    shadowed: list[tuple[dict[str, Any], str]] = []
+    owners = [self.get_submodule(name.rpartition(".")[0]) for name in state.uses]
+    keys = [name.rpartition(".")[2] for name in state.uses]
+    uses = list(state.uses.values())
+    tensors = [getattr(owner, key) for owner, key in zip(owners, keys, strict=True)]
     try:
-        for name, use in state.uses.items():
-            path, _, key = name.rpartition(".")
-            owner = self.get_submodule(path)
-            used = _summed_where_whole(getattr(owner, key), use.dim, use.lengths, use.whole, state.copy)
+        for owner, key, use, used in zip(owners, keys, uses, _all_summed(tensors, uses, state.copy), strict=True):
             vars(owner)[key] = used if use.share == 1.0 else used * use.share
-            shadowed.append((vars(owner), key))
         return self.tp_partial_inner(*args, **kwargs)
     finally:
-        for holder, key in shadowed:
-            holder.pop(key, None)
+        for owner, key in zip(owners, keys, strict=True):
+            vars(owner).pop(key, None)
+
+
+def _all_summed(tensors: Sequence[Tensor], uses: Sequence[Use], shared: SharedCopy) -> list[Tensor]:
+    """The `tensors` with the gradients of what every rank holds summed over the ranks, by one all-reduce a dtype."""
+    parts = [
+        list(torch.split(x, list(use.lengths), use.dim)) if use.lengths else [x]
+        for x, use in zip(tensors, uses, strict=True)
+    ]
+    summed = [
+        (i, j)
+        for i, use in enumerate(uses)
+        for j, is_whole in enumerate(use.whole)
+        if is_whole and torch.is_grad_enabled() and tensors[i].requires_grad
+    ]
+    if not summed:
+        return list(tensors)
+    copies = copies_to_tp([parts[i][j] for i, j in summed], shared.group, widens=shared.widens)
+    for (i, j), copied in zip(summed, copies, strict=True):
+        parts[i][j] = copied
+    return [own[0] if len(own) == 1 else torch.cat(own, use.dim) for own, use in zip(parts, uses, strict=True)]
 
 
 def take_inputs(

@@ -13,13 +13,14 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.run.forwards import put_over
@@ -140,7 +141,7 @@ def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: i
     vars(model)["tp_vocab_head"] = head
     model.loss_function = loss  # type: ignore[assignment]  # transformers has a setter
     vars(model)["tp_model_forward"] = model.forward
-    vars(model)["forward"] = MethodType(_labelled_forward, model)
+    vars(model)["forward"] = MethodType(_like(model.forward), model)
 
 
 def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: bool) -> Callable[..., Any]:
@@ -154,6 +155,12 @@ def labelled(model: nn.Module, forward: Callable[..., Any], *, hides_logits: boo
     Returns:
         A function with the signature of `forward`.
     """
+    inner = base_model(model)
+    if (
+        inner is not model
+    ):  # the forward of a PEFT model calls that of its base model, which the loss will be installed on
+        vars(inner)["tp_hides_logits"] = hides_logits
+        return forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -190,8 +197,17 @@ def _embedding_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     return reduce_from_tp(rows, state.copy.group)
 
 
+def _like(forward: Callable[..., Any]) -> Any:
+    """`_labelled_forward` with the parameters of `forward`: a Trainer looks for them in the model under the adapters."""
+    made: Any = FunctionType(_labelled_forward.__code__, _labelled_forward.__globals__, "forward")
+    signature = inspect.signature(forward)
+    owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    made.__signature__ = signature.replace(parameters=[owner, *signature.parameters.values()])
+    return made
+
+
 def _labelled_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run_labelled(self, self.tp_model_forward, args, kwargs, True)
+    return _run_labelled(self, self.tp_model_forward, args, kwargs, vars(self).get("tp_hides_logits", True))
 
 
 def _run_labelled(

@@ -1,0 +1,64 @@
+"""Names of PEFT, which is looked up only where somebody has imported it: a model has adapters only then."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def tuner_layers(model: nn.Module) -> dict[str, Any]:
+    """Modules that add something trained to the layer that they hold as `base_layer`, by name."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, peft.BaseTunerLayer)}
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the tuner layers of a model run their base layers alone; whether anything is trained is not touched."""
+    layers = list(tuner_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that adapters were put on; any other model itself."""
+    base = getattr(model, "get_base_model", None) if hasattr(model, "peft_config") else None
+    found: nn.Module = base() if callable(base) else model
+    return found
+
+
+def trained_copy(module: Any) -> Any:
+    """What runs in the place of a module of `modules_to_save`; any other module itself."""
+    peft: Any = sys.modules.get("peft.utils.other")
+    if peft is None or not isinstance(module, peft.ModulesToSaveWrapper) or not module.active_adapters:
+        return module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+def why_not_low_rank(layer: Any) -> str:
+    """Why a tuner layer is not plain LoRA on a linear layer or an embedding; empty if it is."""
+    from peft.tuners.lora import layer as lora
+
+    kind = type(layer)
+    if isinstance(layer, lora.ParamWrapper):
+        return f"it adapts the parameter {layer.parameter_name} (target_parameters, which all-linear sets for experts)"
+    if kind not in (lora.Linear, lora.Embedding):
+        return f"it is a {kind.__module__.removeprefix('peft.tuners.')}.{kind.__name__}"
+    if any(layer.use_dora.values()):
+        return "use_dora: true normalises by columns of the whole weight"
+    variants = sorted({type(variant).__name__ for variant in layer.lora_variant.values()})
+    if variants:
+        return f"it is the variant {', '.join(variants)} of LoRA"
+    return "its adapter is merged" if layer.merged else ""
