@@ -6,11 +6,14 @@ nobody checked.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zoo
+from zoo import shards
 from zoo.lora import LAYOUTS, PP, TP, TP_LINEAR, LoraRow, Outcome, sweep_lora
 from zoo.lora_page import HEADER, MARK, lora_lines, lora_table, lora_totals
 from zoo.parts import part_of, with_part
@@ -46,6 +49,19 @@ def test_what_cannot_train_in_one_process_is_told_from_what_is_refused() -> None
     row = sweep_lora("mamba")
     assert (row.verdict, row.layouts) == ("not with PEFT", {})
     assert "Mamba" in row.note
+
+
+def test_a_plan_that_loses_a_part_of_a_factors_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = shards.plan_tensor_parallel
+
+    def blind(*args: Any) -> Any:
+        plan = genuine(*args)
+        return replace(plan, pairs=tuple(replace(pair, partial=()) for pair in plan.pairs))
+
+    monkeypatch.setattr(shards, "plan_tensor_parallel", blind)
+    row = sweep_lora("gpt2")
+    assert row.failed
+    assert "differs by" in row.layouts[TP].note
 
 
 @pytest.mark.slow
