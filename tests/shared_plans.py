@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers.loss import loss_utils
 
 from hf_parallel.compat.private_torch import forward_hooks
 
@@ -77,11 +80,14 @@ def _description(model: nn.Module) -> Any:
 
 
 def _functions_of(model: nn.Module) -> list[Any]:
-    """Classes, their forwards, and functions that were put on modules: users patch all of them."""
+    """Forwards, functions that were put on modules, and those of the files they are from: users patch all of them."""
     found: list[Any] = []
     for module in model.modules():
         own = [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)]
         found += [type(module), type(module).forward, *own]
+    files = {functional, loss_utils, *(sys.modules[type(module).__module__] for module in model.modules())}
+    for file in sorted(files, key=lambda file: file.__name__):
+        found += [value for value in vars(file).values() if callable(value)]
     return found
 
 
