@@ -49,6 +49,9 @@ class GradientSync:
         parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
         mesh: This rank's mesh. Building the groups of shared parameters is collective.
         settings: What the replicas do with each other.
+
+    Attributes:
+        in_window: Whether the last backward pass was not the last of its step.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
-        self.in_window = False  # the last backward pass was not the last of its step
+        self.in_window = False
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
