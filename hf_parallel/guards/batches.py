@@ -67,7 +67,7 @@ class Digests:
     def __init__(self) -> None:
         self._weights: dict[torch.device, Tensor] = {}
         self.labels: list[Any] = []
-        self._begun = hashlib.blake2b(digest_size=8)  # with these labels
+        self._begun: tuple[list[Any], Any] = [], hashlib.blake2b(digest_size=8)  # labels, and a hash that has them
 
     def of(self, batches: Sequence[Mapping[str, Any]]) -> Tensor | int:
         """A number below 2**52 (a 0-d int64 where a GPU has the batch) of names, shapes, types and values of all tensors.
@@ -80,12 +80,10 @@ class Digests:
             for name in sorted(batch)
             if isinstance(batch[name], Tensor) and not batch[name].requires_grad
         ]
+        self.labels = [(name, value.shape, value.dtype) for name, value in named]
         if not named:
             return 0
-        before, self.labels = self.labels, [(name, value.shape, value.dtype) for name, value in named]
         if all(value.device.type == "cpu" for _, value in named):  # hashing costs less there than a dozen operations
-            if self.labels != before:
-                self._begun = hashlib.blake2b(repr(self.labels).encode(), digest_size=8)
             return self._hash([value for _, value in named])
         values = [bits_of(value) for _, value in named]
         flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
@@ -93,7 +91,9 @@ class Digests:
         return (total ^ (total >> 29)) & ((1 << BITS) - 1)
 
     def _hash(self, values: Sequence[Tensor]) -> int:
-        state = self._begun.copy()
+        if self._begun[0] != self.labels:
+            self._begun = self.labels, hashlib.blake2b(repr(self.labels).encode(), digest_size=8)
+        state = self._begun[1].copy()
         for value in values:
             state.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
         return int.from_bytes(state.digest(), "big") & ((1 << BITS) - 1)
@@ -229,7 +229,8 @@ class SharedBatch:
         try:
             yield
         except Exception:
-            if self._has_arrived():
+            message = self._under_way[1] if self._under_way is not None else None
+            if isinstance(message, dist.Work) and message.is_completed():
                 self.settle()
             raise
         if self._device.type != "cuda":
@@ -259,12 +260,6 @@ class SharedBatch:
         values, message = before
         message.wait() if isinstance(message, dist.Work) else message.synchronize()
         self._judge(values)
-
-    def _has_arrived(self) -> bool:
-        if self._under_way is None:
-            return False
-        message = self._under_way[1]
-        return message.is_completed() if isinstance(message, dist.Work) else message.query()
 
     def _judge(self, values: Tensor) -> None:
         rows = values.tolist()
