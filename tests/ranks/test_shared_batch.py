@@ -33,7 +33,7 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
     model = tiny.llama(layers=1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = tiny.collate(tiny.rows(4))
-    norm = model.get_parameter(NORM)
+    norm, whole = model.get_parameter(NORM), model.model.layers[0].input_layernorm.weight
 
     def forward(index: int, odd: dict[int, Any]) -> Any:
         change = odd.get(index) if rank else None
@@ -71,14 +71,14 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, bool]]:
         "forwards first": (forwards_first, {1: nudged}),
     }
     for name, (loop, odd) in cases.items():
-        kept, weight = model.lm_head.weight.detach().clone(), norm.detach().clone()
+        kept, weight = whole.detach().clone(), norm.detach().clone()
         accelerator.step = 0
         try:
             loop(odd)
             said = "nothing"
         except ParallelError as error:
             said = f"{type(error).__name__}: {error}"
-        found[name] = said, bool(torch.equal(kept, model.lm_head.weight))
+        found[name] = said, bool(torch.equal(kept, whole))
         norm.data.copy_(weight)
         optimizer.zero_grad()
     accelerator.hf_parallel.watchdog.stop()
