@@ -5,7 +5,6 @@ If a row fails, a stand-in that is kept from batch to batch stands for what its 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
