@@ -174,6 +174,11 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     return found if found is not None else {}
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether `gradient_hooks` or `accumulation_hooks` has any; asked of every parameter before every forward."""
+    return bool(parameter._backward_hooks) or bool(accumulation_hooks(parameter))
+
+
 def not_overridden() -> Any:
     """`__torch_function__` of a tensor class whose functions are taken over in `__torch_dispatch__` alone."""
     import torch

@@ -234,13 +234,14 @@ class DirectEngine(Engine):
         if self.trains:
             batch = self.bound(args, kwargs)
             self.attachment.batch_check.check([batch])
-            self._shared_batch.compare(batch, trains=True)
+            looks = self.ends_step or not self.gradients.in_window
+            self._shared_batch.begin(batch, trains=True, looks=looks)
             self.gradients.begin_forward()
             self.gradients.arm(1.0, last=self.ends_step)
         elif "labels" in kwargs:
-            self._shared_batch.compare(kwargs)
+            self._shared_batch.begin(kwargs)
         context = self.autocast()
-        with self._watching(), context:
+        with self._watching(), self._shared_batch.judging(), context:
             output = made = self.attachment.forward(*args, **kwargs)
         finer = not isinstance(context, contextlib.nullcontext)
         if finer:
@@ -291,7 +292,7 @@ class DirectEngine(Engine):
     def compare_step(self) -> None:
         """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
         if self.mesh.tp_group is not None:
-            self._shared_batch.settle()
+            self._shared_batch.end_step()
             self._backwards.agree_later()
 
 

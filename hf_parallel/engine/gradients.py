@@ -49,6 +49,9 @@ class GradientSync:
         parameters: Ledger name -> this rank's parameter (a shard where the entry has a spec).
         mesh: This rank's mesh. Building the groups of shared parameters is collective.
         settings: What the replicas do with each other.
+
+    Attributes:
+        in_window: Whether the last backward pass was not the last of its step.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
-        self._in_window = False  # the last backward pass was not the last of its step
+        self.in_window = False
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -91,7 +94,7 @@ class GradientSync:
         Raises:
             UnsupportedError: Names a parameter or a module that was replaced since the model was prepared.
         """
-        if self._weights is not None and not self._in_window:  # what is replaced later is noticed before the update
+        if self._weights is not None and not self.in_window:  # what is replaced later is noticed before the update
             self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:
@@ -142,7 +145,7 @@ class GradientSync:
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step."""
-        self._in_window = True
+        self.in_window = True
         if self.replicas.reduces_every_backward:
             self._reduce_shared()
             self.replicas.accumulate(factor)
@@ -159,7 +162,7 @@ class GradientSync:
         Raises:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
-        self._in_window = False
+        self.in_window = False
         self.follow_freezing()
         self._reduce_shared()
         self.replicas.reduce(factor)
@@ -342,7 +345,7 @@ class GradientSync:
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self.replicas.sharded is not None:
             left = (
-                self._in_window
+                self.in_window
             )  # `fully_shard` has averaged them all the same: the step would be another one than asked for
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(

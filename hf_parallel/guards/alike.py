@@ -54,11 +54,14 @@ class CommonWeights:
             held.append([parameters[name] for name in copies[-COPIES:]])
         self._slots = [_Slot(parameters) for parameters in held]
 
-    def digests(self, device: torch.device) -> list[Tensor]:
-        """A number of each slot (0-d i64): zero where this rank holds nothing; without waiting for the device."""
+    def digests(self) -> list[Tensor | int]:
+        """A number of each slot (a 0-d i64 where the weights are on a GPU): zero where this rank holds nothing.
+
+        Without waiting for the device.
+        """
         if self._arriving():
-            return [torch.zeros((), dtype=torch.int64, device=device) for _ in self.names]
-        return [slot.digest(device) for slot in self._slots]
+            return [0 for _ in self.names]
+        return [slot.digest() for slot in self._slots]
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -97,20 +100,20 @@ class _Slot:
         self._views: list[Tensor] = []
         self._weights = torch.zeros(0, dtype=torch.int64)
 
-    def digest(self, device: torch.device) -> Tensor:
-        """A number on `device` (0-d i64): zero if nothing is held, else never zero."""
+    def digest(self) -> Tensor | int:
+        """A number (a 0-d i64 where the weights are on a GPU): zero if nothing is held, else never zero."""
         if not self._held:
-            return torch.zeros((), dtype=torch.int64, device=device)
+            return 0
         places = [parameter.data_ptr() if type(parameter) in _PLAIN else 0 for parameter in self._held]
         if places != self._places:
             self._look(places)
         if not self._views:
-            return torch.ones((), dtype=torch.int64, device=device)
+            return 1
         some = torch.cat(self._views)
         if some.device.type == "cpu":  # hashing costs less there than a dozen operations
-            return torch.tensor(digest([{"": some}]) & ((1 << BITS) - 1) | 1).to(device)
+            return digest([{"": some}]) & ((1 << BITS) - 1) | 1
         total = (bits_of(some) * self._weights).sum()
-        return (((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1).to(device)
+        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1
 
     def _look(self, places: list[int]) -> None:
         self._places = places

@@ -8,6 +8,7 @@ would tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,27 +37,33 @@ class Backwards:
 
     def forget(self) -> None:
         """Begin anew."""
-        self._marks: list[Tensor] = []
-        self._sizes: list[Tensor] = []  # of gradients; that of a number is its magnitude
+        self._marks: list[Tensor | float] = []  # numbers on a CPU, where an operation on a tensor costs more
+        self._sizes: list[Tensor | float] = []  # of gradients; that of a number is its magnitude
         self._on_logits = False
 
     def scaled(self, factor: Tensor) -> None:
-        """A loss was multiplied with `factor` (0-d) before its backward."""
-        number = factor.detach().to(torch.float64, copy=True)
-        self._marks.append(number)
-        self._sizes.append(number)
+        """A loss was multiplied with `factor` (one element) before its backward."""
+        self._note(factor, factor)
 
     def lost(self, loss: Tensor) -> None:
-        """A loss (0-d) is backpropagated."""
-        self.scaled(loss.reshape(()))
+        """A loss (one element) is backpropagated."""
+        self._note(loss, loss)
 
     def arrived(self, gradient: Tensor) -> None:
         """The gradient f[B S V] of the logits arrived, which every rank has computed for itself."""
         self._on_logits = True
         flat = gradient.detach().reshape(-1, gradient.shape[-1]).float()
         across, along = self._numbers(flat.shape[1]), self._numbers(flat.shape[0])
-        self._marks.append((flat @ across @ along).double())
-        self._sizes.append(torch.linalg.vector_norm(flat).double())
+        self._note(flat @ across @ along, torch.linalg.vector_norm(flat))
+
+    def _note(self, mark: Tensor, size: Tensor) -> None:
+        first = self._number(mark)
+        self._marks.append(first)
+        self._sizes.append(first if size is mark else self._number(size))
+
+    def _number(self, value: Tensor) -> Tensor | float:
+        here = self._device.type == "cpu"
+        return value.item() if here else value.detach().reshape(()).to(torch.float64, copy=True)
 
     def _numbers(self, count: int) -> Tensor:
         """Fixed numbers to project on: equal norms would hide other labels."""
@@ -110,16 +117,24 @@ class Backwards:
         marks, sizes = self._marks, self._sizes
         self.forget()
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
-        mine = torch.zeros(4, dtype=torch.float64, device=self._device)
+        everyone = torch.zeros(self._mesh.shape.mp_size, 4, dtype=torch.float64, device=self._device)
+        mine = everyone[self._mesh.rank % self._mesh.shape.mp_size]
         mine[0].fill_(len(marks))
         mine[1].fill_(bool(direct))
         if marks:
-            places = torch.arange(len(marks), dtype=torch.float64, device=self._device)
-            mine[2] = places.mul_(0.618).add_(1.0) @ torch.stack([mark.to(self._device) for mark in marks])
-            mine[3] = torch.stack([size.to(self._device) for size in sizes]).abs().sum()
-        everyone = [torch.empty_like(mine) for _ in range(self._mesh.shape.mp_size)]
-        dist.all_gather(everyone, mine, group=self._mesh.mp_group)
-        return torch.stack(everyone)
+            mark, size = self._sums(marks, sizes)
+            mine[2].fill_(mark)
+            mine[3].fill_(size)
+        dist.all_reduce(everyone, group=self._mesh.mp_group)  # a row each: cheaper than gathering a list
+        return everyone
+
+    def _sums(self, marks: Sequence[Any], sizes: Sequence[Any]) -> tuple[Tensor | float, Tensor | float]:
+        """Of marks times fixed numbers, since their order counts, and of the magnitudes of sizes."""
+        if self._device.type == "cpu":
+            return sum((1.0 + 0.618 * place) * mark for place, mark in enumerate(marks)), sum(map(abs, sizes))
+        places = torch.arange(len(marks), dtype=torch.float64, device=self._device)
+        together = [torch.stack([number.to(self._device) for number in numbers]) for numbers in (marks, sizes)]
+        return places.mul_(0.618).add_(1.0) @ together[0], together[1].abs().sum()
 
     def _compare(self, values: Sequence[tuple[int, float, float]], on_logits: bool, tolerates_nan: bool) -> None:
         count, mark, size = values[0]

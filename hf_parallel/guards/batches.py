@@ -1,20 +1,22 @@
 """Batches between the data loader and the model: changed since they were announced, or different on another rank.
 
 A digest here is a few integer operations on the device where the batch is, so that it can be part of every step; it
-rides on a message that is sent anyway. `hf_parallel.batches.digest` hashes every byte: on the first steps, and of batches that are on the CPU.
+rides on a message that is sent anyway. Of batches on the CPU every byte is hashed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.batches import RandomCheck, digest, refuse_unlike
+from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.mesh import Mesh
@@ -56,13 +58,19 @@ def _state(value: Any) -> Any:
 
 
 class Digests:
-    """Makes digests of batches on the device where they are, without waiting for it."""
+    """Makes digests of batches on the device where they are, without waiting for it.
+
+    Attributes:
+        labels: Name, shape and type of each tensor of the last.
+    """
 
     def __init__(self) -> None:
         self._weights: dict[torch.device, Tensor] = {}
+        self.labels: list[Any] = []
+        self._begun: tuple[list[Any], Any] = [], hashlib.blake2b(digest_size=8)  # labels, and a hash that has them
 
-    def of(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """A number below 2**52 (0-d int64) of the names, shapes, types and values of all tensors.
+    def of(self, batches: Sequence[Mapping[str, Any]]) -> Tensor | int:
+        """A number below 2**52 (a 0-d int64 where a GPU has the batch) of names, shapes, types and values of all tensors.
 
         Tensors that a graph made (embeddings of the tokens) are left out: ranks compute them for themselves.
         """
@@ -72,15 +80,23 @@ class Digests:
             for name in sorted(batch)
             if isinstance(batch[name], Tensor) and not batch[name].requires_grad
         ]
+        self.labels = [(name, value.shape, value.dtype) for name, value in named]
         if not named:
-            return torch.zeros((), dtype=torch.int64)
+            return 0
         if all(value.device.type == "cpu" for _, value in named):  # hashing costs less there than a dozen operations
-            return torch.tensor(digest([{name: value} for name, value in named]) & ((1 << BITS) - 1))
-        labels = [_label(name, value) for name, value in named]
+            return self._hash([value for _, value in named])
         values = [bits_of(value) for _, value in named]
         flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
-        total = self._sum(flat) + zlib.crc32(repr(labels).encode())
+        total = self._sum(flat) + zlib.crc32(repr(self.labels).encode())
         return (total ^ (total >> 29)) & ((1 << BITS) - 1)
+
+    def _hash(self, values: Sequence[Tensor]) -> int:
+        if self._begun[0] != self.labels:
+            self._begun = self.labels, hashlib.blake2b(repr(self.labels).encode(), digest_size=8)
+        state = self._begun[1].copy()
+        for value in values:
+            state.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return int.from_bytes(state.digest(), "big") & ((1 << BITS) - 1)
 
     def _sum(self, values: Tensor) -> Tensor:
         """Sum of the values i64[n] times odd numbers, modulo 2**64: another value anywhere, or another order, changes it."""
@@ -115,9 +131,7 @@ class BatchDigests:
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
-        mine[0] = self._digests.of(batches).to(slots.device)
-        for slot, number in enumerate(self._common.digests(slots.device), 1):
-            mine[slot] = number
+        _write(mine, [self._digests.of(batches), *self._common.digests()])
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -145,6 +159,10 @@ class BatchDigests:
 class SharedBatch:
     """Compares the batch of every forward pass over the ranks that share its layers; without a pipeline.
 
+    The message travels while the model computes. Ranks with batches of other shapes would wait for each other in layers: a
+    rank whose shapes are not those of the batch before waits for the others' digests first, and leaves if they differ.
+    Then the layers of the rest fail, which looks at the digests as well.
+
     Args:
         mesh: This rank's mesh.
         device: Where the model computes.
@@ -155,50 +173,105 @@ class SharedBatch:
     def __init__(self, mesh: Mesh, device: torch.device, common: CommonWeights, random: RandomCheck) -> None:
         self._mesh, self._device, self._common, self._random = mesh, device, common, random
         self._digests = Digests()
-        self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
+        self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
+        self._looked = True
+        self._under_way: tuple[Tensor, dist.Work | torch.cuda.Event] | None = None
 
-    def compare(self, batch: Mapping[str, Any], *, trains: bool = False) -> None:
-        """Collective over the tensor-parallel ranks: three numbers each.
+    def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
+        """Before a forward pass; collective over the tensor-parallel ranks: three numbers each.
 
-        On a GPU a batch is judged when the next one comes or the step ends (`settle`): the device has then long got to it.
+        Args:
+            batch: What the model is called with.
+            trains: Whether it is a training forward pass, which may draw random numbers.
+            looks: Whether to look at the common weights too: in the first and the last pass of a step at least.
 
         Raises:
-            RankMismatchError: On every rank, naming those that differ.
+            RankMismatchError: On every rank, naming those that differ; for a pass that is not judged yet, too.
         """
         if self._mesh.tp_group is None:
             return
-        word = torch.full((), self._random.word() if trains else 0, device=self._device)
-        mine = torch.stack([self._digests.of([batch]).to(self._device), word, *self._common.digests(self._device)])
-        values = mine.new_zeros(self._mesh.shape.tp_size, len(mine))
-        values[self._mesh.tp_rank] = mine
-        dist.all_reduce(values, group=self._mesh.tp_group)  # a row each: cheaper than gathering a list
         self.settle()
-        if values.device.type != "cuda":
-            self._judge(values)
+        self._looked = looks
+        word = self._random.word() if trains else 0
+        self._compare([self._digests.of([batch]), word, *self._weights()], self._digests.labels)
+
+    def _weights(self) -> Sequence[Tensor | int]:
+        return self._common.digests() if self._looked else [0 for _ in self._common.names]
+
+    def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
+        size, rank, group = self._mesh.shape.tp_size, self._mesh.tp_rank, self._mesh.tp_group
+        if self._device.type == "cuda":
+            values = torch.zeros(size, len(numbers), dtype=torch.int64, device=self._device)
+            _write(values[rank], numbers)
+            dist.all_reduce(values, group=group)  # a row each: cheaper than gathering a list
+            here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            here.copy_(values, non_blocking=True)
+            self._under_way = here, torch.cuda.current_stream(values.device).record_event()
             return
-        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        here.copy_(values, non_blocking=True)
-        self._under_way = here, torch.cuda.current_stream(values.device).record_event()
+        nothing = [0] * len(numbers)
+        values = torch.tensor([numbers if index == rank else nothing for index in range(size)])
+        if shapes == self._shapes:
+            self._under_way = values, dist.all_reduce(values, group=group, async_op=True)
+        else:
+            dist.all_reduce(values, group=group)
+            self._judge(values)
+            self._shapes = shapes
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Around the forward pass itself. What a GPU computes is judged when the next one comes or the step ends.
+
+        The device has then long got to it.
+
+        Raises:
+            RankMismatchError: As `begin`.
+        """
+        try:
+            yield
+        except Exception:
+            message = self._under_way[1] if self._under_way is not None else None
+            if isinstance(message, dist.Work) and message.is_completed():
+                self.settle()
+            raise
+        if self._device.type != "cuda":
+            self.settle()
+
+    def end_step(self) -> None:
+        """Before gradients are reduced; collective if the step's last pass did not look at common weights.
+
+        Raises:
+            RankMismatchError: As `begin`.
+        """
+        self.settle()
+        if not self._looked:
+            self._looked = True
+            self._compare([0, 0, *self._weights()], [])
+            self.settle()
 
     def settle(self) -> None:
         """Judge what is not judged yet; before an update.
 
         Raises:
-            RankMismatchError: As `compare`.
+            RankMismatchError: As `begin`.
         """
         before, self._under_way = self._under_way, None
-        if before is not None:
-            before[1].synchronize()
-            self._judge(before[0])
+        if before is None:
+            return
+        values, message = before
+        message.wait() if isinstance(message, dist.Work) else message.synchronize()
+        self._judge(values)
 
     def _judge(self, values: Tensor) -> None:
         rows = values.tolist()
         if all(row == rows[0] for row in rows):
             return
+        self._shapes = []
         refuse_unlike(self._mesh, [row[0] for row in rows])
         self._random.refuse_unlike([row[1] for row in rows])
         self._common.refuse_unlike([row[2:] for row in rows])
 
 
-def _label(name: str, value: Tensor) -> str:
-    return f"{name}{tuple(value.shape)}{value.dtype}"
+def _write(slots: Tensor, numbers: Sequence[Tensor | int]) -> None:
+    """Fill slots with a number each, without waiting for a device."""
+    for slot, number in zip(slots, numbers, strict=True):
+        slot.fill_(number)

@@ -56,6 +56,10 @@ class Owner(Protocol):
         """The whole gradients of a buffer's parameters; collective over the ranks that share it."""
         ...
 
+    def touch(self) -> None:
+        """A gradient is opened, or autograd adds to it."""
+        ...
+
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
         ...
@@ -86,6 +90,7 @@ class _Part:
         """The whole, to be changed in place; collective over tp."""
         if self.opened is None:
             self.opened = self.whole(self.tensor()).clone()
+            self._owner.touch()
         return self.opened
 
     def close(self) -> None:
@@ -120,6 +125,7 @@ class LocalGradient(_Part):
         self.tensor().add_(gradient)
         self.close()
         self.arrived = True
+        self._owner.touch()
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
         if self.is_summand:

@@ -51,7 +51,10 @@ class ShownGradients:
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
-        self._stands: dict[str, tuple[Tensor, SharedGradient]] = {}  # later batches of a step add to the same
+        # Of each parameter in this step: later batches add to the same gradient, which keeps its stand-in.
+        self._stands: list[tuple[str, nn.Parameter, Tensor | None, SharedGradient | None]] = []
+        self._touched = False
+        self._summands = frozenset(name for name in parameters if len(ledger.entries[name].holders) > 1)
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -180,21 +183,42 @@ class ShownGradients:
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
         self._active = True
-        self._stands = {}  # they would keep the gradients of a step that is over
         self.factors.begin()
         self.note_parts()
-        staged = self._mesh.mp_group is not None
         absent = self._zero.absent_names if self._zero is not None else frozenset()
-        for name, parameter in self._parameters.items():
-            flat = self._flat.get(name)
-            if flat is not None:
-                flat.gathered = flat.pending = flat.opened = None
-                if name not in absent:
-                    parameter.grad = SharedGradient.of(parameter, flat, self)
-            elif staged and parameter.grad is not None:
-                parameter.grad = SharedGradient.of(
-                    parameter, LocalGradient(name, parameter, parameter.grad, self), self
-                )
+        for name, flat in self._flat.items():
+            flat.gathered = flat.pending = flat.opened = None
+            if name not in absent:
+                flat.parameter.grad = SharedGradient.of(flat.parameter, flat, self)
+        if self._flat:
+            self._stands = []  # of replicas that had gradients of their own until now
+        if self._mesh.mp_group is not None:
+            self._show_local()
+            for name, _, _, stand in self._stands if self._summands else ():
+                if stand is not None and isinstance(stand.part, LocalGradient) and name in self._summands:
+                    stand.part.is_summand = False
+        self._stands = []  # they would keep the gradients of a step that is over
+
+    def _show_local(self) -> None:
+        """Put stand-ins in the place of gradients that are here; comes after every batch, so it looks at little."""
+        if not self._stands:
+            besides = self._flat if self._active else {}
+            self._stands = [(name, p, None, None) for name, p in self._parameters.items() if name not in besides]
+        for index, (name, parameter, gradient, stand) in enumerate(self._stands):
+            now = parameter.grad
+            if now is not gradient:  # not what the batches before have added to
+                stand = None if now is None else self._stand_for(name, parameter, now)
+                self._stands[index] = name, parameter, now, stand
+            parameter.grad = stand
+
+    def _stand_for(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> SharedGradient:
+        part = LocalGradient(name, parameter, gradient, self)
+        part.is_summand = self._between and name in self._summands
+        return SharedGradient.of(parameter, part, self)
+
+    def touch(self) -> None:
+        """A gradient is opened, or autograd adds to it."""
+        self._touched = True
 
     @property
     def _parts_of(self) -> ZeroPartition | None:
@@ -204,25 +228,22 @@ class ShownGradients:
     def show_between(self) -> None:
         """User code stands between two batches of a step: norms it takes are those of all stages, of this replica."""
         self._between = True
-        before, self._stands = self._stands, {}
-        for name, parameter in self._parameters.items():
-            gradient = parameter.grad
-            if gradient is not None:
-                known, stand = before.get(name, (None, None))
-                if stand is None or known is not gradient:
-                    part = LocalGradient(name, parameter, gradient, self)
-                    part.is_summand = len(self._ledger.entries[name].holders) > 1
-                    stand = SharedGradient.of(parameter, part, self)
-                self._stands[name] = gradient, stand
-                parameter.grad = stand
+        self._show_local()
 
     def take_between(self) -> None:
         """What user code left there is what later batches add to."""
         if not self._between:
             return
         self._between = False
-        for parameter in self._parameters.values():
-            _take(parameter)
+        touched, self._touched = self._touched, False
+        for _, parameter, gradient, stand in self._stands:
+            now = parameter.grad
+            if now is stand and not touched:
+                parameter.grad = gradient
+            elif now is not None:
+                _take(parameter)
+        if touched:
+            self._stands = []
 
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
@@ -339,8 +360,7 @@ class ShownGradients:
                 parameter.grad = SharedGradient.of(parameter, flat, self) if fresh else stand
             elif stand is not None and parameter.grad is not None:
                 same = stand.changed is None and stand.part.tensor() is parameter.grad
-                part = LocalGradient(name, parameter, parameter.grad, self)
-                parameter.grad = stand if same else SharedGradient.of(parameter, part, self)
+                parameter.grad = stand if same else self._stand_for(name, parameter, parameter.grad)
 
 
 def _take(parameter: nn.Parameter) -> None:

@@ -48,6 +48,9 @@ class PartHooks:
             ]
             self._tables += [(name, parts, hooks, set(hooks)) for hooks in tables]
             self._forwards.append((name, parts, vars(module), vars(module).get("forward")))
+        # Looked at before every forward: most of a model's modules never have hooks.
+        self._empty = [table[2] for table in self._tables if not table[2]]
+        self._others = [table for table in self._tables if table[2]]
 
     def check(self) -> None:
         """Before a forward.
@@ -55,7 +58,7 @@ class PartHooks:
         Raises:
             UnsupportedError: Names the module and what was put on it.
         """
-        for name, parts, hooks, known in self._tables:
+        for name, parts, hooks, known in self._tables if any(self._empty) else self._others:
             if hooks and not known.issuperset(hooks):
                 for key in [key for key in hooks if key not in known]:
                     if not _module_of(hooks[key]).startswith(OURS):
