@@ -47,15 +47,18 @@ BOUNDS = {
     "e_bw": (0.5, 1.0),
     "e_att": (0.4, 1.3),
     "thin": (0.5, 200.0),
+    "few": (1.0, 1000.0),
     "c_intra": (0.3, 1.0),
     "c_inter": (0.2, 1.0),
+    "congestion": (0.001, 0.3),
     "gamma": (0.0, 1.0),
     "t_kernel": (1e-6, 1e-4),
+    "t_floor": (1e-7, 2e-5),
     "t_call": (1e-6, 2e-3),
     "t_message": (1e-7, 1e-3),
     "t_micro": (1e-6, 2e-2),
     "t_step": (1e-4, 0.3),
-    "a_inter": (1e-7, 1e-4),
+    "a_inter": (1e-7, 3e-5),
     "p2p": (0.3, 4.0),
 }
 COUNTS = ("tp", "pp", "dp", "sp", "zero", "micro_batch", "num_microbatches", "stages_per_rank")
@@ -145,12 +148,12 @@ def loss_of(sets: Sequence[Sequence[Row]], start: Constants) -> Callable[[Consta
             total += own * sum(e * e / 0.3 if e < 0.15 else e - 0.075 for e in logs) / len(logs)
             weight += own
         pull = sum(math.log(max(getattr(c, key), 1e-9) / getattr(start, key)) ** 2 for key in BOUNDS)
-        return total / weight + 1e-3 * pull
+        return total / weight + 5e-5 * pull
 
     return loss
 
 
-def fit(tables: Mapping[str, Sequence[Row]], start: Constants, rounds: int = 4) -> Constants:
+def fit(tables: Mapping[str, Sequence[Row]], start: Constants, rounds: int = 5) -> Constants:
     """Constants by a search along each in turn, with ever smaller steps."""
     draw = random.Random(0)
     sets = [rows if len(rows) <= MOST_ROWS else draw.sample(list(rows), MOST_ROWS) for rows in tables.values()]

@@ -46,7 +46,8 @@ def bytes_s(group: Group, cluster: Cluster, c: Constants) -> float:
     inside = cluster.intra_bytes_s * c.c_intra
     if group.nodes == 1:
         return inside
-    return min(inside, cluster.inter_bytes_s * c.c_inter * group.on_node / cluster.gpus_per_node)
+    shared = cluster.inter_bytes_s * c.c_inter * group.on_node / cluster.gpus_per_node
+    return min(inside, shared / (1 + c.congestion * math.log2(group.nodes)))
 
 
 def one_way(size: float, group: Group, cluster: Cluster, c: Constants) -> float:

@@ -21,10 +21,13 @@ class Constants:
         e_bw: Part of the memory bandwidth that other kernels reach.
         e_att: Part of the published rate that attention reaches.
         thin: Width at which a product takes twice its time.
+        few: Tokens at which it does.
         c_intra: Part of a node's links that collectives reach.
         c_inter: Part of the network that they reach.
+        congestion: What a doubling of a group's nodes adds to its messages.
         gamma: Part of the shorter one that overlapped work costs.
         t_kernel: Host time of a kernel.
+        t_floor: Device time of a kernel besides that of its work.
         t_call: Host time of a collective of tensor parallelism.
         t_message: Of starting such a collective on the device.
         t_micro: Of a micro-batch on each stage.
@@ -43,10 +46,13 @@ class Constants:
     e_bw: float
     e_att: float
     thin: float
+    few: float
     c_intra: float
     c_inter: float
+    congestion: float
     gamma: float
     t_kernel: float
+    t_floor: float
     t_call: float
     t_message: float
     t_micro: float

@@ -105,6 +105,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
         again = core if spec.attention == "eager" else products / 2 + kernels
     messages, messages_back = _tensor_messages(profile, block, place)
     launched, launched_back = KERNELS[spec.kernels].launched
+    forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call
     host = launched * c.t_kernel + calls
     host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
@@ -122,7 +123,9 @@ def _product(one: Product, place: Place, *, fp8: bool = True) -> float:
     inputs = one.inputs / (share if one.cut == "row" else 1)
     outputs = one.outputs / (share if one.cut == "column" else 1)
     rate = place.rate * (place.c.fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
-    thin = 1 + place.c.thin / inputs + place.c.thin / outputs
+    thin = (1 + place.c.thin / inputs + place.c.thin / outputs) * (
+        1 + place.c.few / max(1.0, tokens * one.times / one.stored)
+    )
     size = spec.element
     weights = min(one.stored, one.times * tokens)  # experts that some token goes to
     traffic = size * (tokens * one.times * (inputs + outputs) + weights * inputs * outputs)

@@ -29,7 +29,7 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
     """
     ranks = placement(spec)
     held = _parameters(profile, spec, counts, ranks)
-    kept, working = _activations(profile, spec, counts, ranks, seq_len)
+    kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = LOGIT_BYTES[spec.kernels] * (2 if spec.dtype == "fp32" else 1) * tokens * profile.vocab / spec.tp
     found = []
@@ -128,7 +128,7 @@ def _kept(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len:
     return entry + spec.element * (products / 2 + attention)
 
 
-def _activations(
+def kept_activations(
     profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], ranks: Sequence[int], seq_len: int
 ) -> tuple[list[float], float]:
     """Bytes that each rank keeps when it holds most, and those of the block that runs again."""
@@ -138,7 +138,6 @@ def _activations(
     for count in counts:
         stages.append(sum(kept[kind] for kind in profile.layers[layer : layer + count]))
         layer += count
-    stages[0] += tokens * spec.element * profile.hidden
     working = 0.0
     if spec.recompute != "none":
         working = max(tokens * saved_by_block(profile, block, spec, seq_len) for block in profile.kinds)

@@ -23,11 +23,16 @@ def schedule_of(name: str, pp: int, num_microbatches: int, stages_per_rank: int)
     return build_schedule(name, pp, num_microbatches, stages_per_rank=stages_per_rank)
 
 
+@functools.lru_cache(maxsize=256)
+def _placement(name: str, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+    return placement_of(schedule_of(name, pp, pp, stages_per_rank))
+
+
 def placement(spec: LayoutSpec) -> tuple[int, ...]:
     """The rank of each stage."""
     if spec.pp == 1:
         return (0,) * spec.num_stages
-    return placement_of(schedule_of(spec.schedule, spec.pp, spec.pp, spec.stages_per_rank))
+    return _placement(spec.schedule, spec.pp, spec.stages_per_rank)
 
 
 def cut(costs: Sequence[float], first: float, last: float, num_stages: int, *, even: bool) -> list[int]:
@@ -40,6 +45,8 @@ def cut(costs: Sequence[float], first: float, last: float, num_stages: int, *, e
         num_stages: Stages.
         even: Equal counts if they divide the blocks; else, and where they do not, the largest stage costs least.
     """
+    if num_stages == 1:
+        return [len(costs)]
     if even and len(costs) % num_stages == 0:
         return [len(costs) // num_stages] * num_stages
     low, high = max([*costs, first, last]), sum(costs) + first + last
@@ -86,7 +93,8 @@ def makespan(
         return _closed(spec, forward, backward, hop)
     rounds = ROUNDS if spec.schedule != "naive" else 1
     few = rounds * p + m % p
-    if spec.schedule == "gpipe" or m <= few + p:
+    odd = m % p and spec.schedule.startswith("interleaved")  # its groups are of another size for every count
+    if spec.schedule == "gpipe" or m <= few + p or odd:
         return _simulated(spec, m, forward, backward, hop)
     before, after = (_simulated(spec, count, forward, backward, hop) for count in (few, few + p))
     return before + (after - before) * (m - few) / p
