@@ -14,6 +14,7 @@ from rich.table import Table
 from hf_parallel.cli.doctor import doctor
 from hf_parallel.cli.export import export
 from hf_parallel.cli.merge import merge
+from hf_parallel.cli.plan import plan
 from hf_parallel.cli.prebuild import prebuild
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
@@ -39,6 +40,7 @@ app.command()(export)
 app.command()(doctor)
 app.command()(merge)
 app.command()(validate)
+app.command()(plan)
 app.command()(prebuild)
 
 T = TypeVar("T", int, str, bool)

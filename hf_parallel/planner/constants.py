@@ -38,6 +38,7 @@ class Constants:
         tp_overlapped: What is left of tensor-parallel messages that overlap.
         pp_overlapped: What is left of messages between stages that overlap.
         dp_overlapped: Part of the last backward that hides the reduction.
+        flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
         fp8: Rate of fp8 products, as a multiple of bf16's.
         cpu_adam: Parameters per second that a node's host updates.
     """
@@ -63,6 +64,7 @@ class Constants:
     tp_overlapped: float
     pp_overlapped: float
     dp_overlapped: float
+    flash: float
     fp8: float
     cpu_adam: float
 

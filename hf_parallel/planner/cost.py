@@ -152,7 +152,8 @@ def _attention(block: BlockProfile, place: Place) -> tuple[float, float]:
     width = block.head_dim + block.value_dim
     if spec.attention != "eager":
         card = place.cluster.card
-        rate = card.attention * c.e_att * (card.fp32 / card.peak if spec.dtype == "fp32" else 1.0)
+        rate = card.attention * c.e_att * (c.flash if spec.attention == "flash" else 1.0)
+        rate *= card.fp32 / card.peak if spec.dtype == "fp32" else 1.0
         forward = 2 * heads * block.pairs(place.seq_len) * width / rate
         return forward, 2.5 * forward
     square = float(place.seq_len) ** 2
@@ -196,8 +197,7 @@ def _sharded_messages(block: BlockProfile, place: Place, forward: float, backwar
     """Passes with what partitioned parameters and gradients send for each micro-batch."""
     spec, cluster, c = place.spec, place.cluster, place.c
     group = groups_of(spec, cluster)["dp"]
-    per_pass = spec.zero == 3 or (spec.zero == 2 and spec.engine == "fsdp2")
-    if not per_pass or group.size == 1:
+    if not spec.gathers_each_pass or group.size == 1:
         return forward, backward
     gathered = one_way(
         min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) * block.parameters / spec.tp, group, cluster, c

@@ -103,6 +103,11 @@ class LayoutSpec:
         return 4 if self.dtype == "fp32" else 2
 
     @property
+    def gathers_each_pass(self) -> bool:
+        """Whether parameters and gradients in parts travel for every micro-batch; in a pipeline once in a step."""
+        return self.pp == 1 and (self.zero == 3 or (self.zero == 2 and self.engine == "fsdp2"))
+
+    @property
     def global_batch(self) -> int:
         return self.dp * self.micro_batch * self.num_microbatches
 

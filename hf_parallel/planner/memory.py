@@ -80,6 +80,8 @@ def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> floa
     block = max(kind.parameters for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
     reduced = spec.states[1]
+    if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
+        return (element + reduced) * parameters
     if spec.zero == 3:
         return element * min(parameters, GATHERED_BLOCKS * block + rest) + reduced * min(parameters, max(block, rest))
     if spec.engine == "fsdp2" and spec.zero > 0:

@@ -211,7 +211,7 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
     """Seconds that the gradients of replicas add to a step."""
     spec, cluster, c = place.spec, place.cluster, place.c
     group = groups_of(spec, cluster)["dp"]
-    if group.size == 1 or spec.zero == 3 or (spec.zero == 2 and spec.engine == "fsdp2"):
+    if group.size == 1 or spec.gathers_each_pass:
         return 0.0
     parameters = _largest_rank(profile, spec, counts)
     element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
