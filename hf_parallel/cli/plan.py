@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_parallel.planner.search import Plan
 
 
-def plan(
+def plan(  # noqa: PLR0913 - the options are the interface
     model: Annotated[str, typer.Option(help="A config.json, a folder with one, or a name.")],
     gpu: Annotated[str, typer.Option(help="A key of the hardware table, such as h100 or rtx3090.")],
     seq: Annotated[int, typer.Option(help="Tokens of a row.")],
