@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, choose, whole
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.replica_sections import Method
 from hf_parallel.settings.sections import STAGES_PER_RANK, spelled
 
 
@@ -22,7 +24,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "engine": ("native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
-    "compression": ("none", "fp16", "bf16", "int8", "onebit", "topk", "powersgd"),
+    "compression": get_args(Method),
 }
 COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank")
 SWITCHES: Final = ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")
@@ -139,6 +141,47 @@ def layout_of(layout: Mapping[str, Any] | LayoutSpec, cluster: Cluster | None = 
     if problems:
         raise ConfigError("\n".join(problems))
     return spec
+
+
+def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: str = "bf16") -> dict[str, Any]:
+    """The mapping that a config stands for.
+
+    Args:
+        config: The settings.
+        num_processes: Of the run.
+        rows: Of a replica's batch, of which a pipeline makes its microbatches.
+        dtype: Of the products.
+
+    Raises:
+        ConfigError: The processes do not divide into whole model copies, or the schedule comes from a file.
+    """
+    stages, accumulated = config.pipeline.stages_on_a_rank(), config.gradient_accumulation_steps
+    if config.pp_size > 1 and stages is None:
+        raise ConfigError("pipeline.schedule=csv: a schedule from a file is not predicted. Choose a named schedule.")
+    asked = config.pipeline.num_microbatches
+    parts = 1 if config.pp_size == 1 else min(rows, 2 * config.pp_size if asked == "auto" else asked)
+    recompute = config.activation_checkpointing
+    whole_block = "selective" if recompute.mode == "selective" else "full"
+    zero = config.zero
+    return {
+        "tp": config.tp_size,
+        "pp": config.pp_size,
+        "dp": config.dp_size(num_processes),
+        "zero": zero.stage,
+        "engine": zero.engine if zero.engine != "auto" else "fsdp2" if zero.stage == 3 else "native",
+        "micro_batch": -(-rows // parts),
+        "num_microbatches": parts * (1 if accumulated == "auto" else accumulated),
+        "schedule": config.pipeline.schedule if config.pp_size > 1 else "1f1b",
+        "stages_per_rank": stages if config.pp_size > 1 else 1,
+        "recompute": "none" if recompute.every is None else whole_block,
+        "sequence_parallel": config.tensor_parallel.sequence_parallel,
+        "dtype": dtype,
+        "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
+        "overlap_dp": config.data_parallel.overlap,
+        "offload_param": zero.offload_param,
+        "offload_optimizer": zero.offload_optimizer,
+        "compression": config.gradient_compression.method,
+    }
 
 
 def _read(layout: Mapping[str, Any]) -> LayoutSpec:

@@ -27,6 +27,7 @@ COMPRESSED: Final = {
     "fp16": 0.5,
     "bf16": 0.5,
     "int8": 0.27,
+    "int4": 0.14,
     "onebit": 0.035,
     "topk": 0.02,
     "powersgd": 0.03,

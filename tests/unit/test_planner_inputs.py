@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, gpu_table
-from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.layout import layout_of, mapping_of
+from hf_parallel.planner.predict import COMPRESSED
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.replica_sections import Method
 
 
 def test_every_card_names_its_source() -> None:
@@ -83,3 +88,19 @@ def test_a_layout_that_cannot_be_is_refused(layout: object, message: str) -> Non
 def test_all_problems_of_a_layout_are_told_at_once() -> None:
     with pytest.raises(ConfigError, match=r"(?s)tpp: unknown.*zero=9: unknown.*pp=0"):
         layout_of({"tpp": 2, "zero": 9, "pp": 0})
+
+
+def test_every_codec_of_the_package_has_its_share_of_the_wire() -> None:
+    assert set(COMPRESSED) == set(get_args(Method))
+
+
+def test_a_config_is_the_layout_that_it_asks_for() -> None:
+    values = {"tp_size": 2, "pp_size": 2, "pipeline": {"schedule": "interleaved_1f1b", "num_microbatches": 4}}
+    values |= {"zero": {"stage": 1}, "activation_checkpointing": {"every": 1}, "gradient_accumulation_steps": 3}
+    layout = mapping_of(HFParallelConfig.from_mapping(values), 8, rows=8)
+    spec = layout_of(layout, Cluster(1, 8, "h100"))
+    assert (spec.tp, spec.pp, spec.dp, spec.zero, spec.stages_per_rank) == (2, 2, 2, 1, 2)
+    assert (spec.micro_batch, spec.num_microbatches, spec.recompute, spec.engine) == (2, 12, "full", "native")
+    assert spec.global_batch == 2 * 8 * 3
+    alone = layout_of(mapping_of(HFParallelConfig.from_mapping({"zero": {"stage": 3}}), 4, rows=8))
+    assert (alone.micro_batch, alone.num_microbatches, alone.engine) == (8, 1, "fsdp2")
