@@ -140,9 +140,9 @@ def kept_activations(
     for count in counts:
         stages.append(sum(kept[kind] for kind in profile.layers[layer : layer + count]))
         layer += count
-    working = 0.0
+    working = 2.0 * spec.element * tokens * profile.hidden  # a whole input of a product and its gradient
     if spec.recompute != "none":
-        working = max(tokens * saved_by_block(profile, block, spec, seq_len) for block in profile.kinds)
+        working += max(tokens * saved_by_block(profile, block, spec, seq_len) for block in profile.kinds)
     if spec.pp == 1:
         return [sum(stages)], working
     most = spec.num_microbatches
