@@ -39,11 +39,11 @@ class Kernels:
 
 
 KERNELS: Final[Mapping[str, Kernels]] = {
-    "fused": Kernels((22, 22), (6, 4.5), 1, (2.05, 2.0), (22, 36), 18),
-    "compiled": Kernels((22, 22), (6, 4.5), 1, (2.05, 2.0), (16, 24), 18),
-    "eager": Kernels((86, 41), (10, 6), 12, (2.25, 1.6), (32, 60), 30),
+    "fused": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (22, 36), 15),
+    "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15),
+    "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26),
 }
-SCORE_BYTES: Final = {"fused": (9, 11), "compiled": (12, 14), "eager": (22, 26)}  # attention that stores its scores
+SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
 
 
 @dataclass(frozen=True)
