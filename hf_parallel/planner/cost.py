@@ -102,7 +102,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     if spec.recompute == "full":
         again = forward
     elif spec.recompute == "selective":
-        again = core if spec.attention == "eager" else products / 2 + kernels
+        again = core if spec.repeats_attention_alone else products / 2 + kernels
     messages, messages_back = _tensor_messages(profile, block, place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor

@@ -105,6 +105,11 @@ class LayoutSpec:
         return 4 if self.dtype == "fp32" else 2
 
     @property
+    def repeats_attention_alone(self) -> bool:
+        """Whether selective recomputation is Megatron's (the core of attention), not that of every other product."""
+        return self.recompute == "selective" and (self.attention == "eager" or self.kernels == "fused")
+
+    @property
     def gathers_each_pass(self) -> bool:
         """Whether parameters and gradients in parts travel for every micro-batch; in a pipeline once in a step."""
         return self.pp == 1 and (self.zero == 3 or (self.zero == 2 and self.engine == "fsdp2"))

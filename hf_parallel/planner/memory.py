@@ -123,7 +123,7 @@ def _kept(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len:
         return entry
     if spec.recompute == "none":
         return whole
-    if spec.attention == "eager":  # the scores alone are computed again
+    if spec.repeats_attention_alone:
         return whole - _scores(block, spec, seq_len, profile.has_dropout) / spec.tp
     products = sum(p.outputs * p.times / (spec.tp if p.cut == "column" else 1) for p in block.products)
     attention = block.heads * block.value_dim / spec.tp
