@@ -250,7 +250,7 @@ def _of_block(block: Any, text: Any, index: int) -> BlockProfile:
         head_dim=int(head_dim),
         value_dim=int(_first(text, "value width") or head_dim),
         window=window if isinstance(window, int) else None,
-        has_rms=not any(name.endswith("norm.bias") or ".ln_" in f".{name}" for name, _ in block.named_parameters()),
+        has_rms=any("rms" in type(module).__name__.lower() for module in block.modules()),
     )
 
 
