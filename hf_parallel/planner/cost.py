@@ -97,7 +97,8 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     products = sum(_product(one, place) for one in block.products)
     kernels, kernels_back = _between(profile, block, place)
     core, core_back = _attention(block, place)
-    forward, backward = products + kernels + core, 2 * products + kernels_back + core_back
+    forward = products + kernels + core
+    backward = (1 if spec.adapters else 2) * products + kernels_back + core_back  # frozen weights need no gradient
     again = 0.0
     if spec.recompute == "full":
         again = forward
@@ -110,7 +111,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     host = launched * c.t_kernel + calls
     host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
     whole = max(forward + messages, host), max(backward + again + messages_back, host_back)
-    sharded = _sharded_messages(block, place, *whole)
+    sharded = _sharded_messages(profile, block, place, *whole)
     exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
     exposed += sum(sharded) - sum(whole)
     return Pass(*sharded, exposed)
@@ -193,7 +194,9 @@ def _joined(size: float, group: Group, place: Place) -> float:
     return all_reduce(size, group, place.cluster, place.c)
 
 
-def _sharded_messages(block: BlockProfile, place: Place, forward: float, backward: float) -> tuple[float, float]:
+def _sharded_messages(
+    profile: ModelProfile, block: BlockProfile, place: Place, forward: float, backward: float
+) -> tuple[float, float]:
     """Passes with what partitioned parameters and gradients send for each micro-batch."""
     spec, cluster, c = place.spec, place.cluster, place.c
     group = groups_of(spec, cluster)["dp"]
@@ -202,7 +205,8 @@ def _sharded_messages(block: BlockProfile, place: Place, forward: float, backwar
     gathered = one_way(
         min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) * block.parameters / spec.tp, group, cluster, c
     )
-    reduced = one_way(min(spec.states[1], 4.0) * block.parameters / spec.tp, group, cluster, c)
+    trained = spec.trained(profile.parameters / spec.tp) * block.parameters / profile.parameters  # one stage
+    reduced = one_way(min(spec.states[1], 4.0) * trained, group, cluster, c)
     again = gathered if spec.zero == 3 else 0.0
     if not spec.overlap_dp:
         return forward + gathered, backward + again + reduced
@@ -217,7 +221,7 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the head and the loss."""
     product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
     logits = KERNELS[place.spec.kernels].logits * place.tokens * profile.vocab / place.spec.tp / place.moved
-    return Pass(product + logits / 3, 2 * product + 2 * logits / 3)
+    return Pass(product + logits / 3, (1 if place.spec.adapters else 2) * product + 2 * logits / 3)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:

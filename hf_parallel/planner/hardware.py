@@ -6,7 +6,8 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -63,33 +64,60 @@ def choose(parameter: str, value: object, known: Any) -> Any:
     """`value` if it is among the known ones.
 
     Raises:
-        ConfigError: It is not; the nearest known one is named.
+        ConfigError: It is not; names the nearest known ones.
     """
     names = list(known)
-    if isinstance(value, (str, int)) and not isinstance(value, bool) and value in names:
-        return value
-    near = difflib.get_close_matches(str(value), [str(name) for name in names], 1, 0.0)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"{parameter}={spelled(value)}: unknown. {hint}Known: {', '.join(str(name) for name in names)}.")
+    if isinstance(value, (str, numbers.Integral)) and not isinstance(value, bool) and value in names:
+        return names[names.index(value)]
+    raise ConfigError(
+        f"{parameter}={spelled(value)}: unknown. Did you mean {_nearest(value, names)}? Known: {', '.join(map(str, names))}."
+    )
+
+
+def _nearest(value: object, names: Sequence[Any]) -> str:
+    """The known number, or up to three known words, that are the most like `value`."""
+    if isinstance(value, numbers.Real) and all(isinstance(name, int) for name in names):
+        return str(min(names, key=lambda name: abs(name - float(value))))
+    words, wanted = [str(name) for name in names], str(value).lower()
+    near = [word for word in words if wanted and word.startswith(wanted)]
+    near += difflib.get_close_matches(wanted, words, 3, 0.6) or difflib.get_close_matches(wanted, words, 1, 0.0)
+    return " or ".join(list(dict.fromkeys(near))[:3])
 
 
 def whole(parameter: str, value: object, least: int = 1) -> int:
     """`value` if it is an integer of at least `least`; else a ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(
             f"{parameter}={spelled(value)}: expected an integer of {least} or more. Correct {parameter}."
         )
-    return value
+    return int(value)
 
 
 def positive(parameter: str, value: object) -> float:
     """`value` if it is a finite number above 0; else a ConfigError."""
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fine = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not fine or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
         raise ConfigError(
             f"{parameter}={spelled(value)}: expected a number above 0. Correct {parameter}, or leave it out."
         )
     return float(value)  # type: ignore[arg-type]
+
+
+def _optional(parameter: str, value: object) -> float | None:
+    return None if value is None else positive(parameter, value)
+
+
+def all_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """What each check returns; one ConfigError with the words of all that refuse."""
+    found, problems = {}, []
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ class Cluster:
         disk_gb_s: GB/s of a node's disk.
 
     Raises:
-        ConfigError: A value is of the wrong kind, or the GPU is unknown; names the nearest one.
+        ConfigError: Values are of the wrong kind, or the GPU is unknown; names the nearest ones.
     """
 
     nodes: int
@@ -134,25 +162,26 @@ class Cluster:
         ram_gb: float | None = None,
         disk_gb_s: float | None = None,
     ) -> None:
-        numbers = {
+        sizes = {
             "intra_gb_s": intra_gb_s,
             "inter_gbit_s": inter_gbit_s,
             "gpu_memory_gb": gpu_memory_gb,
             "ram_gb": ram_gb,
             "disk_gb_s": disk_gb_s,
         }
-        values = {
-            "nodes": whole("nodes", nodes),
-            "gpus_per_node": whole("gpus_per_node", gpus_per_node),
-            "gpu": choose("gpu", gpu, gpu_table()),
-            "intra": None if intra is None else choose("intra", intra, ("nvlink", "pcie")),
-            **{name: None if value is None else positive(name, value) for name, value in numbers.items()},
+        checks: dict[str, Callable[[], Any]] = {
+            "nodes": lambda: whole("nodes", nodes),
+            "gpus_per_node": lambda: whole("gpus_per_node", gpus_per_node),
+            "gpu": lambda: choose("gpu", gpu, gpu_table()),
+            "intra": lambda: None if intra is None else choose("intra", intra, ("nvlink", "pcie")),
         }
-        for name, value in values.items():
+        for name, value in sizes.items():
+            checks[name] = functools.partial(_optional, name, value)
+        for name, value in all_of(checks).items():
             object.__setattr__(self, name, value)
         if intra == "nvlink" and intra_gb_s is None and self.card.nvlink is None:
             raise ConfigError(
-                f"intra=nvlink: {gpu} has no NVLink in the table. Set intra to pcie, or give intra_gb_s."
+                f"intra='nvlink': {gpu} has no NVLink in the table. Set intra to pcie, or give intra_gb_s."
             )
 
     @property

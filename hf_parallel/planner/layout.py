@@ -9,7 +9,6 @@ from typing import Any, Final, get_args
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, choose, whole
-from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import Method
 from hf_parallel.settings.sections import STAGES_PER_RANK, spelled
 
@@ -21,7 +20,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "dtype": ("bf16", "fp16", "fp8", "fp32"),
     "kernels": ("eager", "compiled", "fused"),
     "attention": ("eager", "sdpa", "flash"),
-    "engine": ("native", "fsdp2", "deepspeed"),
+    "engine": ("auto", "native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
@@ -55,7 +54,7 @@ class LayoutSpec:
         micro_batch: Rows of one pass.
         num_microbatches: Passes of a replica in an optimizer step.
         schedule: Order of the passes.
-        stages_per_rank: Stages on each rank of the pipeline.
+        stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
         recompute: What the backward computes again.
         sequence_parallel: Whether tp ranks share the sequence between the sharded products.
         dtype: Of the products.
@@ -64,11 +63,12 @@ class LayoutSpec:
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
-        state_bytes: Of weights, gradients and optimizer per parameter, before sharding.
-        engine: Who partitions the replicas' states.
+        state_bytes: Of weights, gradients and optimizer per parameter, before sharding; None is the engine's.
+        engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
         offload_param: Where parameters wait.
         offload_optimizer: Where the optimizer's state lies.
         compression: Of the replicas' gradients.
+        adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
     """
 
     tp: int = 1
@@ -93,11 +93,16 @@ class LayoutSpec:
     offload_param: str = "none"
     offload_optimizer: str = "none"
     compression: str = "none"
+    adapters: int = 0
 
     @property
     def states(self) -> tuple[float, float, float]:
         """Bytes of weights, gradients and optimizer per parameter, whole."""
         return self.state_bytes or STATE_BYTES[self.engine, self.dtype != "fp32"]
+
+    def trained(self, parameters: float) -> float:
+        """Parameters that get gradients of the `parameters` of a rank, which adapters are spread over evenly."""
+        return self.adapters / self.tp / self.pp if self.adapters else parameters
 
     @property
     def element(self) -> int:
@@ -137,59 +142,19 @@ def layout_of(layout: Mapping[str, Any] | LayoutSpec, cluster: Cluster | None = 
         ConfigError: Keys or values are unknown, or the sizes do not fit; all problems at once.
     """
     if isinstance(layout, LayoutSpec):
-        spec = layout
+        spec, problems = layout, []
+    elif isinstance(layout, Mapping):
+        spec, problems = _read(layout)
     else:
-        if not isinstance(layout, Mapping):
-            raise ConfigError(f"layout={spelled(layout)}: expected a mapping, such as {{'tp': 2, 'dp': 4}}. Give one.")
-        spec = _read(layout)
-    problems = _conflicts(spec, cluster)
+        raise ConfigError(f"layout={spelled(layout)}: expected a mapping, such as {{'tp': 2, 'dp': 4}}. Give one.")
+    problems += _conflicts(spec, cluster) if not problems else []
     if problems:
         raise ConfigError("\n".join(problems))
     return spec
 
 
-def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: str = "bf16") -> dict[str, Any]:
-    """The mapping that a config stands for.
-
-    Args:
-        config: The settings.
-        num_processes: Of the run.
-        rows: Of a replica's batch, of which a pipeline makes its microbatches.
-        dtype: Of the products.
-
-    Raises:
-        ConfigError: The processes do not divide into whole model copies, or the schedule comes from a file.
-    """
-    stages, accumulated = config.pipeline.stages_on_a_rank(), config.gradient_accumulation_steps
-    if config.pp_size > 1 and stages is None:
-        raise ConfigError("pipeline.schedule=csv: a schedule from a file is not predicted. Choose a named schedule.")
-    asked = config.pipeline.num_microbatches
-    parts = 1 if config.pp_size == 1 else min(rows, 2 * config.pp_size if asked == "auto" else asked)
-    recompute = config.activation_checkpointing
-    whole_block = "selective" if recompute.mode == "selective" else "full"
-    zero = config.zero
-    return {
-        "tp": config.tp_size,
-        "pp": config.pp_size,
-        "dp": config.dp_size(num_processes),
-        "zero": zero.stage,
-        "engine": zero.engine if zero.engine != "auto" else "fsdp2" if zero.stage == 3 else "native",
-        "micro_batch": -(-rows // parts),
-        "num_microbatches": parts * (1 if accumulated == "auto" else accumulated),
-        "schedule": config.pipeline.schedule if config.pp_size > 1 else "1f1b",
-        "stages_per_rank": stages if config.pp_size > 1 else 1,
-        "recompute": "none" if recompute.every is None else whole_block,
-        "sequence_parallel": config.tensor_parallel.sequence_parallel,
-        "dtype": dtype,
-        "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
-        "overlap_dp": config.data_parallel.overlap,
-        "offload_param": zero.offload_param,
-        "offload_optimizer": zero.offload_optimizer,
-        "compression": config.gradient_compression.method,
-    }
-
-
-def _read(layout: Mapping[str, Any]) -> LayoutSpec:
+def _read(layout: Mapping[str, Any]) -> tuple[LayoutSpec, list[str]]:
+    """The layout of what can be read, and what cannot."""
     problems: list[str] = []
     values: dict[str, Any] = {}
     for key, value in layout.items():
@@ -197,20 +162,20 @@ def _read(layout: Mapping[str, Any]) -> LayoutSpec:
             values[str(key)] = _checked(key, value)
         except ConfigError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    schedule = values.get("schedule", LayoutSpec.schedule)
-    if "stages_per_rank" not in values and values.get("pp", 1) > 1:
+    schedule, given = values.get("schedule", LayoutSpec.schedule), values.get("stages_per_rank")
+    if values.get("pp", 1) > 1 and (given is None or (given == 1 and schedule in FIXED)):
         values["stages_per_rank"] = STAGES_PER_RANK[schedule][0]
-    return LayoutSpec(**values)
+    if values.get("engine", "auto") == "auto":
+        values["engine"] = "fsdp2" if values.get("zero") == 3 else "native"
+    return LayoutSpec(**values), problems
 
 
 def _checked(key: object, value: Any) -> Any:
     if not isinstance(key, str) or key not in KEYS:
         near = difflib.get_close_matches(str(key), KEYS, 1, 0.0)[0]
         raise ConfigError(f"{key}: unknown key of a layout. Did you mean {near}? Known keys: {', '.join(KEYS)}.")
-    if key in COUNTS:
-        return whole(key, value)
+    if key in COUNTS or key == "adapters":
+        return whole(key, value, int(key in COUNTS))
     if key in SWITCHES:
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={spelled(value)}: expected true or false. Correct {key}.")
@@ -218,7 +183,7 @@ def _checked(key: object, value: Any) -> Any:
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in ("engine", "offload_param", "offload_optimizer", "compression"):
-        return getattr(LayoutSpec, key)
+        return "auto" if key == "engine" else getattr(LayoutSpec, key)
     if isinstance(value, bool):  # true and false are numbers to Python
         raise ConfigError(
             f"{key}={spelled(value)}: expected one of {', '.join(map(str, CHOICES[key]))}. Correct {key}."

@@ -32,6 +32,7 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
     kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
     logits = LOGIT_BYTES[spec.kernels] * (2 if spec.dtype == "fp32" else 1) * tokens * profile.vocab / spec.tp
+    logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
         terms = _states(held[rank], spec)
@@ -57,6 +58,10 @@ def _parameters(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], 
 
 def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
     weights, gradients, optimizer = spec.states
+    if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
+        share = spec.trained(parameters) / parameters
+        weights = spec.element if spec.state_bytes is None else weights
+        gradients, optimizer = gradients * share, optimizer * share
     shards = spec.dp * spec.sp
     whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts
     found = {
@@ -74,12 +79,12 @@ def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
 
 def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
     """What is gathered, cast or on its way for a while."""
-    if spec.dp * spec.sp == 1:
-        return 0.0
     element = float(spec.element)
     block = max(kind.parameters for kind in profile.kinds) / spec.tp
     rest = max(profile.embedding, profile.head) / spec.tp
-    reduced = spec.states[1]
+    if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
+        return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0
+    reduced = spec.states[1] * spec.trained(parameters) / parameters
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
         return (element + reduced) * parameters
     if spec.zero == 3:
@@ -93,7 +98,8 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     """Bytes that the backward of a block needs for each token of a rank, with nothing computed again.
 
     Source: arXiv:2205.05198, section 4, of which the terms are those of any block: norms and inputs of products, heads,
-    the feed-forward part and, where attention stores them, its scores.
+    the feed-forward part and, where attention stores them, its scores. Megatron gathers the inputs of sharded products
+    again in the backward; autograd alone keeps what was gathered.
     """
     size, eager = spec.element, spec.kernels == "eager"
     norm = 8.0 if eager and block.has_rms else 4.0
@@ -104,7 +110,13 @@ def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec,
     wide = size * block.width * ((4 if eager else 3) if block.is_gated else 2)
     routed = 2.0 * size * block.routed * profile.hidden
     split = heads + wide + routed + 4.0 * block.heads + _scores(block, spec, seq_len, profile.has_dropout)
-    return norms / (spec.tp if spec.sequence_parallel else 1) + split / spec.tp
+    gathered = 2.0 * size * profile.hidden * _keeps_gathered(spec)
+    return norms / (spec.tp if spec.sequence_parallel else 1) + gathered + split / spec.tp
+
+
+def _keeps_gathered(spec: LayoutSpec) -> bool:
+    """Whether inputs of sharded products stay whole until the backward."""
+    return spec.sequence_parallel and spec.tp > 1 and spec.kernels != "fused"
 
 
 def _scores(block: BlockProfile, spec: LayoutSpec, seq_len: int, dropout: bool) -> float:

@@ -10,11 +10,12 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way
 from hf_parallel.planner.constants import Constants, constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
-from hf_parallel.planner.hardware import Cluster, whole
+from hf_parallel.planner.hardware import Cluster, all_of, whole
 from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan
 from hf_parallel.planner.profile import ModelProfile, profile_of
+from hf_parallel.settings.sections import spelled
 
 
 BAND: Final = (0.87, 1.25)  # of the prediction, where published runs were fitted; judged from their errors
@@ -94,8 +95,10 @@ def predict(model: Any, cluster: Cluster, layout: Mapping[str, Any] | LayoutSpec
     Raises:
         ConfigError: A key or value is unknown, or the layout's ranks are not the cluster's GPUs.
     """
-    spec = layout_of(layout, cluster)
-    whole("seq_len", seq_len)
+    if not isinstance(cluster, Cluster):
+        raise ConfigError(f"cluster={spelled(cluster)}: expected a Cluster. Give Cluster(1, 8, 'h100') or another.")
+    checks = {"seq_len": lambda: whole("seq_len", seq_len), "layout": lambda: layout_of(layout, cluster)}
+    spec = all_of(checks)["layout"]
     profile = profile_of(model)
     check_sizes(profile, spec)
     return estimate(profile, cluster, spec, seq_len)
@@ -214,7 +217,7 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
     group = groups_of(spec, cluster)["dp"]
     if group.size == 1 or spec.gathers_each_pass:
         return 0.0
-    parameters = _largest_rank(profile, spec, counts)
+    parameters = spec.trained(_largest_rank(profile, spec, counts))
     element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.zero == 0:
         sent = all_reduce(element * parameters, group, cluster, c)
@@ -233,11 +236,12 @@ def _update(profile: ModelProfile, place: Place, counts: Sequence[int]) -> float
     """Seconds of the optimizer, on the device or on the host."""
     spec, cluster, c = place.spec, place.cluster, place.c
     shards = spec.dp * spec.sp if spec.zero else 1
-    own = _largest_rank(profile, spec, counts) / shards
+    held = _largest_rank(profile, spec, counts)
+    own = spec.trained(held) / shards
     moved = 0.0
     if spec.offload_param != "none":  # for every pass
         rate = cluster.card.pcie if spec.offload_param == "cpu" else cluster.disk_bytes_s / cluster.gpus_per_node
-        moved = 2 * spec.num_microbatches * spec.element * own / rate
+        moved = 2 * spec.num_microbatches * spec.element * held / (shards if spec.zero == 3 else 1) / rate
     if spec.offload_optimizer == "none":
         return moved + own * ADAM_BYTES / place.moved
     on_node = own * cluster.gpus_per_node

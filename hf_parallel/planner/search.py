@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.planner.candidates import Request, candidates, even_bytes, smaller_clusters
 from hf_parallel.planner.constants import constants
-from hf_parallel.planner.hardware import Cluster, choose, whole
+from hf_parallel.planner.hardware import Cluster, all_of, choose, whole
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
-from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.predict import Estimate, estimate, step_of
-from hf_parallel.planner.profile import ModelProfile, profile_of
-from hf_parallel.settings.sections import STAGES_PER_RANK
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.remedies import fits_nowhere
+from hf_parallel.settings.sections import spelled
 
 
-Objective = Literal["tokens", "memory"]
+Objective = Literal["tokens", "memory", "min-gpus"]
 SIMULATED: Final = 20  # of the fastest by closed forms, those whose schedule is simulated
+MARGIN: Final = 0.1  # of a GPU's memory: the mean error of predicted memory
 TIE: Final = 0.03  # of a step: closer layouts count as equally fast, and the simpler one comes first
-SCHEDULES: Final = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
-MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,21 @@ class Plan:
     Attributes:
         layout: The mapping that `predict` takes.
         estimate: What it costs.
-        limit_bytes: Memory of a GPU.
+        cluster: The GPUs that it runs on.
+        spec: The layout with all its keys.
         why: What it loses against the first plan, or what makes it the first.
     """
 
     layout: Mapping[str, Any]
     estimate: Estimate
-    limit_bytes: float
+    cluster: Cluster
+    spec: LayoutSpec
     why: str = ""
-    spec: LayoutSpec = field(default_factory=LayoutSpec, repr=False)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory of a GPU."""
+        return self.cluster.gpu_bytes
 
     @property
     def fits(self) -> bool:
@@ -63,91 +68,62 @@ def plan(
         cluster: The machines.
         seq_len: Tokens of a row.
         global_batch: Rows of an optimizer step.
-        objective: "tokens" ranks by time, "memory" by the fullest rank.
+        objective: "tokens" ranks by time, "memory" by the fullest rank; "min-gpus" ranks by time on the smallest part of
+            the cluster that the model fits on.
         layout: Keys that are given, such as kernels or recompute; the search leaves them alone.
         most: Plans that are returned.
 
     Raises:
-        ConfigError: A key or value is unknown, or no layout fits; says by how much the smallest one does not.
+        ConfigError: A key or value is unknown, or no layout fits; says by how much the smallest one does not, and what
+            would make it fit.
     """
-    whole("seq_len", seq_len), whole("global_batch", global_batch), whole("most", most)
-    choose("objective", objective, ("tokens", "memory"))
-    given = dict(layout or {})
-    fixed = layout_of(given)
-    profile = profile_of(model)
+    if not isinstance(cluster, Cluster):
+        raise ConfigError(f"cluster={spelled(cluster)}: expected a Cluster. Give Cluster(1, 8, 'h100') or another.")
+    given = {} if layout is None else layout
+    checked = all_of(
+        {
+            "seq_len": lambda: whole("seq_len", seq_len),
+            "global_batch": lambda: whole("global_batch", global_batch),
+            "most": lambda: whole("most", most),
+            "objective": lambda: choose("objective", objective, ("tokens", "memory", "min-gpus")),
+            "layout": lambda: layout_of(given),
+        }
+    )
+    request = Request(profile_of(model), cluster, seq_len, global_batch, checked["layout"], frozenset(given))
+    if objective == "min-gpus":
+        request = _smallest(request)
+    return _explained(_ranked(_fitting(request, objective, most), objective)[:most])
+
+
+def _smallest(request: Request) -> Request:
+    """The same request on the fewest GPUs that some layout fits on."""
+    for cluster in smaller_clusters(request.cluster):
+        own = replace(request, cluster=cluster)
+        if any(even_bytes(own, spec) <= cluster.gpu_bytes for spec in candidates(own)):
+            return own
+    raise ConfigError(fits_nowhere(request))
+
+
+def _fitting(request: Request, objective: Objective, most: int) -> list[Plan]:
+    """Plans of the layouts that fit, the best by closed forms first, at least `most` of them if there are as many."""
+    c, limit, by_time = constants(), request.cluster.gpu_bytes, objective != "memory"
+    profile, cluster, seq_len = request.profile, request.cluster, request.seq_len
     fitting: list[tuple[float, LayoutSpec]] = []
-    smallest: tuple[float, LayoutSpec] | None = None
-    c = constants()
-    for spec in candidates(profile, cluster, fixed, frozenset(given), global_batch):
-        size = _bytes(profile, spec, seq_len)
-        if smallest is None or size < smallest[0]:
-            smallest = size, spec
-        if size > cluster.gpu_bytes:
-            continue
-        key = step_of(profile, cluster, spec, seq_len, c, exact=False).total if objective == "tokens" else size
-        fitting.append((key, spec))
-    if not fitting:
-        raise ConfigError(_fits_nowhere(cluster, smallest, global_batch))
+    for spec in candidates(request):
+        size = even_bytes(request, spec)
+        if size <= limit:
+            step = step_of(profile, cluster, spec, seq_len, c, exact=False).total if by_time else size
+            fitting.append((step, spec))
     fitting.sort(key=lambda pair: pair[0])
-    plans = [
-        Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len), cluster.gpu_bytes, "", spec)
-        for _, spec in fitting[: max(most, SIMULATED)]
-    ]
-    return _explained(_ranked(plans, objective)[:most])
-
-
-def candidates(
-    profile: ModelProfile, cluster: Cluster, fixed: LayoutSpec, given: frozenset[str], global_batch: int
-) -> Iterator[LayoutSpec]:
-    """Every layout of the cluster's GPUs that this package can run, with the keys that are given."""
-    ranks, heads = cluster.num_gpus, min(kind.kv_heads or kind.heads or 1 for kind in profile.kinds)
-
-    def values(key: str, usual: Iterable[Any]) -> list[Any]:
-        return [getattr(fixed, key)] if key in given else list(usual)
-
-    for tp, pp in itertools.product(values("tp", _divisors(ranks)), values("pp", _divisors(ranks))):
-        left, rest = divmod(ranks, tp * pp * fixed.sp)
-        if rest or pp > len(profile.layers) or heads % tp or (tp > cluster.gpus_per_node and "tp" not in given):
-            continue
-        if left != fixed.dp and "dp" in given:
-            continue
-        stages_of_zero = (0, 1) if pp > 1 else (0, 1, 2, 3)  # of a pipeline, gathers would repeat for every pass
-        zeros = values("zero", stages_of_zero if left > 1 else (0,))
-        for zero, recompute, micro in itertools.product(
-            zeros, values("recompute", ("none", "full")), values("micro_batch", MICRO_BATCHES)
-        ):
-            passes, odd = divmod(global_batch, left * micro)
-            if odd or passes < 1 or ("num_microbatches" in given and passes != fixed.num_microbatches):
-                continue
-            for schedule in values("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
-                stages = STAGES_PER_RANK[schedule][0] if pp > 1 else 1
-                if "stages_per_rank" in given:
-                    stages = fixed.stages_per_rank
-                if pp * stages > len(profile.layers):
-                    continue
-                yield replace(
-                    fixed,
-                    tp=tp,
-                    pp=pp,
-                    dp=left,
-                    zero=zero,
-                    recompute=recompute,
-                    micro_batch=micro,
-                    num_microbatches=passes,
-                    schedule=schedule,
-                    stages_per_rank=stages,
-                )
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _bytes(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> float:
-    """Of the fullest rank under an even cut, which needs no costs."""
-    stages, layers = spec.num_stages, len(profile.layers)
-    counts = [layers // stages + (index < layers % stages) for index in range(stages)]
-    return sum(memory_bytes(profile, spec, counts, seq_len).values())
+    plans: list[Plan] = []
+    for _, spec in fitting:
+        own = Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len), cluster, spec)
+        plans += [own] if own.fits else []  # under its real cut
+        if len(plans) >= max(most, SIMULATED):
+            break
+    if not plans:
+        raise ConfigError(fits_nowhere(request))
+    return plans
 
 
 def _mapping(spec: LayoutSpec) -> dict[str, Any]:
@@ -165,8 +141,8 @@ def _simplicity(spec: LayoutSpec) -> tuple[int, int, int]:
 def _ranked(plans: list[Plan], objective: Objective) -> list[Plan]:
     """The fastest first; of those that are as fast, the simplest."""
     if objective == "memory":
-        return sorted((one for one in plans if one.fits), key=lambda one: one.estimate.total_bytes)
-    left = sorted((one for one in plans if one.fits), key=lambda one: one.estimate.step_s)
+        return sorted(plans, key=lambda one: one.estimate.total_bytes)
+    left = sorted(plans, key=lambda one: one.estimate.step_s)
     found = []
     while left:
         tied = [one for one in left if one.estimate.step_s <= left[0].estimate.step_s * (1 + TIE)]
@@ -177,38 +153,26 @@ def _ranked(plans: list[Plan], objective: Objective) -> list[Plan]:
 
 
 def _explained(plans: list[Plan]) -> list[Plan]:
-    if not plans:
-        return []
-    best = plans[0].estimate
-    found = [replace(plans[0], why="the fastest that fits, or the simplest of those within 3 % of it")]
-    for one in plans[1:]:
-        own, step = one.estimate, one.estimate.step_s / best.step_s - 1
-        lost = {
-            "waiting of stages": own.bubble * own.step_s - best.bubble * best.step_s,
-            "messages": own.exposed_communication_s - best.exposed_communication_s,
-        }
-        lost["compute"] = own.step_s - best.step_s - sum(lost.values())
-        name = max(lost, key=lambda part: lost[part])
-        words = (
-            "as fast, and less simple"
-            if abs(step) <= TIE
-            else f"{step:+.0%} time, most of it {name} ({lost[name]:+.2f} s)"
-        )
-        found.append(replace(one, why=words))
-    return found
+    first = plans[0]
+    words = ["first of what fits: the best, or the simplest of those within 3 % of it"]
+    words += [_loss(one.estimate, first.estimate) for one in plans[1:]]
+    return [replace(one, why=why + _tight(one)) for one, why in zip(plans, words, strict=True)]
 
 
-def _fits_nowhere(cluster: Cluster, smallest: tuple[float, LayoutSpec] | None, global_batch: int) -> str:
-    if smallest is None:
-        return (
-            f"global_batch={global_batch}: no layout of {cluster.num_gpus} GPUs divides it. Choose a multiple of "
-            f"{cluster.num_gpus}, or give tp and pp."
-        )
-    size, spec = smallest
-    missing = size - cluster.gpu_bytes
-    return (
-        f"no layout fits: the smallest, tp={spec.tp} pp={spec.pp} dp={spec.dp} zero={spec.zero} "
-        f"micro_batch={spec.micro_batch} recompute={spec.recompute}, needs {size / 1e9:.1f} GB and a GPU has "
-        f"{cluster.gpu_bytes / 1e9:.1f} GB, {missing / 1e9:.1f} GB less. Use a GPU of {size / 1e9:.0f} GB, more GPUs, a "
-        "shorter seq_len, or layout={'zero': 3, 'offload_optimizer': 'cpu'}."
-    )
+def _loss(own: Estimate, best: Estimate) -> str:
+    """What a plan loses against the first."""
+    step = own.step_s / best.step_s - 1
+    lost = {
+        "waiting of stages": own.bubble * own.step_s - best.bubble * best.step_s,
+        "messages": own.exposed_communication_s - best.exposed_communication_s,
+    }
+    lost["compute"] = own.step_s - best.step_s - sum(lost.values())
+    name = max(lost, key=lambda part: lost[part])
+    if step < -TIE:
+        return f"{step:+.0%} time, {(own.total_bytes - best.total_bytes) / 1e9:+.1f} GB"
+    return "as fast, and less simple" if step <= TIE else f"{step:+.0%} time, most of it {name} ({lost[name]:+.2f} s)"
+
+
+def _tight(plan: Plan) -> str:
+    left = 1 - plan.estimate.total_bytes / plan.limit_bytes
+    return f"; {left:.0%} of the memory left, less than memory is predicted within" if left < MARGIN else ""

@@ -8,8 +8,9 @@ import pytest
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, gpu_table
-from hf_parallel.planner.layout import layout_of, mapping_of
+from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.predict import COMPRESSED
+from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import Method
 

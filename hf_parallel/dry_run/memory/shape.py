@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.dry_run.memory.block import trace_block
 from hf_parallel.dry_run.memory.terms import ModelShape, Precision
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.file import parse_json, read_bounded
@@ -84,6 +83,8 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
     """
+    from hf_parallel.dry_run.memory.block import trace_block  # brings torch
+
     model, text = on_meta(config), config.get_text_config()
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
