@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from transformers import LlamaConfig
@@ -57,7 +59,50 @@ def test_the_table_says_why_the_others_lose(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--top", "2"])
     assert result.exit_code == 0, result.output
     assert "tokens/s" in result.output
-    assert "fastest" in result.output
+    assert "1: first of what fits" in result.output
+    assert "\n2: " in result.output
+
+
+def test_the_fewest_gpus_are_said(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--objective", "min-gpus", "--json", "--top", "1"])
+    assert result.exit_code == 0, result.output
+    assert [row["gpus"] for row in json.loads(result.output)] == [1]
+
+
+def test_scaling_shows_speed_and_what_messages_cost(command: list[str]) -> None:
+    options = ["--scaling", "--layout", "tp=1,pp=1,micro_batch=4"]
+    result = CliRunner().invoke(app, [*command, *options, "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output)
+    assert [row["gpus"] for row in rows] == [1, 2, 4]
+    assert rows[0]["speed_up"] == pytest.approx(1)
+    assert rows[0]["ratio"] is None
+    assert 1 < rows[1]["speed_up"] < rows[2]["speed_up"] <= 4
+    assert rows[2]["ratio"] < rows[1]["ratio"]
+    assert "computation" in CliRunner().invoke(app, [*command, *options]).output
+
+
+def test_adapters_need_less(command: list[str]) -> None:
+    def facts(*options: str) -> dict[str, float]:
+        result = CliRunner().invoke(app, [*command, *options, "--why", "dp=4,zero=1", "--json"])
+        assert result.exit_code == 0, result.output
+        found: dict[str, float] = json.loads(result.output)
+        return found
+
+    whole, adapters = facts(), facts("--adapters", "100000")
+    assert adapters["total_bytes"] < whole["total_bytes"]
+    assert adapters["step_s"] < whole["step_s"]
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = (
+        "import sys; from hf_parallel.cli.main import app; from typer.testing import CliRunner;"
+        "assert not CliRunner().invoke(app, ['plan', '--help']).exit_code;"
+        "import hf_parallel; hf_parallel.predict, hf_parallel.plan, hf_parallel.Cluster;"
+        "print({'torch', 'transformers', 'accelerate'} & sys.modules.keys())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["set()"]
 
 
 def test_one_layout_is_explained_by_term(command: list[str]) -> None:
@@ -74,6 +119,8 @@ def test_one_layout_is_explained_by_term(command: list[str]) -> None:
         (["--why", "tpp=2"], "Did you mean tp"),
         (["--why", "tp"], "expected key=value"),
         (["--objective", "token"], "Did you mean tokens"),
+        (["--why", "tp=2,dp=2,micro_batch=3"], "it is a multiple of 6"),
+        (["--adapters", "-1"], "adapters=-1: expected an integer of 0 or more"),
         (["--layout", "kernels=egaer"], "Did you mean eager"),
     ],
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy
 import pytest
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, gpu_table
-from hf_parallel.planner.layout import layout_of
-from hf_parallel.planner.predict import COMPRESSED
+from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.predict import COMPRESSED, predict
 from hf_parallel.planner.recipe import mapping_of
+from hf_parallel.planner.search import plan
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import Method
 
@@ -40,6 +42,8 @@ def test_a_card_that_is_seldom_bridged_has_pcie_unless_nvlink_is_said() -> None:
     ("arguments", "message"),
     [
         ({"gpu": "rtx3091"}, "gpu='rtx3091': unknown. Did you mean rtx3090"),
+        ({"gpu": "A100"}, "Did you mean a100_80 or a100_40"),
+        ({"gpu": "rtx3091", "nodes": 0, "ram_gb": -1}, r"(?s)nodes=0.*rtx3090.*ram_gb=-1"),
         ({"nodes": 0}, "nodes=0: expected an integer of 1 or more"),
         ({"gpus_per_node": True}, "gpus_per_node=true"),
         ({"intra": "nvlnk"}, "Did you mean nvlink"),
@@ -65,11 +69,25 @@ def test_a_layout_has_defaults_and_those_of_its_schedule() -> None:
     assert layout_of({"state_bytes": (2, 4, 12)}).states == (2, 4, 12)
 
 
+def test_the_defaults_may_be_written_out() -> None:
+    optional = dict.fromkeys(("engine", "offload_param", "offload_optimizer", "compression", "state_bytes"))
+    written = {"tp": 1, "pp": 1, "dp": 1, "sp": 1, "stages_per_rank": 1, **optional}
+    assert layout_of(written) == layout_of({}) == LayoutSpec()
+    assert layout_of({"pp": 2, "schedule": "dualpipev", "stages_per_rank": 1}).stages_per_rank == 2
+    assert layout_of({"zero": 3, "engine": None}).engine == layout_of({"zero": 3}).engine == "fsdp2"
+
+
+def test_numbers_of_a_table_are_numbers() -> None:
+    size = numpy.int64(2)
+    assert layout_of({"tp": size, "zero": size, "state_bytes": [numpy.float64(2), 4, 12]}).zero == 2
+    assert Cluster(size, size, "h100", inter_gbit_s=numpy.float64(400)).num_gpus == 4  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
         ({"tpp": 2}, "tpp: unknown key of a layout. Did you mean tp"),
-        ({"zero": 4}, "zero=4: unknown"),
+        ({"zero": 4}, "zero=4: unknown. Did you mean 3"),
         ({"zero": True}, "zero=true: expected one of 0, 1, 2, 3"),
         ({"schedule": "1f2b"}, "Did you mean 1f1b"),
         ({"pp": 0}, "pp=0: expected an integer of 1 or more"),
@@ -91,6 +109,15 @@ def test_all_problems_of_a_layout_are_told_at_once() -> None:
         layout_of({"tpp": 2, "zero": 9, "pp": 0})
 
 
+def test_all_arguments_are_checked_together() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)seq_len=0.*tpp: unknown"):
+        predict(None, Cluster(1, 1, "h100"), {"tpp": 1}, seq_len=0)
+    with pytest.raises(ConfigError, match=r"(?s)seq_len=0.*global_batch=0.*objective='fast'.*tpp: unknown"):
+        plan(None, Cluster(1, 1, "h100"), seq_len=0, global_batch=0, objective="fast", layout={"tpp": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cluster='h100': expected a Cluster"):
+        predict(None, "h100", {}, seq_len=1)  # type: ignore[arg-type]
+
+
 def test_every_codec_of_the_package_has_its_share_of_the_wire() -> None:
     assert set(COMPRESSED) == set(get_args(Method))
 
@@ -104,4 +131,5 @@ def test_a_config_is_the_layout_that_it_asks_for() -> None:
     assert (spec.micro_batch, spec.num_microbatches, spec.recompute, spec.engine) == (2, 12, "full", "native")
     assert spec.global_batch == 2 * 8 * 3
     alone = layout_of(mapping_of(HFParallelConfig.from_mapping({"zero": {"stage": 3}}), 4, rows=8))
+    assert alone.states == (4, 4, 8)
     assert (alone.micro_batch, alone.num_microbatches, alone.engine) == (8, 1, "fsdp2")

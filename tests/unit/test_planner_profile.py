@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,6 +122,15 @@ def test_a_profile_is_kept_by_the_content_of_the_config() -> None:
     assert profile_of(config_of_type("llama")) is first
     assert profile_of(config_of_type("llama", intermediate_size=96)) is not first
     assert isinstance(profile_of(first), ModelProfile)
+
+
+def test_a_path_is_the_config_that_is_there(tmp_path: Path) -> None:
+    config = config_of_type("llama")
+    config.save_pretrained(tmp_path)
+    for path in (tmp_path, str(tmp_path), tmp_path / "config.json"):
+        assert profile_of(path) == profile_of(config)
+    with pytest.raises(ConfigError, match="no config found"):
+        profile_of(tmp_path / "none.json")
 
 
 def test_what_is_no_config_is_refused() -> None:

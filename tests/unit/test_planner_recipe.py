@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,11 +84,12 @@ def test_a_layout_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.launch
-@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "dp=2,zero=1"])
+@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "dp=2,zero=1,micro_batch=2"])
 def test_what_is_written_trains(tmp_path: Path, layout: str) -> None:
     path = _planned(tmp_path, "--gpus-per-node", "2", "--layout", f"{layout},dtype=fp32")
     script = tmp_path / "train.py"
-    script.write_text(TRAIN.format(folder=str(tmp_path)))
+    (rows,) = re.findall(r"per_device_train_batch_size=(\d+)", path.read_text())
+    script.write_text(TRAIN.format(folder=str(tmp_path), rows=rows))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
@@ -98,7 +100,7 @@ def test_what_is_written_trains(tmp_path: Path, layout: str) -> None:
 
 
 TRAIN = """
-import json, os, torch
+import json, torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 import hf_parallel
 
@@ -107,7 +109,7 @@ model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained({folder!r}))
 ids = torch.randint(0, 128, (8, 32))
 rows = [dict(input_ids=row, labels=row) for row in ids] * 4
 arguments = TrainingArguments(
-    output_dir={folder!r} + "/out", per_device_train_batch_size=int(os.environ.get("ROWS", 4)), max_steps=4, logging_steps=1,
+    output_dir={folder!r} + "/out", per_device_train_batch_size={rows}, max_steps=4, logging_steps=1,
     learning_rate=1e-2, report_to="none", save_strategy="no", use_cpu=True,
 )
 trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[hf_parallel.HFParallelCallback()])
