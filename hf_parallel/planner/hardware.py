@@ -67,7 +67,7 @@ def choose(parameter: str, value: object, known: Any) -> Any:
         ConfigError: It is not; names the nearest known ones.
     """
     names = list(known)
-    if isinstance(value, (str, numbers.Integral)) and not isinstance(value, bool) and value in names:
+    if not isinstance(value, bool) and isinstance(value, (str, numbers.Integral)) and value in names:
         return names[names.index(value)]
     raise ConfigError(
         f"{parameter}={spelled(value)}: unknown. Did you mean {_nearest(value, names)}? Known: {', '.join(map(str, names))}."

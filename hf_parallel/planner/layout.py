@@ -141,8 +141,9 @@ def layout_of(layout: Mapping[str, Any] | LayoutSpec, cluster: Cluster | None = 
     Raises:
         ConfigError: Keys or values are unknown, or the sizes do not fit; all problems at once.
     """
+    problems: list[str] = []
     if isinstance(layout, LayoutSpec):
-        spec, problems = layout, []
+        spec = layout
     elif isinstance(layout, Mapping):
         spec, problems = _read(layout)
     else:

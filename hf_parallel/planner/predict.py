@@ -19,7 +19,7 @@ from hf_parallel.settings.sections import spelled
 
 
 BAND: Final = (0.87, 1.25)  # of the prediction, where published runs were fitted; judged from their errors
-WIDE: Final = (0.7, 1.6)  # elsewhere: PCIe, slow networks, offload, experts, compression
+WIDE: Final = (0.7, 1.6)  # elsewhere: PCIe, consumer cards, offload, experts, compression, adapters, Ulysses
 FITTED: Final = frozenset({"a100_80", "a100_40", "h100", "h100_96", "h200"})
 ADAM_BYTES: Final = 34.0  # of memory traffic for each parameter
 # What is left of a gradient's fp32 bytes on the wire.
@@ -146,7 +146,8 @@ def estimate(
 def _is_fitted(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec) -> bool:
     offloads = {spec.offload_param, spec.offload_optimizer, spec.compression} != {"none"}
     experts = any(kind.routed for kind in profile.kinds)
-    return cluster.gpu in FITTED and cluster.has_nvlink and not offloads and not experts
+    other = offloads or experts or spec.sp > 1 or spec.adapters
+    return cluster.gpu in FITTED and cluster.has_nvlink and not other
 
 
 def step_of(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -92,6 +94,15 @@ def test_adapters_need_less(command: list[str]) -> None:
     whole, adapters = facts(), facts("--adapters", "100000")
     assert adapters["total_bytes"] < whole["total_bytes"]
     assert adapters["step_s"] < whole["step_s"]
+
+
+def test_the_example_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text()
+    code, printed = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    assert code is not None
+    assert printed is not None
+    exec(code[1], {})
+    assert capsys.readouterr().out == printed[1]
 
 
 def test_the_command_starts_without_torch() -> None:
