@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -116,27 +117,24 @@ class Row:
 
 @functools.cache
 def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str, ffn: str, vocab: str) -> ModelProfile:
-    """The profile of the transformers config of a published model."""
+    """The profile of a published model; its blocks are alike, so that one is built."""
     from transformers import GPT2Config, LlamaConfig, MptConfig
 
-    wide, deep, many = int(hidden), int(layers), int(heads)
+    wide, many = int(hidden), int(heads)
+    config: Any = GPT2Config(n_embd=wide, n_layer=1, n_head=many, n_inner=int(ffn), vocab_size=int(vocab))
     if model == "llama":
-        return profile_of(
-            LlamaConfig(
-                hidden_size=wide,
-                num_hidden_layers=deep,
-                num_attention_heads=many,
-                num_key_value_heads=int(kv_heads),
-                intermediate_size=int(ffn),
-                vocab_size=int(vocab),
-            )
+        config = LlamaConfig(
+            hidden_size=wide,
+            num_hidden_layers=1,
+            num_attention_heads=many,
+            num_key_value_heads=int(kv_heads),
+            intermediate_size=int(ffn),
+            vocab_size=int(vocab),
         )
-    if model == "mpt":
+    elif model == "mpt":
         ratio = int(ffn) // wide
-        return profile_of(
-            MptConfig(d_model=wide, n_layers=deep, n_heads=many, expansion_ratio=ratio, vocab_size=int(vocab))
-        )
-    return profile_of(GPT2Config(n_embd=wide, n_layer=deep, n_head=many, n_inner=int(ffn), vocab_size=int(vocab)))
+        config = MptConfig(d_model=wide, n_layers=1, n_heads=many, expansion_ratio=ratio, vocab_size=int(vocab))
+    return replace(profile_of(config), layers=(0,) * int(layers))
 
 
 def load() -> dict[str, list[Row]]:

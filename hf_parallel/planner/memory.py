@@ -59,7 +59,7 @@ def _parameters(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], 
 def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
     weights, gradients, optimizer = spec.states
     if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
-        share = spec.trained(parameters) / parameters
+        share = spec.trained(parameters) / max(parameters, 1.0)
         weights = spec.element if spec.state_bytes is None else weights
         gradients, optimizer = gradients * share, optimizer * share
     shards = spec.dp * spec.sp
@@ -84,7 +84,7 @@ def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> floa
     rest = max(profile.embedding, profile.head) / spec.tp
     if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
         return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0
-    reduced = spec.states[1] * spec.trained(parameters) / parameters
+    reduced = spec.states[1] * spec.trained(parameters) / max(parameters, 1.0)
     if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
         return (element + reduced) * parameters
     if spec.zero == 3:

@@ -159,7 +159,8 @@ def step_of(
     blocks = [kinds[kind] for kind in profile.layers]
     first, last = embedding_pass(profile, place), head_pass(profile, place)
     even = spec.kernels == "fused"
-    counts = cut([one.both for one in blocks], first.both, last.both, spec.num_stages, even=even)
+    computed = [one.both - one.exposed for one in blocks]  # of links, the cut knows nothing
+    counts = cut(computed, first.both, last.both, spec.num_stages, even=even)
     stages, forward, backward = _stages(blocks, counts, first, last)
     sent, way = _between_stages(profile, place)
     per_stage = c.t_micro / 2 + sent

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import bench_planner
 from hf_parallel.planner.constants import constants
+from hf_parallel.planner.profile import profile_of
 
 
 # Mean error of a table as recorded, and a point.
@@ -32,6 +33,13 @@ def test_a_table_is_predicted_as_well_as_recorded(
     tables: Mapping[str, Sequence[bench_planner.Row]], table: str
 ) -> None:
     assert bench_planner.mape(bench_planner.errors(tables[table], constants())) <= RECORDED[table]
+
+
+def test_blocks_that_are_alike_are_built_once() -> None:
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_embd=64, n_layer=3, n_head=2, n_inner=256, vocab_size=128)
+    assert bench_planner.profile_for("gpt", "64", "3", "2", "2", "256", "128") == profile_of(config)
 
 
 def test_the_chosen_layout_is_little_slower_than_the_best_measured_one(
