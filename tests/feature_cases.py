@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 from datasets import IterableDataset as HubIterable
 from safetensors.torch import load_file
-from shared_plans import share_plans
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalPrediction
 
@@ -441,7 +440,6 @@ FEATURES: dict[str, Callable[[Run], Any]] = {
 
 def features_main(rank: int, world_size: int, jobs: list[tuple[str, dict[str, Any] | None]], folder: str) -> list[Any]:
     """Run features one after the other; jobs are (feature, settings)."""
-    share_plans()
     found = []
     for index, (name, parallel) in enumerate(jobs):
         place = Path(folder) / f"{index}-{name}"

@@ -180,7 +180,9 @@ def _rank_main(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from shared_plans import share_plans
 
+    share_plans()
     if init_group or world_size > 1:  # one process without a group is a plain `python script.py`
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}

@@ -1,61 +1,103 @@
-"""Matrices train one model many times in a process: what `discover_stages` finds out about it is found out once.
+"""Matrices train one model many times in a process: what planning finds out about it is found out once.
 
-It takes half of such a case, and is a pure function, tested in tests/unit/test_stage_*.py: the first case of each model and
-kind of settings calls it.
+Plans, the verdict on its loss and the self-check take most of such a case, and are pure functions with tests of their
+own (tests/unit/test_stage_*.py, test_tp_*.py, test_self_check.py): the first case of each model and kind of settings
+calls them. What they are given is told apart by `_description`: tensors, modules, hooks, patched functions, settings.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor, nn
+
 from hf_parallel.compat.private_torch import forward_hooks
-from hf_parallel.engine import plans
 
 
 def share_plans() -> None:
     """From here on, in this process, equal models get copies of one plan; call it on every rank."""
-    stock, found = plans.discover_stages, dict[str, Any]()
+    from hf_parallel.engine import plan_shards, plan_stages, plans, self_check
 
-    def shared(model: Any, samples: Any, **options: Any) -> Any:
-        key = repr((_description(model), _description_of_samples(samples), options))
+    if hasattr(plans.discover_stages, "__wrapped__"):
+        return
+    plans.discover_stages = _once(plans.discover_stages)
+    plan_stages.judge_loss = _once(plan_stages.judge_loss)
+    plan_shards.plan_model = _once(plan_shards.plan_model)
+    self_check.check_split = _once(self_check.check_split)
+    self_check.verify_model = _once(self_check.verify_model)
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(model, ...)`, called once for models and arguments of one description; an error is not kept."""
+    found: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def shared(model: nn.Module, *args: Any, **options: Any) -> Any:
+        key = repr((_description(model), _told(args), _told(options)))
         if key in found:
-            return _copied(found[key])
+            return _copied(found[key][0])
         hooks = _num_hooks(model)
-        plan = stock(model, samples, **options)
+        result = function(model, *args, **options)
         if _num_hooks(model) == hooks:  # transformers installs some in the first forward, which a copy would not make
-            found[key] = _copied(plan)
-        return plan
+            found[key] = (_copied(result), _functions_of(model))  # as long as they live, nothing else has their ids
+        return result
 
-    plans.discover_stages = shared
+    return shared
 
 
-def _copied(plan: Any) -> Any:
+def _copied(result: Any) -> Any:
     """With containers of its own, which a run fills; what is in them is not changed."""
-    copied = copy.copy(plan)
-    vars(copied).update({name: copy.copy(value) for name, value in vars(plan).items()})
+    copied = copy.copy(result)
+    if hasattr(result, "__dict__"):
+        for name, value in vars(result).items():
+            object.__setattr__(copied, name, copy.copy(value))
     return copied
 
 
-def _description(model: Any) -> Any:
+def _description(model: nn.Module) -> Any:
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    kinds = [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
-    modules = [(name, type(module), module.training) for name, module in model.named_modules()]
+    places: dict[int, int] = {}
+    kinds = [
+        (name, t.shape, t.dtype, t.device, t.requires_grad, places.setdefault(id(t), len(places)))
+        for name, t in tensors
+    ]
+    modules = [(name, module.training) for name, module in model.named_modules()]
+    config = getattr(model, "config", None)
     return (
-        model.config.to_json_string(use_diff=False),
-        model.is_gradient_checkpointing,
+        None if config is None else config.to_json_string(use_diff=False),
+        getattr(model, "is_gradient_checkpointing", None),
         kinds,
         modules,
+        [id(function) for function in _functions_of(model)],
         _num_hooks(model),
     )
 
 
-def _description_of_samples(samples: Any) -> Any:
-    given = [samples] if isinstance(samples, dict) else samples
-    return [
-        {name: getattr(value, "tolist", lambda value=value: value)() for name, value in one.items()} for one in given
-    ]
+def _functions_of(model: nn.Module) -> list[Any]:
+    """Classes, their forwards, and functions that were put on modules: users patch all of them."""
+    found: list[Any] = []
+    for module in model.modules():
+        own = [value for value in vars(module).values() if callable(value) and not isinstance(value, nn.Module)]
+        found += [type(module), type(module).forward, *own]
+    return found
 
 
-def _num_hooks(model: Any) -> int:
+def _told(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _told(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_told(inner) for inner in value]
+    if isinstance(value, Tensor):
+        return (value.dtype, value.tolist())
+    if hasattr(value, "fingerprint"):
+        return value.fingerprint()
+    if callable(value) and hasattr(value, "__code__"):
+        return value.__code__
+    return value
+
+
+def _num_hooks(model: nn.Module) -> int:
     return sum(len(forward_hooks(module)) for module in model.modules())

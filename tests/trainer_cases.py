@@ -13,7 +13,6 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file, save_file
-from shared_plans import share_plans
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
@@ -212,7 +211,6 @@ def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
 
 
 def ranks_main(rank: int, world_size: int, cases: list[Case], folder: str) -> list[dict[str, Any]]:
-    share_plans()
     return [json.loads(json.dumps(run_case(case, Path(folder) / case.name, world_size))) for case in cases]
 
 
