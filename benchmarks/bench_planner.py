@@ -117,15 +117,15 @@ class Row:
 
 @functools.cache
 def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str, ffn: str, vocab: str) -> ModelProfile:
-    """The profile of a published model; its blocks are alike, so that one is built."""
+    """The profile of a published model; its blocks are alike, so that two are built."""
     from transformers import GPT2Config, LlamaConfig, MptConfig
 
     wide, many = int(hidden), int(heads)
-    config: Any = GPT2Config(n_embd=wide, n_layer=1, n_head=many, n_inner=int(ffn), vocab_size=int(vocab))
+    config: Any = GPT2Config(n_embd=wide, n_layer=2, n_head=many, n_inner=int(ffn), vocab_size=int(vocab))
     if model == "llama":
         config = LlamaConfig(
             hidden_size=wide,
-            num_hidden_layers=1,
+            num_hidden_layers=2,
             num_attention_heads=many,
             num_key_value_heads=int(kv_heads),
             intermediate_size=int(ffn),
@@ -133,7 +133,7 @@ def profile_for(model: str, hidden: str, layers: str, heads: str, kv_heads: str,
         )
     elif model == "mpt":
         ratio = int(ffn) // wide
-        config = MptConfig(d_model=wide, n_layers=1, n_heads=many, expansion_ratio=ratio, vocab_size=int(vocab))
+        config = MptConfig(d_model=wide, n_layers=2, n_heads=many, expansion_ratio=ratio, vocab_size=int(vocab))
     return replace(profile_of(config), layers=(0,) * int(layers))
 
 
