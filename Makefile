@@ -98,6 +98,9 @@ bench-wire: setup  ## bytes and seconds of compressed gradients over a slow netw
 bench-reducer: setup  ## time the gradient reduction against torch's DDP
 	$(BIN)/python benchmarks/bench_reducer.py
 
+bench-planner: setup  ## the planner against published step times; ARGS="--held-out" holds tables out, "--fit" fits
+	$(BIN)/python benchmarks/bench_planner.py $(ARGS)
+
 bench-guards: setup  ## what the guards against silent mistakes cost a training step
 	$(BIN)/python benchmarks/bench_guards.py
 

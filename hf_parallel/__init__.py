@@ -26,6 +26,9 @@ if TYPE_CHECKING:
         ScheduleError,
         UnsupportedError,
     )
+    from hf_parallel.planner.hardware import Cluster
+    from hf_parallel.planner.predict import Estimate, predict
+    from hf_parallel.planner.search import Plan, plan
     from hf_parallel.settings.config import HFParallelConfig
     from hf_parallel.settings.recipes import list_recipes, load_recipe
     from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
@@ -47,7 +50,9 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "CheckpointConfig",
     "CheckpointError",
+    "Cluster",
     "ConfigError",
+    "Estimate",
     "GradientCompressionConfig",
     "HFParallelCallback",
     "HFParallelConfig",
@@ -57,6 +62,7 @@ __all__ = [
     "MonitorConfig",
     "ParallelError",
     "PipelineConfig",
+    "Plan",
     "PlanError",
     "RankFailure",
     "RankMismatchError",
@@ -67,22 +73,29 @@ __all__ = [
     "from_pretrained",
     "list_recipes",
     "load_recipe",
+    "plan",
     "plan_for",
+    "predict",
     "sharded_loading",
 ]
 
 _HOMES = {
+    "Cluster": "planner.hardware",
+    "Estimate": "planner.predict",
     "GradientCompressionConfig": "settings.replica_sections",
     "HFParallelCallback": "trainer.callback",
     "HFParallelConfig": "settings.config",
     "HFParallelPlugin": "trainer.plugin",
     "HFParallelTrainer": "trainer.trainer",
     "LocalSgdConfig": "settings.replica_sections",
+    "Plan": "planner.search",
     "ZeroConfig": "settings.replica_sections",
     "from_pretrained": "checkpoints.weights.from_pretrained",
     "list_recipes": "settings.recipes",
     "load_recipe": "settings.recipes",
+    "plan": "planner.search",
     "plan_for": "tensor_parallel.plan.plan_for",
+    "predict": "planner.predict",
     "sharded_loading": "checkpoints.weights.from_pretrained",
 }
 

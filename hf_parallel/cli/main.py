@@ -7,27 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from hf_parallel.cli.doctor import doctor
 from hf_parallel.cli.export import export
 from hf_parallel.cli.merge import merge
+from hf_parallel.cli.plan import plan
 from hf_parallel.cli.prebuild import prebuild
+from hf_parallel.cli.recipe_file import accelerate_settings, write_recipe
 from hf_parallel.cli.schedule import schedule
 from hf_parallel.cli.validate import validate
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.recipes import (
-    KEY,
-    SECTION,
-    check_accelerate,
-    find_recipe,
-    list_recipes,
-    load_recipe,
-    read_recipe,
-)
+from hf_parallel.settings.recipes import find_recipe, list_recipes, read_recipe
 
 
 app = typer.Typer(
@@ -39,6 +32,7 @@ app.command()(export)
 app.command()(doctor)
 app.command()(merge)
 app.command()(validate)
+app.command()(plan)
 app.command()(prebuild)
 
 T = TypeVar("T", int, str, bool)
@@ -101,9 +95,12 @@ def config(
         "pipeline": {"num_microbatches": microbatches},
     }
     cpu = ask("Train on the CPU", use_cpu, False)
-    accelerate = _accelerate_settings(processes, ask("Mixed precision (no, bf16, fp16)", mixed_precision, "no"), cpu)
+    precision = ask("Mixed precision (no, bf16, fp16)", mixed_precision, "no")
+    if precision not in ("no", "bf16", "fp16"):
+        raise typer.BadParameter(f"{precision!r}: expected no, bf16 or fp16.", param_hint="--mixed-precision")
+    accelerate = accelerate_settings(processes, precision, cpu)
     try:
-        _write(path, settings, accelerate)
+        write_recipe(path, HFParallelConfig.from_mapping(settings, source="answers"), accelerate)
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -124,41 +121,6 @@ class _Asker:
             return default
         answer: T = typer.prompt(question, default=default, type=type(default))
         return answer
-
-
-def _accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool) -> dict[str, Any]:
-    if mixed_precision not in ("no", "bf16", "fp16"):
-        raise typer.BadParameter(f"{mixed_precision!r}: expected no, bf16 or fp16.", param_hint="--mixed-precision")
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
-        "num_processes": num_processes,
-        "num_machines": 1,
-        "machine_rank": 0,
-        "main_process_port": 0,
-        "mixed_precision": mixed_precision,
-        "use_cpu": use_cpu,
-    }
-
-
-def _write(path: Path, settings: dict[str, Any], accelerate: dict[str, Any]) -> None:
-    """Write the file only if both our checks and accelerate's own loader take it."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    checked = HFParallelConfig.from_mapping(settings, source="answers")
-    check_accelerate(checked, accelerate)
-    checked.dp_size(accelerate["num_processes"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.stem}.draft.yaml")
-    content = accelerate | {SECTION: {KEY: checked.to_yaml_section()}}
-    try:
-        draft.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        loaded = load_config_from_file(str(draft))
-        if loaded.parallelism_config != content[SECTION] or load_recipe(draft) != checked:
-            raise ConfigError(f"{path}: accelerate reads back {loaded.parallelism_config!r}. Check its version.")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _facts(name_or_path: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ FLOORS = [
     {"dry_run", "guards", "pipeline_parallel", "tensor_parallel.run"},
     {"pipeline_parallel.run", "tensor_parallel.plan"},
     {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
-    {"checkpoints.state", "engine"},
+    {"checkpoints.state", "engine", "planner"},
     {"cli", "trainer"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

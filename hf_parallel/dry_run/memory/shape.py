@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.dry_run.memory.block import trace_block
 from hf_parallel.dry_run.memory.terms import ModelShape, Precision
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.file import parse_json, read_bounded
@@ -31,6 +30,15 @@ def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShap
     Raises:
         ConfigError: There is no such config, or no causal language model for it.
     """
+    return shape_of_config(config_of(name_or_path), precision)
+
+
+def config_of(name_or_path: str) -> Any:
+    """The transformers config that a `config.json`, a folder with one, or a name stands for.
+
+    Raises:
+        ConfigError: There is no such config.
+    """
     from transformers import AutoConfig
 
     path = Path(os.path.expanduser(name_or_path))
@@ -47,7 +55,7 @@ def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShap
             f"model {spelled(name_or_path)}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
-    return shape_of_config(config, precision)
+    return config
 
 
 def _refuse_odd_file(file: Path) -> None:
@@ -75,7 +83,9 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
     """
-    model, text = _on_meta(config), config.get_text_config()
+    from hf_parallel.dry_run.memory.block import trace_block  # brings torch
+
+    model, text = on_meta(config), config.get_text_config()
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -107,8 +117,8 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     )
 
 
-def _on_meta(config: Any) -> Any:
-    """The model without its weights."""
+def on_meta(config: Any) -> Any:
+    """The model of a config without its weights; a ConfigError if there is none."""
     import torch
     from transformers import AutoModelForCausalLM
 

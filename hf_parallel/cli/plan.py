@@ -1,0 +1,125 @@
+"""`hf-parallel plan`: the layouts of a cluster that fit, the fastest first, and what one layout costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from hf_parallel.errors import ConfigError
+
+
+if TYPE_CHECKING:
+    from hf_parallel.planner.search import Plan
+
+
+def plan(  # noqa: PLR0913 - the options are the interface
+    model: Annotated[str, typer.Option(help="A config.json, a folder with one, or a name.")],
+    gpu: Annotated[str, typer.Option(help="A key of the hardware table, such as h100 or rtx3090.")],
+    seq: Annotated[int, typer.Option(help="Tokens of a row.")],
+    batch: Annotated[int, typer.Option(help="Rows of an optimizer step, of all replicas together.")],
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each.")] = 1,
+    intra: Annotated[str | None, typer.Option(help="Link inside a node: nvlink or pcie.")] = None,
+    intra_gb_s: Annotated[float | None, typer.Option(help="GB/s of that link, of one GPU and one way.")] = None,
+    inter_gbit_s: Annotated[
+        float | None, typer.Option(help="Gbit/s of all links of a node together, one way.")
+    ] = None,
+    gpu_memory_gb: Annotated[float | None, typer.Option(help="GB (1e9) of one GPU.")] = None,
+    ram_gb: Annotated[float | None, typer.Option(help="GB of a node.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="tokens (the fastest), memory (the smallest) or min-gpus (the fewest that fit).")
+    ] = "tokens",
+    layout: Annotated[str, typer.Option(help="What is given, such as kernels=compiled,attention=flash.")] = "",
+    adapters: Annotated[int, typer.Option(help="Parameters that are trained instead of the model's (LoRA).")] = 0,
+    why: Annotated[str | None, typer.Option(help="Predict this layout alone, such as tp=2,pp=4,dp=1.")] = None,
+    scaling: Annotated[bool, typer.Option("--scaling", help="Show the speed-up over 1, 2, 4 and more GPUs.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the first plan as a recipe.")] = None,
+    top: Annotated[int, typer.Option(help="Plans to show.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
+    from hf_parallel.cli import plan_tables as tables
+    from hf_parallel.planner.hardware import Cluster
+    from hf_parallel.planner.scaling import scaling as scaled
+    from hf_parallel.planner.search import plan as search
+
+    try:
+        given = _mapping(layout) | ({"adapters": adapters} if adapters else {})
+        sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
+        cluster = Cluster(nodes, gpus_per_node, gpu, **sizes, gpu_memory_gb=gpu_memory_gb, ram_gb=ram_gb)
+        if scaling:
+            tables.show_scaling(scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given), as_json)
+            return
+        words: Any = objective  # the search refuses other words
+        asked = {"seq_len": seq, "global_batch": batch, "objective": words, "layout": given, "most": top}
+        plans = [_alone(model, cluster, given | _mapping(why), seq, batch)] if why else search(model, cluster, **asked)
+        if why:
+            tables.show_one(plans[0], as_json)
+        else:
+            tables.show(plans, as_json)
+        if write is not None:
+            _write(write, model, plans[0])
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """The layout that `tp=2,zero=1` means.
+
+    Raises:
+        ConfigError: A part is no `key=value`; tells all of them.
+    """
+    found, odd = {}, []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, sign, value = part.partition("=")
+        if not sign:
+            odd.append(f"{part!r}: expected key=value. Write tp=2,pp=4.")
+        found[key.strip()] = value.strip() if key.strip() == "schedule" else yaml.safe_load(value)
+    if odd:
+        raise ConfigError("\n".join(odd))
+    return found
+
+
+def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, global_batch: int) -> Plan:
+    """One layout; micro-batches that are not given make up the global batch."""
+    from hf_parallel.planner.layout import layout_of
+    from hf_parallel.planner.predict import predict
+    from hf_parallel.planner.search import Plan
+
+    spec = layout_of(layout, cluster)
+    if "num_microbatches" not in layout:
+        passes, odd = divmod(global_batch, spec.dp * spec.micro_batch)
+        if odd or not passes:
+            raise ConfigError(
+                f"batch={global_batch} with dp={spec.dp} and micro_batch={spec.micro_batch}: it is a multiple of "
+                f"{spec.dp * spec.micro_batch}. Change batch, or give num_microbatches."
+            )
+        layout = layout | {"num_microbatches": passes}
+        spec = layout_of(layout, cluster)
+    return Plan(layout, predict(model, cluster, layout, seq_len=seq_len), cluster, spec)
+
+
+def _write(path: Path, model: str, plan: Plan) -> None:
+    from hf_parallel.cli.recipe_file import accelerate_settings, write_recipe
+    from hf_parallel.planner.recipe import PRECISIONS, rows_of, settings_of
+
+    spec, cluster, found = plan.spec, plan.cluster, plan.estimate
+    config = settings_of(spec)
+    accelerate = accelerate_settings(
+        cluster.num_gpus, PRECISIONS[spec.dtype], cluster.gpu == "cpu", nodes=cluster.nodes
+    )
+    machines = " --machine_rank RANK --main_process_ip IP" if cluster.nodes > 1 else ""
+    head = (
+        f"# Assumes: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}; {Path(model).name}; "
+        f"{spec.global_batch} rows of an optimizer step.\n"
+        f"# Launch:  accelerate launch --config_file {path.name}{machines} SCRIPT.py\n"
+        f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned.\n"
+        f"# Planned: {found.step_s:.3g} s a step ({found.low_s:.3g} to {found.high_s:.3g}), "
+        f"{found.total_bytes / 1e9:.1f} GB of {plan.limit_bytes / 1e9:.1f}; predicted, not measured.\n"
+    )
+    write_recipe(path, config, accelerate, head)
+    typer.echo(f"wrote {path}: per_device_train_batch_size={rows_of(spec)}", err=True)

@@ -1,0 +1,108 @@
+"""What `hf-parallel plan` prints, as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_parallel.planner.scaling import Scaled
+from hf_parallel.planner.search import Plan
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """The answer for programs."""
+    found = plan.estimate
+    sizes = {"gpus": plan.cluster.num_gpus, "total_bytes": found.total_bytes, "limit_bytes": plan.limit_bytes}
+    return {"layout": dict(plan.layout), "why": plan.why, "fits": plan.fits} | found.as_dict() | sizes
+
+
+def _table(*columns: str) -> Table:
+    """A table in which the layout alone wraps."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column not in ("layout", "computation : messages"), overflow="fold")
+    return table
+
+
+def _print_json(content: object) -> None:
+    typer.echo(json.dumps(content, indent=2))
+
+
+def show_one(plan: Plan, as_json: bool) -> None:
+    """One layout, its memory term by term."""
+    if as_json:
+        _print_json(_facts(plan))
+        return
+    found, missing = plan.estimate, plan.estimate.total_bytes - plan.limit_bytes
+    typer.echo(f"layout {_short(plan)}")
+    typer.echo(
+        f"step {found.step_s:.3g} s ({found.low_s:.3g} to {found.high_s:.3g}), {found.tokens_per_s:.0f} tokens/s"
+    )
+    typer.echo(
+        f"mfu {found.mfu:.1%}, bubble {found.bubble:.1%}, exposed messages {found.exposed_communication_s:.3g} s"
+    )
+    for name, size in found.memory_bytes.items():
+        typer.echo(f"{name:12s} {size / 1e9:8.2f} GB")
+    verdict = "fits" if missing <= 0 else f"does not fit by {missing / 1e9:.1f} GB"
+    typer.echo(f"{'sum':12s} {found.total_bytes / 1e9:8.2f} GB of {plan.limit_bytes / 1e9:.1f} GB: {verdict}")
+
+
+def show(plans: Sequence[Plan], as_json: bool) -> None:
+    """Ranked plans."""
+    if as_json:
+        _print_json([_facts(one) for one in plans])
+        return
+    table = _table("", "layout", "step s", "tokens/s", "mfu", "bubble", "messages s", "GB")
+    for place, one in enumerate(plans, 1):
+        own = one.estimate
+        table.add_row(
+            str(place),
+            _short(one),
+            f"{own.step_s:.3g} ({own.low_s:.3g}-{own.high_s:.3g})",
+            f"{own.tokens_per_s:.0f}",
+            f"{own.mfu:.0%}",
+            f"{own.bubble:.0%}",
+            f"{own.exposed_communication_s:.2g}",
+            f"{own.total_bytes / 1e9:.1f}",
+        )
+    Console().print(table)
+    cluster = plans[0].cluster
+    typer.echo(f"{cluster.num_gpus} GPUs of {plans[0].limit_bytes / 1e9:.1f} GB; 1 GB = 1e9 bytes")
+    for place, one in enumerate(plans, 1):
+        typer.echo(f"{place}: {one.why}")
+
+
+def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:
+    """The speed-up over ever more GPUs."""
+    if as_json:
+        _print_json([_facts(one.plan) | {"speed_up": one.speed_up, "ratio": one.ratio} for one in rows])
+        return
+    table = _table("GPUs", "layout", "tokens/s", "speed-up", "step s", "messages s", "computation : messages")
+    for one in rows:
+        own = one.plan.estimate
+        table.add_row(
+            str(one.plan.cluster.num_gpus),
+            _short(one.plan),
+            f"{own.tokens_per_s:.0f}",
+            f"{one.speed_up:.1f} x",
+            f"{own.step_s:.3g}",
+            f"{own.exposed_communication_s:.2g}",
+            "-" if one.ratio is None else f"{one.ratio:.1f} : 1",
+        )
+    Console().print(table)
+
+
+def _short(plan: Plan) -> str:
+    """A layout in few words: the axes, the passes, and what is not usual."""
+    spec, shown = plan.spec, ("tp", "pp", "dp", "zero", "micro_batch", "num_microbatches")
+    text = (
+        f"tp={spec.tp} pp={spec.pp} dp={spec.dp} zero={spec.zero}, {spec.num_microbatches} x {spec.micro_batch} rows"
+    )
+    hidden = {"schedule": "1f1b" if spec.pp == 1 else "", "recompute": "none"}
+    others = (f"{k}={v}" for k, v in plan.layout.items() if k not in shown and v != hidden.get(k))
+    return ", ".join([text, *others])

@@ -1,0 +1,56 @@
+"""Recipe files that are written: only what our own checks and accelerate's loader both take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, load_recipe
+
+
+def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int = 1) -> dict[str, Any]:
+    """What stands around our section in a recipe."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
+        "num_processes": num_processes,
+        "num_machines": nodes,
+        "machine_rank": 0,
+        "main_process_port": 29500 if nodes > 1 else 0,
+        "mixed_precision": mixed_precision,
+        "use_cpu": use_cpu,
+    }
+
+
+def write_recipe(path: Path, config: HFParallelConfig, accelerate: Mapping[str, Any], head: str = "") -> None:
+    """Write a recipe.
+
+    Args:
+        path: The file; it is replaced.
+        config: Our settings.
+        accelerate: The settings around them.
+        head: Lines of comments above.
+
+    Raises:
+        ConfigError: The settings cannot work; nothing is written.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    check_accelerate(config, accelerate)
+    config.dp_size(accelerate["num_processes"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem}.draft.yaml")
+    content = {**accelerate, SECTION: {KEY: config.to_yaml_section()}}
+    try:
+        draft.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        loaded = load_config_from_file(str(draft))
+        if loaded.parallelism_config != content[SECTION] or load_recipe(draft) != config:
+            raise ConfigError(f"{path}: accelerate reads back {loaded.parallelism_config!r}. Check its version.")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,92 @@
+"""How long messages take on a cluster: which ranks share a node and its links, rings and trees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hf_parallel.planner.constants import Constants
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import LayoutSpec
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that a collective joins.
+
+    Attributes:
+        size: Ranks.
+        on_node: Of them on one node.
+    """
+
+    size: int
+    on_node: int
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.size / self.on_node)
+
+
+def group_of(size: int, stride: int, cluster: Cluster) -> Group:
+    """A group whose neighbours are `stride` ranks apart."""
+    return Group(size, max(1, min(size, cluster.gpus_per_node // stride)))
+
+
+def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
+    """The groups of each axis: tp ranks are neighbours, then sp, then dp; stages lie across nodes."""
+    return {
+        "tp": group_of(spec.tp, 1, cluster),
+        "sp": group_of(spec.sp, spec.tp, cluster),
+        "dp": group_of(spec.dp * spec.sp, spec.tp, cluster),  # ranks of a sequence hold the same parameters
+    }
+
+
+def bytes_s(group: Group, cluster: Cluster, c: Constants) -> float:
+    """Of one rank; the groups of a node share its network."""
+    inside = cluster.intra_bytes_s * c.c_intra
+    if group.nodes == 1:
+        return inside
+    shared = cluster.inter_bytes_s * c.c_inter * group.on_node / cluster.gpus_per_node
+    return min(inside, shared / (1 + c.congestion * math.log2(group.nodes)))
+
+
+def one_way(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
+    """Seconds of an all-gather or reduce-scatter whose whole is `size` bytes, in a ring."""
+    n = group.size
+    if n <= 1:
+        return 0.0
+    return (n - 1) / n * size / bytes_s(group, cluster, c) + _ring_latency(group, c)
+
+
+def all_reduce(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
+    """Seconds of an all-reduce of `size` bytes: a ring, or a tree between nodes where that is quicker."""
+    n = group.size
+    if n <= 1:
+        return 0.0
+    rate = bytes_s(group, cluster, c)
+    ring = 2 * ((n - 1) / n * size / rate + _ring_latency(group, c))
+    if group.nodes == 1:
+        return ring
+    tree = 2 * size / rate + 2 * math.log2(group.nodes) * c.a_inter + 2 * c.a_intra * group.on_node
+    return min(ring, tree)
+
+
+def all_to_all(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
+    """Seconds of an all-to-all in which each rank holds `size` bytes."""
+    n = group.size
+    if n <= 1:
+        return 0.0
+    return (n - 1) / n * size / bytes_s(group, cluster, c) + _ring_latency(group, c)
+
+
+def _ring_latency(group: Group, c: Constants) -> float:
+    if group.nodes == 1:
+        return c.a_intra * (group.size - 1)
+    return c.a_inter * (group.nodes - 1) + c.a_intra * (group.size - group.nodes) / 4
+
+
+def hop(size: float, spec: LayoutSpec, cluster: Cluster, c: Constants) -> float:
+    """Seconds of a message of `size` bytes to the next stage, which all ranks send at once."""
+    if 2 * spec.tp * spec.sp * spec.dp <= cluster.gpus_per_node:
+        return size / (cluster.intra_bytes_s * c.c_intra) + c.a_intra
+    return size / (cluster.inter_bytes_s * c.c_inter / cluster.gpus_per_node) + c.a_inter

@@ -1,0 +1,230 @@
+"""Seconds of one micro-batch in one block, in the head and in the embedding.
+
+Products and kernels take the time of their arithmetic plus that of their memory traffic, so that thin products and
+small micro-batches lose speed; a launch of each kernel by the host bounds the block from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from hf_parallel.planner.collectives import Group, all_reduce, all_to_all, groups_of, one_way
+from hf_parallel.planner.constants import Constants
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the ops between products run; judged from counts of the ops of GPT and Llama blocks.
+
+    Attributes:
+        norm: Bytes moved forward for each element of the residual stream, with RMS norms and with layer norms.
+        gate: Bytes for each element of the feed-forward part, gated and not.
+        head: Bytes for each element of queries and keys.
+        backward: Bytes backward, as a multiple of forward, with RMS norms and with layer norms.
+        launched: Kernels forward and backward.
+        logits: Bytes for each logit, forward and backward.
+    """
+
+    norm: tuple[float, float]
+    gate: tuple[float, float]
+    head: float
+    backward: tuple[float, float]
+    launched: tuple[int, int]
+    logits: float
+
+
+KERNELS: Final[Mapping[str, Kernels]] = {
+    "fused": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (22, 36), 15),
+    "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15),
+    "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26),
+}
+SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch.
+
+    Attributes:
+        forward: All of it.
+        backward: All of it, what is computed again included.
+        exposed: Of both, what messages add.
+    """
+
+    forward: float
+    backward: float
+    exposed: float = 0.0
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how micro-batches run; what the costs of all blocks share."""
+
+    spec: LayoutSpec
+    cluster: Cluster
+    seq_len: int
+    c: Constants
+
+    @property
+    def tokens(self) -> float:
+        """Of a rank and micro-batch."""
+        return self.spec.micro_batch * self.seq_len / self.spec.sp
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of large products in bf16 or fp32."""
+        card = self.cluster.card
+        return (card.fp32 if self.spec.dtype == "fp32" else card.peak) * card.achievable * self.c.e_mm
+
+    @property
+    def moved(self) -> float:
+        """Bytes per second of other kernels."""
+        return self.cluster.card.bandwidth * self.c.e_bw
+
+
+def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
+    """Seconds of one micro-batch in a block, messages included."""
+    spec, c = place.spec, place.c
+    products = sum(_product(one, place) for one in block.products)
+    kernels, kernels_back = _between(profile, block, place)
+    core, core_back = _attention(block, place)
+    forward = products + kernels + core
+    backward = (1 if spec.adapters else 2) * products + kernels_back + core_back  # frozen weights need no gradient
+    again = 0.0
+    if spec.recompute == "full":
+        again = forward
+    elif spec.recompute == "selective":
+        again = core if spec.repeats_attention_alone else products / 2 + kernels
+    messages, messages_back = _tensor_messages(profile, block, place)
+    launched, launched_back = KERNELS[spec.kernels].launched
+    forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
+    calls = 2 * (spec.tp > 1) * c.t_call
+    host = launched * c.t_kernel + calls
+    host_back = launched_back * c.t_kernel + calls + (host if spec.recompute == "full" else 0.0)
+    whole = max(forward + messages, host), max(backward + again + messages_back, host_back)
+    sharded = _sharded_messages(profile, block, place, *whole)
+    exposed = whole[0] - max(forward, host) + whole[1] - max(backward + again, host_back)
+    exposed += sum(sharded) - sum(whole)
+    return Pass(*sharded, exposed)
+
+
+def _product(one: Product, place: Place, *, fp8: bool = True) -> float:
+    """Seconds forward."""
+    spec, tokens = place.spec, place.tokens
+    share = spec.tp if one.cut != "none" else 1
+    inputs = one.inputs / (share if one.cut == "row" else 1)
+    outputs = one.outputs / (share if one.cut == "column" else 1)
+    rate = place.rate * (place.c.fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
+    thin = (1 + place.c.thin / inputs + place.c.thin / outputs) * (
+        1 + place.c.few / max(1.0, tokens * one.times / one.stored)
+    )
+    size = spec.element
+    weights = min(one.stored, one.times * tokens)  # experts that some token goes to
+    traffic = size * (tokens * one.times * (inputs + outputs) + weights * inputs * outputs)
+    return 2 * tokens * one.times * inputs * outputs / rate * thin + traffic / place.moved
+
+
+def _between(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[float, float]:
+    """Seconds forward and backward of norms, residuals, gates and rotary embeddings."""
+    spec, kernels = place.spec, KERNELS[place.spec.kernels]
+    other, gated = int(not block.has_rms), int(not block.is_gated)
+    whole = kernels.norm[other] * profile.hidden / (spec.tp if spec.sequence_parallel else 1)
+    routed = 4.0 * spec.element * block.routed * profile.hidden  # to experts and back
+    shared = kernels.gate[gated] * block.width + kernels.head * (block.heads + block.kv_heads) * block.head_dim
+    forward = place.tokens * (whole + (shared + routed) / spec.tp) * (spec.element / 2) / place.moved
+    return forward, kernels.backward[other] * forward
+
+
+def _attention(block: BlockProfile, place: Place) -> tuple[float, float]:
+    """Seconds forward and backward of scores and weighted values."""
+    spec, c = place.spec, place.c
+    if not block.heads:
+        return 0.0, 0.0
+    heads = spec.micro_batch * block.heads / spec.tp / spec.sp
+    width = block.head_dim + block.value_dim
+    if spec.attention != "eager":
+        card = place.cluster.card
+        rate = card.attention * c.e_att * (c.flash if spec.attention == "flash" else 1.0)
+        rate *= card.fp32 / card.peak if spec.dtype == "fp32" else 1.0
+        forward = 2 * heads * block.pairs(place.seq_len) * width / rate
+        return forward, 2.5 * forward
+    square = float(place.seq_len) ** 2
+    size = spec.element
+    products = heads * (
+        2 * square * width / place.rate + 2 * size * (place.seq_len * width / 2 + square) / place.moved
+    )
+    there, back = (count * size / 2 * heads * square / place.moved for count in SCORE_BYTES[spec.kernels])
+    return products + there, 2 * products + back
+
+
+def _tensor_messages(profile: ModelProfile, block: BlockProfile, place: Place) -> tuple[float, float]:
+    """Seconds that ranks of a tensor-parallel or sequence group wait for each other, forward and backward."""
+    spec, cluster, c = place.spec, place.cluster, place.c
+    groups = groups_of(spec, cluster)
+    size = spec.element * place.tokens * profile.hidden
+    forward = backward = 0.0
+    if spec.tp > 1:
+        one = _joined(size, groups["tp"], place) + c.t_message
+        rows = min(2, len({p.is_attention for p in block.products if p.cut == "row"}))
+        forward += rows * one
+        backward += rows * one * (2 if spec.recompute == "full" else 1)
+        if spec.overlap_tp:
+            forward, backward = forward * c.tp_overlapped, backward * c.tp_overlapped
+    if spec.sp > 1 and block.heads:
+        turned = spec.element * place.tokens * 2 * (block.heads + block.kv_heads) * block.head_dim / spec.tp
+        one = all_to_all(turned, groups["sp"], cluster, c) + 4 * c.t_message
+        forward += one
+        backward += one * (2 if spec.recompute == "full" else 1)
+    return forward, backward
+
+
+def _joined(size: float, group: Group, place: Place) -> float:
+    """An all-reduce, or with sequence parallelism its two halves."""
+    if place.spec.sequence_parallel:
+        return 2 * one_way(size, group, place.cluster, place.c)
+    return all_reduce(size, group, place.cluster, place.c)
+
+
+def _sharded_messages(
+    profile: ModelProfile, block: BlockProfile, place: Place, forward: float, backward: float
+) -> tuple[float, float]:
+    """Passes with what partitioned parameters and gradients send for each micro-batch."""
+    spec, cluster, c = place.spec, place.cluster, place.c
+    group = groups_of(spec, cluster)["dp"]
+    if not spec.gathers_each_pass or group.size == 1:
+        return forward, backward
+    gathered = one_way(
+        min(spec.states[0], 2.0 if spec.dtype != "fp32" else 4.0) * block.parameters / spec.tp, group, cluster, c
+    )
+    trained = spec.trained(profile.parameters / spec.tp) * block.parameters / profile.parameters  # one stage
+    reduced = one_way(min(spec.states[1], 4.0) * trained, group, cluster, c)
+    again = gathered if spec.zero == 3 else 0.0
+    if not spec.overlap_dp:
+        return forward + gathered, backward + again + reduced
+    return _overlapped(forward, gathered, c), _overlapped(backward, again + reduced, c)
+
+
+def _overlapped(work: float, messages: float, c: Constants) -> float:
+    return max(work, messages) + c.gamma * min(work, messages)
+
+
+def head_pass(profile: ModelProfile, place: Place) -> Pass:
+    """Seconds of the head and the loss."""
+    product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
+    logits = KERNELS[place.spec.kernels].logits * place.tokens * profile.vocab / place.spec.tp / place.moved
+    return Pass(product + logits / 3, (1 if place.spec.adapters else 2) * product + 2 * logits / 3)
+
+
+def embedding_pass(profile: ModelProfile, place: Place) -> Pass:
+    """Seconds of the embedding."""
+    each = 6.0 * place.tokens * profile.hidden / place.moved
+    return Pass(each, each)

@@ -1,0 +1,222 @@
+"""A layout as a mapping: its keys, their defaults, and what cannot be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, get_args
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.hardware import Cluster, choose, whole
+from hf_parallel.settings.replica_sections import Method
+from hf_parallel.settings.sections import STAGES_PER_RANK, spelled
+
+
+CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "zero": (0, 1, 2, 3),
+    "schedule": tuple(STAGES_PER_RANK),
+    "recompute": ("none", "selective", "full"),
+    "dtype": ("bf16", "fp16", "fp8", "fp32"),
+    "kernels": ("eager", "compiled", "fused"),
+    "attention": ("eager", "sdpa", "flash"),
+    "engine": ("auto", "native", "fsdp2", "deepspeed"),
+    "offload_param": ("none", "cpu", "nvme"),
+    "offload_optimizer": ("none", "cpu", "nvme"),
+    "compression": get_args(Method),
+}
+COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank")
+SWITCHES: Final = ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")
+# Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
+# an fp32 shard.
+STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
+    ("native", True): (2, 2, 12),
+    ("native", False): (4, 4, 8),
+    ("fsdp2", True): (4, 4, 8),
+    ("fsdp2", False): (4, 4, 8),
+    ("deepspeed", True): (2, 2, 12),
+    ("deepspeed", False): (4, 4, 12),
+}
+# Stages of each rank that a schedule cannot do without.
+FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """A checked layout.
+
+    Attributes:
+        tp: Ranks that share each product.
+        pp: Ranks that share the stack of blocks.
+        dp: Replicas of these.
+        sp: Ranks that share the sequence of a row (Ulysses).
+        zero: What replicas partition: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+        micro_batch: Rows of one pass.
+        num_microbatches: Passes of a replica in an optimizer step.
+        schedule: Order of the passes.
+        stages_per_rank: Stages on each rank of the pipeline; 1 is two for the schedules that always have two.
+        recompute: What the backward computes again.
+        sequence_parallel: Whether tp ranks share the sequence between the sharded products.
+        dtype: Of the products.
+        kernels: How norms, gates and residuals run.
+        attention: How attention runs.
+        overlap_dp: Whether messages of replicas travel during the passes.
+        overlap_tp: Whether messages of tp ranks travel during products.
+        overlap_pp: Whether messages between stages travel during passes.
+        state_bytes: Of weights, gradients and optimizer per parameter, before sharding; None is the engine's.
+        engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
+        offload_param: Where parameters wait.
+        offload_optimizer: Where the optimizer's state lies.
+        compression: Of the replicas' gradients.
+        adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: int = 1
+    zero: int = 0
+    micro_batch: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    dtype: str = "bf16"
+    kernels: str = "eager"
+    attention: str = "sdpa"
+    overlap_dp: bool = True
+    overlap_tp: bool = False
+    overlap_pp: bool = False
+    state_bytes: tuple[float, float, float] | None = None
+    engine: str = "native"
+    offload_param: str = "none"
+    offload_optimizer: str = "none"
+    compression: str = "none"
+    adapters: int = 0
+
+    @property
+    def states(self) -> tuple[float, float, float]:
+        """Bytes of weights, gradients and optimizer per parameter, whole."""
+        return self.state_bytes or STATE_BYTES[self.engine, self.dtype != "fp32"]
+
+    def trained(self, parameters: float) -> float:
+        """Parameters that get gradients of the `parameters` of a rank, which adapters are spread over evenly."""
+        return self.adapters / self.tp / self.pp if self.adapters else parameters
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of what passes through the blocks."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def repeats_attention_alone(self) -> bool:
+        """Whether selective recomputation is Megatron's (the core of attention), not that of every other product."""
+        return self.recompute == "selective" and (self.attention == "eager" or self.kernels == "fused")
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Whether parameters and gradients in parts travel for every micro-batch; in a pipeline once in a step."""
+        return self.pp == 1 and (self.zero == 3 or (self.zero == 2 and self.engine == "fsdp2"))
+
+    @property
+    def global_batch(self) -> int:
+        return self.dp * self.micro_batch * self.num_microbatches
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+
+KEYS: Final = tuple(field.name for field in fields(LayoutSpec))
+
+
+def layout_of(layout: Mapping[str, Any] | LayoutSpec, cluster: Cluster | None = None) -> LayoutSpec:
+    """The checked layout.
+
+    Args:
+        layout: See `LayoutSpec`; what is left out has its default.
+        cluster: The layout's ranks must be its GPUs.
+
+    Raises:
+        ConfigError: Keys or values are unknown, or the sizes do not fit; all problems at once.
+    """
+    problems: list[str] = []
+    if isinstance(layout, LayoutSpec):
+        spec = layout
+    elif isinstance(layout, Mapping):
+        spec, problems = _read(layout)
+    else:
+        raise ConfigError(f"layout={spelled(layout)}: expected a mapping, such as {{'tp': 2, 'dp': 4}}. Give one.")
+    problems += _conflicts(spec, cluster) if not problems else []
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return spec
+
+
+def _read(layout: Mapping[str, Any]) -> tuple[LayoutSpec, list[str]]:
+    """The layout of what can be read, and what cannot."""
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in layout.items():
+        try:
+            values[str(key)] = _checked(key, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    schedule, given = values.get("schedule", LayoutSpec.schedule), values.get("stages_per_rank")
+    if values.get("pp", 1) > 1 and (given is None or (given == 1 and schedule in FIXED)):
+        values["stages_per_rank"] = STAGES_PER_RANK[schedule][0]
+    if values.get("engine", "auto") == "auto":
+        values["engine"] = "fsdp2" if values.get("zero") == 3 else "native"
+    return LayoutSpec(**values), problems
+
+
+def _checked(key: object, value: Any) -> Any:
+    if not isinstance(key, str) or key not in KEYS:
+        near = difflib.get_close_matches(str(key), KEYS, 1, 0.0)[0]
+        raise ConfigError(f"{key}: unknown key of a layout. Did you mean {near}? Known keys: {', '.join(KEYS)}.")
+    if key in COUNTS or key == "adapters":
+        return whole(key, value, int(key in COUNTS))
+    if key in SWITCHES:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}={spelled(value)}: expected true or false. Correct {key}.")
+        return value
+    if key == "state_bytes":
+        return None if value is None else _triple(value)
+    if value is None and key in ("engine", "offload_param", "offload_optimizer", "compression"):
+        return "auto" if key == "engine" else getattr(LayoutSpec, key)
+    if isinstance(value, bool):  # true and false are numbers to Python
+        raise ConfigError(
+            f"{key}={spelled(value)}: expected one of {', '.join(map(str, CHOICES[key]))}. Correct {key}."
+        )
+    return choose(key, value, CHOICES[key])
+
+
+def _triple(value: Any) -> tuple[float, float, float]:
+    fine = isinstance(value, (tuple, list)) and len(value) == 3
+    if not fine or not all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in value):
+        raise ConfigError(
+            f"state_bytes={spelled(value)}: expected three numbers of 0 or more: bytes of weights, gradients and optimizer "
+            "per parameter. Correct it, or set it to null."
+        )
+    return float(value[0]), float(value[1]), float(value[2])
+
+
+def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
+    found = []
+    ranks = spec.dp * spec.tp * spec.pp * spec.sp
+    if cluster is not None and ranks != cluster.num_gpus:
+        found.append(
+            f"dp={spec.dp} * tp={spec.tp} * pp={spec.pp} * sp={spec.sp} = {ranks} ranks, and the cluster has "
+            f"nodes={cluster.nodes} * gpus_per_node={cluster.gpus_per_node} = {cluster.num_gpus} GPUs: they must be equal. "
+            f"Change dp, or the cluster."
+        )
+    fixed = FIXED.get(spec.schedule)
+    if spec.pp > 1 and fixed is not None and spec.stages_per_rank != fixed:
+        found.append(
+            f"stages_per_rank={spec.stages_per_rank}: schedule {spec.schedule} has {fixed} on each rank. Leave it out, or "
+            "choose interleaved_1f1b."
+        )
+    if spec.pp == 1 and spec.stages_per_rank != 1 and spec.schedule not in ("zbv_zero_bubble", "dualpipev"):
+        found.append(f"stages_per_rank={spec.stages_per_rank}: with pp=1 there is one stage. Leave it out.")
+    return found

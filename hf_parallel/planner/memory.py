@@ -1,0 +1,163 @@
+"""Bytes of the fullest rank, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hf_parallel.dry_run.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, GATHERED_BLOCKS
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.pipeline import placement, schedule_of
+from hf_parallel.planner.profile import BlockProfile, ModelProfile
+
+
+TERMS: Final = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
+# Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
+LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
+
+
+def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int) -> dict[str, float]:
+    """Bytes of the rank that needs most.
+
+    Args:
+        profile: The model.
+        spec: The layout.
+        counts: Blocks of each stage.
+        seq_len: Tokens of a row.
+    """
+    ranks = placement(spec)
+    held = _parameters(profile, spec, counts, ranks)
+    kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
+    tokens = spec.micro_batch * seq_len / spec.sp
+    logits = LOGIT_BYTES[spec.kernels] * (2 if spec.dtype == "fp32" else 1) * tokens * profile.vocab / spec.tp
+    logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
+    found = []
+    for rank in range(spec.pp):
+        terms = _states(held[rank], spec)
+        terms["activations"] = kept[rank] + working
+        terms["logits"] = logits if rank == ranks[-1] else 0.0
+        terms["buffers"] = _buffers(profile, held[rank], spec)
+        terms["overhead"] = CONTEXT_BYTES + FRAGMENTATION * sum(terms.values())
+        found.append(terms)
+    return max(found, key=lambda terms: sum(terms.values()))
+
+
+def _parameters(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], ranks: Sequence[int]) -> list[float]:
+    """Parameters of each rank of a pipeline."""
+    held, layer = [0.0] * spec.pp, 0
+    for stage, count in enumerate(counts):
+        kinds = profile.layers[layer : layer + count]
+        held[ranks[stage]] += sum(profile.kinds[kind].parameters for kind in kinds)
+        layer += count
+    held[ranks[0]] += profile.embedding
+    held[ranks[-1]] += 0 if profile.tied and ranks[0] == ranks[-1] else profile.head
+    return [one / spec.tp for one in held]
+
+
+def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
+    weights, gradients, optimizer = spec.states
+    if spec.adapters:  # the model itself has neither gradients nor optimizer, and no fp32 copy
+        share = spec.trained(parameters) / max(parameters, 1.0)
+        weights = spec.element if spec.state_bytes is None else weights
+        gradients, optimizer = gradients * share, optimizer * share
+    shards = spec.dp * spec.sp
+    whole = spec.engine == "fsdp2" and spec.zero > 0  # the shard is all that lasts
+    found = {
+        "weights": weights * parameters / (shards if spec.zero == 3 or whole else 1),
+        "gradients": gradients * parameters / (shards if spec.zero >= 2 or whole else 1),
+        "optimizer": optimizer * parameters / (shards if spec.zero >= 1 else 1),
+    }
+    if spec.offload_optimizer != "none":
+        found["optimizer"] = 0.0
+        found["gradients"] *= spec.zero < 3
+    if spec.offload_param != "none":
+        found["weights"] = 0.0
+    return found
+
+
+def _buffers(profile: ModelProfile, parameters: float, spec: LayoutSpec) -> float:
+    """What is gathered, cast or on its way for a while."""
+    element = float(spec.element)
+    block = max(kind.parameters for kind in profile.kinds) / spec.tp
+    rest = max(profile.embedding, profile.head) / spec.tp
+    if spec.dp * spec.sp == 1:  # alone, what is offloaded passes block by block
+        return element * min(parameters, GATHERED_BLOCKS * block + rest) if spec.offload_param != "none" else 0.0
+    reduced = spec.states[1] * spec.trained(parameters) / max(parameters, 1.0)
+    if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
+        return (element + reduced) * parameters
+    if spec.zero == 3:
+        return element * min(parameters, GATHERED_BLOCKS * block + rest) + reduced * min(parameters, max(block, rest))
+    if spec.engine == "fsdp2" and spec.zero > 0:
+        return element * parameters + reduced * min(parameters, max(block, rest))
+    return min(reduced * parameters, 2 * BUCKET)
+
+
+def saved_by_block(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len: int) -> float:
+    """Bytes that the backward of a block needs for each token of a rank, with nothing computed again.
+
+    Source: arXiv:2205.05198, section 4, of which the terms are those of any block: norms and inputs of products, heads,
+    the feed-forward part and, where attention stores them, its scores. Megatron gathers the inputs of sharded products
+    again in the backward; autograd alone keeps what was gathered.
+    """
+    size, eager = spec.element, spec.kernels == "eager"
+    norm = 8.0 if eager and block.has_rms else 4.0
+    norms = 2 * norm * profile.hidden * (size / 2) + 2.0 * profile.has_dropout * profile.hidden
+    heads = size * block.heads * (block.head_dim + block.value_dim) + size * block.kv_heads * (
+        block.head_dim + block.value_dim
+    )
+    wide = size * block.width * ((4 if eager else 3) if block.is_gated else 2)
+    routed = 2.0 * size * block.routed * profile.hidden
+    split = heads + wide + routed + 4.0 * block.heads + _scores(block, spec, seq_len, profile.has_dropout)
+    gathered = 2.0 * size * profile.hidden * _keeps_gathered(spec)
+    return norms / (spec.tp if spec.sequence_parallel else 1) + gathered + split / spec.tp
+
+
+def _keeps_gathered(spec: LayoutSpec) -> bool:
+    """Whether inputs of sharded products stay whole until the backward."""
+    return spec.sequence_parallel and spec.tp > 1 and spec.kernels != "fused"
+
+
+def _scores(block: BlockProfile, spec: LayoutSpec, seq_len: int, dropout: bool) -> float:
+    """Bytes of a token's row of attention scores."""
+    if spec.attention != "eager":
+        return 0.0
+    each = spec.element * (2 if dropout else 1) + dropout + (4 if spec.kernels == "eager" else 0)
+    return float(each * block.heads * seq_len)
+
+
+def _kept(profile: ModelProfile, block: BlockProfile, spec: LayoutSpec, seq_len: int) -> float:
+    """Bytes for each token that a block keeps until its backward, under the layout's recomputation."""
+    whole = saved_by_block(profile, block, spec, seq_len)
+    entry = spec.element * profile.hidden / (spec.tp if spec.sequence_parallel else 1)
+    if spec.recompute == "full":
+        return entry
+    if spec.recompute == "none":
+        return whole
+    if spec.repeats_attention_alone:
+        return whole - _scores(block, spec, seq_len, profile.has_dropout) / spec.tp
+    products = sum(p.outputs * p.times / (spec.tp if p.cut == "column" else 1) for p in block.products)
+    attention = block.heads * block.value_dim / spec.tp
+    return entry + spec.element * (products / 2 + attention)
+
+
+def kept_activations(
+    profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], ranks: Sequence[int], seq_len: int
+) -> tuple[list[float], float]:
+    """Bytes that each rank keeps when it holds most, and those of the block that runs again."""
+    tokens = spec.micro_batch * seq_len / spec.sp
+    kept = [tokens * _kept(profile, block, spec, seq_len) for block in profile.kinds]
+    stages, layer = [], 0
+    for count in counts:
+        stages.append(sum(kept[kind] for kind in profile.layers[layer : layer + count]))
+        layer += count
+    working = 2.0 * spec.element * tokens * profile.hidden  # a whole input of a product and its gradient
+    if spec.recompute != "none":
+        working += max(tokens * saved_by_block(profile, block, spec, seq_len) for block in profile.kinds)
+    if spec.pp == 1:
+        return [sum(stages)], working
+    most = spec.num_microbatches
+    if spec.schedule != "gpipe":
+        most = min(most, 4 * spec.pp)
+    return list(peak_held(schedule_of(spec.schedule, spec.pp, most, spec.stages_per_rank), stages)), working

@@ -1,0 +1,253 @@
+"""What one layout costs on one cluster: time of a step with its band, and memory of the fullest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way
+from hf_parallel.planner.constants import Constants, constants
+from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
+from hf_parallel.planner.hardware import Cluster, all_of, whole
+from hf_parallel.planner.layout import LayoutSpec, layout_of
+from hf_parallel.planner.memory import memory_bytes
+from hf_parallel.planner.pipeline import cut, makespan
+from hf_parallel.planner.profile import ModelProfile, profile_of
+from hf_parallel.settings.sections import spelled
+
+
+BAND: Final = (0.87, 1.25)  # of the prediction, where published runs were fitted; judged from their errors
+WIDE: Final = (0.7, 1.6)  # elsewhere: PCIe, consumer cards, offload, experts, compression, adapters, Ulysses
+FITTED: Final = frozenset({"a100_80", "a100_40", "h100", "h100_96", "h200"})
+ADAM_BYTES: Final = 34.0  # of memory traffic for each parameter
+# What is left of a gradient's fp32 bytes on the wire.
+COMPRESSED: Final = {
+    "none": 1.0,
+    "fp16": 0.5,
+    "bf16": 0.5,
+    "int8": 0.27,
+    "int4": 0.14,
+    "onebit": 0.035,
+    "topk": 0.02,
+    "powersgd": 0.03,
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout costs; seconds and bytes.
+
+    Attributes:
+        step_s: An optimizer step.
+        low_s: Lower end of its band.
+        high_s: Upper end.
+        tokens_per_s: Of the whole job.
+        mfu: FLOPs of the model over the dense bf16 peak, nothing recomputed.
+        bubble: Share of the step in which stages wait for each other.
+        exposed_communication_s: Seconds of a step that messages add.
+        memory_bytes: Of the fullest rank: weights, gradients, optimizer, activations, logits, buffers, overhead.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    mfu: float
+    bubble: float
+    exposed_communication_s: float
+    memory_bytes: Mapping[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        """What a monitor of the GPU shows."""
+        return sum(self.memory_bytes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"memory_bytes": dict(self.memory_bytes)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of an optimizer step by part, and the cut that they are of."""
+
+    counts: tuple[int, ...]
+    passes: float
+    ideal: float
+    exposed: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.passes + self.rest
+
+
+def predict(model: Any, cluster: Cluster, layout: Mapping[str, Any] | LayoutSpec, *, seq_len: int) -> Estimate:
+    """Predict an optimizer step of a layout on a cluster.
+
+    Args:
+        model: A transformers config, or a path to one.
+        cluster: The machines.
+        layout: A mapping; see `LayoutSpec` for its keys.
+        seq_len: Tokens of a row.
+
+    Raises:
+        ConfigError: A key or value is unknown, or the layout's ranks are not the cluster's GPUs.
+    """
+    if not isinstance(cluster, Cluster):
+        raise ConfigError(f"cluster={spelled(cluster)}: expected a Cluster. Give Cluster(1, 8, 'h100') or another.")
+    checks = {"seq_len": lambda: whole("seq_len", seq_len), "layout": lambda: layout_of(layout, cluster)}
+    spec = all_of(checks)["layout"]
+    profile = profile_of(model)
+    check_sizes(profile, spec)
+    return estimate(profile, cluster, spec, seq_len)
+
+
+def check_sizes(profile: ModelProfile, spec: LayoutSpec) -> None:
+    """Refuse more stages than blocks.
+
+    Raises:
+        ConfigError: There are.
+    """
+    if spec.pp > 1 and spec.num_stages > len(profile.layers) + 2:
+        raise ConfigError(
+            f"pp={spec.pp} * stages_per_rank={spec.stages_per_rank} = {spec.num_stages} stages, and the model has "
+            f"{len(profile.layers)} blocks. Lower pp or stages_per_rank."
+        )
+
+
+def estimate(
+    profile: ModelProfile,
+    cluster: Cluster,
+    spec: LayoutSpec,
+    seq_len: int,
+    c: Constants | None = None,
+    *,
+    exact: bool = True,
+) -> Estimate:
+    """`predict` of a checked layout."""
+    step = step_of(profile, cluster, spec, seq_len, c or constants(), exact=exact)
+    total, tokens = step.total, spec.global_batch * seq_len
+    low, high = BAND if _is_fitted(profile, cluster, spec) else WIDE
+    work = profile.flops(seq_len) * tokens
+    return Estimate(
+        step_s=total,
+        low_s=low * total,
+        high_s=high * total,
+        tokens_per_s=tokens / total,
+        mfu=work / total / (cluster.num_gpus * cluster.card.peak),
+        bubble=max(0.0, step.passes - step.ideal) / total,
+        exposed_communication_s=step.exposed,
+        memory_bytes=memory_bytes(profile, spec, step.counts, seq_len),
+    )
+
+
+def _is_fitted(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec) -> bool:
+    offloads = {spec.offload_param, spec.offload_optimizer, spec.compression} != {"none"}
+    experts = any(kind.routed for kind in profile.kinds)
+    other = offloads or experts or spec.sp > 1 or spec.adapters
+    return cluster.gpu in FITTED and cluster.has_nvlink and not other
+
+
+def step_of(
+    profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int, c: Constants, *, exact: bool = True
+) -> Step:
+    """Seconds of a step."""
+    place = Place(spec, cluster, seq_len, c)
+    kinds = [block_pass(profile, kind, place) for kind in profile.kinds]
+    blocks = [kinds[kind] for kind in profile.layers]
+    first, last = embedding_pass(profile, place), head_pass(profile, place)
+    even = spec.kernels == "fused"
+    computed = [one.both - one.exposed for one in blocks]  # of links, the cut knows nothing
+    counts = cut(computed, first.both, last.both, spec.num_stages, even=even)
+    stages, forward, backward = _stages(blocks, counts, first, last)
+    sent, way = _between_stages(profile, place)
+    per_stage = c.t_micro / 2 + sent
+    passes = makespan(
+        spec, [one + per_stage for one in forward], [one + per_stage for one in backward], way, exact=exact
+    )
+    busy = sum(forward) + sum(backward) + 2 * per_stage * len(forward)
+    messages = sum(stages) / spec.pp * spec.num_microbatches + 2 * (spec.pp > 1) * spec.stages_per_rank * (
+        spec.num_microbatches * sent + way
+    )
+    reduced = _reduction(profile, place, counts, blocks)
+    rest = reduced + _update(profile, place, counts) + c.t_step
+    return Step(tuple(counts), passes, spec.num_microbatches * busy / spec.pp, messages + reduced, rest)
+
+
+def _stages(
+    blocks: Sequence[Pass], counts: Sequence[int], first: Pass, last: Pass
+) -> tuple[list[float], list[float], list[float]]:
+    """Exposed messages, forward and backward of each stage."""
+    exposed, forward, backward, layer = [], [], [], 0
+    for count in counts:
+        own = blocks[layer : layer + count]
+        exposed.append(sum(one.exposed for one in own))
+        forward.append(sum(one.forward for one in own))
+        backward.append(sum(one.backward for one in own))
+        layer += count
+    forward[0], backward[0] = forward[0] + first.forward, backward[0] + first.backward
+    forward[-1], backward[-1] = forward[-1] + last.forward, backward[-1] + last.backward
+    return exposed, forward, backward
+
+
+def _between_stages(profile: ModelProfile, place: Place) -> tuple[float, float]:
+    """Seconds that a message keeps a stage from its next pass, and those that it is on its way besides."""
+    spec, c = place.spec, place.c
+    if spec.pp == 1:
+        return 0.0, 0.0
+    size = spec.element * place.tokens * profile.hidden
+    split = spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused")
+    one = c.p2p * hop(size / (spec.tp if split else 1), spec, place.cluster, c)
+    if split and not spec.sequence_parallel:
+        one += one_way(size, groups_of(spec, place.cluster)["tp"], place.cluster, c)
+    return (one * c.pp_overlapped, one * c.pp_overlapped) if spec.overlap_pp else (one, 0.0)
+
+
+def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> float:
+    """Parameters of the rank that holds most, about: blocks of its stages and the larger table."""
+    mean = sum(profile.kinds[kind].parameters for kind in profile.layers) / len(profile.layers)
+    tables = profile.embedding + (0 if profile.tied else profile.head)
+    share = sum(counts) / spec.pp * mean + tables / min(spec.pp, 2)
+    return share / spec.tp
+
+
+def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], blocks: Sequence[Pass]) -> float:
+    """Seconds that the gradients of replicas add to a step."""
+    spec, cluster, c = place.spec, place.cluster, place.c
+    group = groups_of(spec, cluster)["dp"]
+    if group.size == 1 or spec.gathers_each_pass:
+        return 0.0
+    parameters = spec.trained(_largest_rank(profile, spec, counts))
+    element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
+    if spec.zero == 0:
+        sent = all_reduce(element * parameters, group, cluster, c)
+    else:
+        gathered = float(spec.element)
+        sent = one_way(element * parameters, group, cluster, c) + one_way(gathered * parameters, group, cluster, c)
+    if spec.overlap_dp:
+        hidden = c.dp_overlapped * sum(one.backward for one in blocks) / spec.pp
+        sent = max(sent - hidden, 0.05 * sent)
+    if spec.compression not in ("none", "fp16", "bf16"):
+        sent += 20.0 * parameters / place.moved
+    return sent
+
+
+def _update(profile: ModelProfile, place: Place, counts: Sequence[int]) -> float:
+    """Seconds of the optimizer, on the device or on the host."""
+    spec, cluster, c = place.spec, place.cluster, place.c
+    shards = spec.dp * spec.sp if spec.zero else 1
+    held = _largest_rank(profile, spec, counts)
+    own = spec.trained(held) / shards
+    moved = 0.0
+    if spec.offload_param != "none":  # for every pass
+        rate = cluster.card.pcie if spec.offload_param == "cpu" else cluster.disk_bytes_s / cluster.gpus_per_node
+        moved = 2 * spec.num_microbatches * spec.element * held / (shards if spec.zero == 3 else 1) / rate
+    if spec.offload_optimizer == "none":
+        return moved + own * ADAM_BYTES / place.moved
+    on_node = own * cluster.gpus_per_node
+    moved += 4.0 * own / cluster.card.pcie + on_node / c.cpu_adam
+    if spec.offload_optimizer == "nvme":
+        moved += 2 * 12.0 * on_node / cluster.disk_bytes_s
+    return moved

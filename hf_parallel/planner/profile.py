@@ -1,0 +1,291 @@
+"""What a model costs per token, from its config alone: its products, parameters and what attention is like.
+
+The model is built without weights; its modules tell the products. No code is for one architecture: names that configs
+give to one and the same number are in a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from hf_parallel.errors import ConfigError, PlanError
+from hf_parallel.settings.sections import spelled
+
+
+# How configs name the same number; the first that is there counts.
+NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "active experts": (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "top_k_experts",
+        "expert_top_k",
+    ),
+    "query width": ("qk_head_dim", "head_dim", "attention_head_dim", "kv_channels"),
+    "value width": ("v_head_dim",),
+    "window": ("sliding_window", "window_size", "attention_chunk_size"),
+    "dropout": (
+        "resid_pdrop",
+        "hidden_dropout",
+        "residual_dropout",
+        "hidden_dropout_prob",
+        "resid_dropout",
+        "dropout",
+    ),
+}
+WINDOWED: Final = ("sliding_attention", "chunked_attention", "local")
+Cut = Literal["column", "row", "none"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product that tokens pass.
+
+    Attributes:
+        inputs: Width of a token before it.
+        outputs: Width after it.
+        times: Weights of that shape that one token passes (experts that it is routed to).
+        stored: Weights of that shape that there are.
+        cut: How tensor parallelism shares it.
+        is_attention: Whether it belongs to attention.
+    """
+
+    inputs: int
+    outputs: int
+    times: float = 1.0
+    stored: int = 1
+    cut: Cut = "column"
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """A kind of block.
+
+    Attributes:
+        products: Of one token.
+        parameters: All of them.
+        heads: Query heads, 0 without attention.
+        kv_heads: Key-value heads.
+        head_dim: Width of a query.
+        value_dim: Width of a value.
+        window: Tokens that a token attends to, None for all before it.
+        has_rms: Whether norms are RMS norms.
+    """
+
+    products: tuple[Product, ...]
+    parameters: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    has_rms: bool = True
+
+    @functools.cached_property
+    def active(self) -> float:
+        """Product weights that one token passes."""
+        return sum(one.inputs * one.outputs * one.times for one in self.products)
+
+    @functools.cached_property
+    def width(self) -> float:
+        """Width of the feed-forward part that one token passes, of all its experts."""
+        return sum(p.inputs * p.times for p in self.products if p.cut == "row" and not p.is_attention)
+
+    @functools.cached_property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward part has a gate (SwiGLU and the like)."""
+        wide = sum(p.outputs * p.times for p in self.products if p.cut == "column" and not p.is_attention)
+        return wide > 1.5 * self.width
+
+    @functools.cached_property
+    def routed(self) -> float:
+        """Copies of a token that go to experts."""
+        return max((p.times for p in self.products if p.stored > 1), default=0.0)
+
+    def pairs(self, seq_len: int) -> float:
+        """Query-key pairs of one row and head."""
+        if not self.heads:
+            return 0.0
+        if self.window is None or self.window >= seq_len:
+            return seq_len * (seq_len + 1) / 2
+        return self.window * (self.window + 1) / 2 + (seq_len - self.window) * self.window
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What a model is to the planner.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        vocab: Rows of the embedding.
+        kinds: The kinds of blocks.
+        layers: The kind of each block, in order.
+        embedding: Parameters outside of the blocks and the head.
+        head: Parameters of the head, also if they are the embedding's.
+        tied: Whether the head's weight is the embedding's.
+        has_dropout: Whether the residual stream has dropout.
+    """
+
+    hidden: int
+    vocab: int
+    kinds: tuple[BlockProfile, ...]
+    layers: tuple[int, ...]
+    embedding: int
+    head: int
+    tied: bool
+    has_dropout: bool = False
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """All of them; tied ones count once."""
+        blocks = sum(self.kinds[kind].parameters for kind in self.layers)
+        return blocks + self.embedding + (0 if self.tied else self.head)
+
+    @functools.cached_property
+    def active(self) -> float:
+        """Product weights that one token passes, the head's included."""
+        return sum(self.kinds[kind].active for kind in self.layers) + self.vocab * self.hidden
+
+    def flops(self, seq_len: int) -> float:
+        """Of one token, forward and backward, with the whole attention square and nothing computed again."""
+        attended = sum(self.kinds[kind].heads > 0 for kind in self.layers)
+        return 6 * self.active + 12 * attended * self.hidden * seq_len
+
+
+def profile_of(model: Any) -> ModelProfile:
+    """The profile of a transformers config, a `config.json`, a folder with one, or of a `ModelProfile` itself.
+
+    Profiles are kept for the process by the content of the config.
+
+    Raises:
+        ConfigError: There is no such config, or no causal language model for it.
+    """
+    if isinstance(model, ModelProfile):
+        return model
+    from hf_parallel.dry_run.memory.shape import config_of  # brings torch
+
+    config = config_of(str(model)) if isinstance(model, str) or hasattr(model, "__fspath__") else model
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is None:
+        raise ConfigError(
+            f"model={spelled(model)}: expected a transformers config, or a path to one. Give AutoConfig.from_pretrained(...)."
+        )
+    text = json.dumps(to_dict(), sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    found = _kept().get(key)
+    if found is None:
+        found = _kept()[key] = _walk(config)
+    return found
+
+
+@functools.cache
+def _kept() -> dict[str, ModelProfile]:
+    return {}
+
+
+def _walk(config: Any) -> ModelProfile:
+    """Build the model without weights and read its modules."""
+    from hf_parallel.dry_run.memory.shape import on_meta
+    from hf_parallel.model.stack import blocks_of, candidate_stacks, kind_of
+
+    model, text = on_meta(config), config.get_text_config()
+    try:
+        blocks = blocks_of(model, candidate_stacks(model)[0])
+    except PlanError as error:
+        raise ConfigError(f"model type {spelled(config.model_type)}: {error}") from None
+    kinds: dict[Any, int] = {}
+    found: list[BlockProfile] = []
+    layers = []
+    for index, block in enumerate(blocks):
+        key = kind_of(block), _layer_type(text, index)
+        if key not in kinds:
+            kinds[key] = len(found)
+            found.append(_of_block(block, text, index))
+        layers.append(kinds[key])
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding
+    head = 0 if output is None else output.weight.numel()
+    inside = sum(found[kind].parameters for kind in layers)
+    outside = sum(p.numel() for p in model.parameters()) - inside - (0 if tied else head)
+    dropout = _first(text, "dropout")
+    return ModelProfile(
+        hidden=embedding.shape[1] if output is None else output.weight.shape[1],
+        vocab=embedding.shape[0],
+        kinds=tuple(found),
+        layers=tuple(layers),
+        embedding=outside,
+        head=head,
+        tied=tied,
+        has_dropout=isinstance(dropout, float) and dropout > 0,
+    )
+
+
+def _first(config: Any, what: str) -> Any:
+    values = (getattr(config, name, None) for name in NAMES[what])
+    return next((value for value in values if value is not None), None)
+
+
+def _layer_type(text: Any, index: int) -> str:
+    types = getattr(text, "layer_types", None) or ()
+    return str(types[index]) if index < len(types) else "full_attention"
+
+
+def _of_block(block: Any, text: Any, index: int) -> BlockProfile:
+    hidden, kind = text.hidden_size, _layer_type(text, index)
+    heads = int(getattr(text, "num_attention_heads", 0) or 0) if "attention" in kind and "linear" not in kind else 0
+    head_dim = _first(text, "query width") or hidden // max(1, heads)
+    window = _first(text, "window") if kind in WINDOWED else None
+    return BlockProfile(
+        products=tuple(_products(block, text, hidden)),
+        parameters=sum(p.numel() for p in block.parameters()),
+        heads=heads,
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(head_dim),
+        value_dim=int(_first(text, "value width") or head_dim),
+        window=window if isinstance(window, int) else None,
+        has_rms=any("rms" in type(module).__name__.lower() for module in block.modules()),
+    )
+
+
+def _products(block: Any, text: Any, hidden: int) -> Iterator[Product]:
+    """Every weight of two dimensions as one product, every one of three as a stack of experts."""
+    active = _first(text, "active experts")
+    weights: dict[str, list[tuple[str, tuple[int, ...], bool]]] = {}
+    for path, module in block.named_modules():
+        turned = type(module).__name__ == "Conv1D"  # (inputs, outputs), unlike nn.Linear
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim in (2, 3) and "bias" not in name:
+                parent = path if parameter.ndim == 3 else path.rpartition(".")[0]
+                weights.setdefault(parent, []).append((path, tuple(parameter.shape), turned))
+    for parent, own in weights.items():
+        for place, (path, shape, turned) in enumerate(own):
+            inputs, outputs = _widths(shape, turned, hidden, last=place == len(own) - 1)
+            times, stored = _experts(path, shape, active)
+            row = outputs == hidden and (inputs != hidden or place == len(own) - 1)
+            small = len(shape) == 2 and min(inputs, outputs) < hidden / 16  # routers, convolutions, low ranks
+            cut: Cut = "none" if small else "row" if row else "column"
+            yield Product(inputs, outputs, times, stored, cut, "att" in parent.lower() or "att" in path.lower())
+
+
+def _widths(shape: tuple[int, ...], turned: bool, hidden: int, *, last: bool) -> tuple[int, int]:
+    """Inputs and outputs of a weight; a stack of experts may hold them in either order."""
+    first, second = shape[-2:]
+    if len(shape) == 3:  # experts begin at the width of the residual stream and end there
+        other = second if first == hidden else first
+        return (other, hidden) if last else (hidden, other)
+    return (first, second) if turned else (second, first)
+
+
+def _experts(path: str, shape: tuple[int, ...], active: Any) -> tuple[float, int]:
+    """Weights of this shape that one token passes, and how many there are."""
+    count = int(active) if isinstance(active, int) else 1
+    if len(shape) == 3:
+        return float(min(count, shape[0])), shape[0]
+    return 1.0, 1

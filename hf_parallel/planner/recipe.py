@@ -1,0 +1,107 @@
+"""Layouts and settings: what a config means to the planner, and the settings that run a plan."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.sections import spelled
+
+
+# What describes other systems: the only value that this package runs.
+ONLY: Final = {"sp": 1, "overlap_tp": False, "overlap_pp": False, "state_bytes": None}
+PRECISIONS: Final = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # mixed_precision of accelerate
+
+
+def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: str = "bf16") -> dict[str, Any]:
+    """The mapping that a config stands for.
+
+    Args:
+        config: The settings.
+        num_processes: Of the run.
+        rows: Of a replica's batch, of which a pipeline makes its microbatches.
+        dtype: Of the products.
+
+    Raises:
+        ConfigError: The processes do not divide into whole model copies, or the schedule comes from a file.
+    """
+    stages, accumulated = config.pipeline.stages_on_a_rank(), config.gradient_accumulation_steps
+    if config.pp_size > 1 and stages is None:
+        raise ConfigError("pipeline.schedule=csv: a schedule from a file is not predicted. Choose a named schedule.")
+    asked = config.pipeline.num_microbatches
+    parts = 1 if config.pp_size == 1 else min(rows, 2 * config.pp_size if asked == "auto" else asked)
+    recompute = config.activation_checkpointing
+    whole_block = "selective" if recompute.mode == "selective" else "full"
+    zero = config.zero
+    return {
+        "tp": config.tp_size,
+        "pp": config.pp_size,
+        "dp": config.dp_size(num_processes),
+        "zero": zero.stage,
+        "engine": zero.engine,
+        "micro_batch": -(-rows // parts),
+        "num_microbatches": parts * (1 if accumulated == "auto" else accumulated),
+        "schedule": config.pipeline.schedule if config.pp_size > 1 else "1f1b",
+        "stages_per_rank": stages if config.pp_size > 1 else 1,
+        "recompute": "none" if recompute.every is None else whole_block,
+        "sequence_parallel": config.tensor_parallel.sequence_parallel,
+        "dtype": dtype,
+        "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
+        "overlap_dp": config.data_parallel.overlap,
+        "offload_param": zero.offload_param,
+        "offload_optimizer": zero.offload_optimizer,
+        "compression": config.gradient_compression.method,
+    }
+
+
+def settings_of(spec: LayoutSpec) -> HFParallelConfig:
+    """The settings that run a layout; `rows_of` is what the training arguments need besides.
+
+    Raises:
+        ConfigError: This package has no setting for something in the layout; all problems at once.
+    """
+    problems = [
+        f"{key}={spelled(getattr(spec, key))}: this package has no setting for it. Leave {key} out."
+        for key, value in ONLY.items()
+        if getattr(spec, key) != value
+    ]
+    if spec.dtype not in PRECISIONS:
+        problems.append(f"dtype={spec.dtype}: this package has no setting for it. Set dtype to bf16.")
+    if spec.kernels == "fused":
+        problems.append("kernels=fused: this package has no such kernels. Set kernels to compiled or eager.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    settings: dict[str, Any] = {"tp_size": spec.tp, "pp_size": spec.pp, "zero": _partition(spec)}
+    settings["pipeline"] = {"compile_blocks": "inductor"} if spec.kernels == "compiled" else {}
+    if spec.pp > 1:
+        settings["pipeline"] |= {"schedule": spec.schedule, "num_microbatches": spec.num_microbatches}
+        settings["pipeline"] |= {"stages_per_rank": spec.stages_per_rank} if spec.stages_per_rank > 1 else {}
+    settings["gradient_accumulation_steps"] = 1 if spec.pp > 1 else spec.num_microbatches
+    if spec.recompute != "none":
+        settings["activation_checkpointing"] = (
+            {"every": 1}
+            if spec.recompute == "full"
+            else {
+                "every": 2,
+                "mode": "selective",
+            }
+        )
+    settings["tensor_parallel"] = {"sequence_parallel": True} if spec.sequence_parallel else {}
+    settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
+    settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
+    return HFParallelConfig.from_mapping(settings, source="plan")
+
+
+def _partition(spec: LayoutSpec) -> dict[str, Any]:
+    usual = "fsdp2" if spec.zero == 3 else "native"
+    found: dict[str, Any] = {"stage": spec.zero}
+    found |= {} if spec.engine == usual else {"engine": spec.engine}
+    offloaded = {"offload_param": spec.offload_param, "offload_optimizer": spec.offload_optimizer}
+    return found | {key: value for key, value in offloaded.items() if value != "none"}
+
+
+def rows_of(spec: LayoutSpec) -> int:
+    """Rows of a batch of a model copy: `per_device_train_batch_size`."""
+    return spec.micro_batch * (spec.num_microbatches if spec.pp > 1 else 1)

@@ -1,0 +1,250 @@
+"""What the planner predicts obeys what must hold of any cluster, and the formulas that are published."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of, one_way
+from hf_parallel.planner.constants import constants
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import CHOICES, layout_of
+from hf_parallel.planner.memory import TERMS, kept_activations, memory_bytes
+from hf_parallel.planner.pipeline import cut, makespan, placement
+from hf_parallel.planner.predict import predict
+from hf_parallel.planner.profile import BlockProfile, ModelProfile, Product
+from hf_parallel.planner.search import plan
+
+
+def gpt(hidden: int, layers: int, heads: int, vocab: int = 51200) -> ModelProfile:
+    """A GPT of Megatron's shape: 12 h^2 parameters a block and tied tables."""
+    attention = (Product(hidden, 3 * hidden, is_attention=True), Product(hidden, hidden, cut="row", is_attention=True))
+    feed = (Product(hidden, 4 * hidden), Product(4 * hidden, hidden, cut="row"))
+    width = hidden // heads
+    block = BlockProfile((*attention, *feed), 12 * hidden**2, heads, heads, width, width, has_rms=False)
+    return ModelProfile(hidden, vocab, (block,), (0,) * layers, vocab * hidden, vocab * hidden, True, True)
+
+
+SMALL = gpt(2048, 24, 16)
+LAYOUTS = [
+    {"tp": 8, "dp": 2},
+    {"tp": 2, "pp": 4, "dp": 2, "num_microbatches": 8},
+    {"pp": 2, "dp": 8, "schedule": "interleaved_1f1b", "num_microbatches": 8, "overlap_pp": True},
+    {"dp": 16, "zero": 3},
+    {"dp": 16, "zero": 2, "engine": "fsdp2", "overlap_dp": False},
+    {"dp": 8, "sp": 2, "zero": 1, "micro_batch": 4},
+    {"pp": 4, "dp": 4, "schedule": "zbv_zero_bubble", "num_microbatches": 8, "recompute": "full"},
+    {"dp": 16, "compression": "int8", "offload_optimizer": "cpu"},
+]
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+
+
+def test_an_estimate_holds_what_it_promises() -> None:
+    found = predict(SMALL, Cluster(2, 8, "a100_80"), LAYOUTS[1], seq_len=2048)
+    assert 0 < found.low_s <= found.step_s <= found.high_s <= 3 * found.low_s
+    assert found.tokens_per_s == pytest.approx(16 * 2048 / found.step_s)
+    assert 0 < found.mfu < 1
+    assert 0 < found.bubble < 1
+    assert 0 < found.exposed_communication_s < found.step_s
+    assert tuple(found.memory_bytes) == TERMS
+    flops = (6 * (24 * 12 * 2048**2 + 51200 * 2048) + 12 * 24 * 2048 * 2048) * 16 * 2048
+    assert found.mfu == pytest.approx(flops / found.step_s / (16 * 312e12))
+
+
+@each_layout
+def test_more_bandwidth_is_never_slower(layout: dict[str, object]) -> None:
+    def seconds(intra: float, inter: float) -> float:
+        cluster = Cluster(2, 8, "a100_80", intra_gb_s=intra, inter_gbit_s=inter)
+        return predict(SMALL, cluster, layout, seq_len=2048).step_s
+
+    for slow, fast in itertools.pairwise((5, 25, 100, 300)):
+        assert seconds(fast, 400) <= seconds(slow, 400)
+        assert seconds(100, 8 * fast) <= seconds(100, 8 * slow)
+
+
+@pytest.mark.parametrize("schedule", CHOICES["schedule"])
+@pytest.mark.parametrize(("pp", "stages"), [(4, 1), (4, 23), (23, 4), (8, 11), (92, 1)])
+def test_every_schedule_and_every_cut_is_accepted(schedule: str, pp: int, stages: int) -> None:
+    if stages > 1 and "interleaved" not in schedule:
+        return
+    if pp == 92 and schedule in ("zbv_zero_bubble", "dualpipev"):
+        return  # more stages than blocks
+    layout = {"pp": pp, "schedule": schedule, "stages_per_rank": stages, "num_microbatches": 9, "kernels": "fused"}
+    found = predict(gpt(512, 92, 8), Cluster(1, pp, "h100"), layout, seq_len=256)
+    assert 0 < found.low_s <= found.step_s <= found.high_s <= 3 * found.low_s
+    assert 0 <= found.bubble < 1
+    assert min(found.memory_bytes.values()) >= 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive", "zbv_zero_bubble"])
+def test_one_gpu_has_no_messages_and_no_bubble(schedule: str) -> None:
+    layout = {"tp": 1, "pp": 1, "dp": 1, "num_microbatches": 4}
+    alone = predict(SMALL, Cluster(1, 1, "h100"), layout, seq_len=1024)
+    assert (alone.exposed_communication_s, alone.bubble) == (0, pytest.approx(0, abs=1e-12))
+    assert predict(SMALL, Cluster(1, 1, "h100", inter_gbit_s=1, intra_gb_s=1), layout, seq_len=1024) == alone
+
+
+def test_more_memory_never_removes_a_plan() -> None:
+    def found(memory: float) -> set[str]:
+        cluster = Cluster(1, 8, "a100_80", gpu_memory_gb=memory)
+        plans = plan(SMALL, cluster, seq_len=2048, global_batch=32, most=1000, objective="memory")
+        return {str(one.layout) for one in plans}
+
+    small, large = found(24), found(80)
+    assert small
+    assert small < large
+
+
+def test_plans_are_ranked_fit_and_say_why_they_lose() -> None:
+    cluster = Cluster(1, 8, "a100_80")
+    plans = plan(SMALL, cluster, seq_len=2048, global_batch=32)
+    assert all(one.fits and one.why for one in plans)
+    assert plans[0].estimate.step_s <= 1.03 * min(one.estimate.step_s for one in plans)
+    for one in plans:
+        assert predict(SMALL, cluster, one.layout, seq_len=2048) == one.estimate
+        assert one.spec.global_batch == 32
+    given = plan(SMALL, cluster, seq_len=2048, global_batch=32, layout={"tp": 2, "kernels": "compiled"})
+    assert {(one.spec.tp, one.spec.kernels) for one in given} == {(2, "compiled")}
+
+
+def test_what_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"no layout fits: the smallest.*needs .* GB and a GPU has 25.4 GB, .* GB less. What would make it fit: "
+        r"GPUs of .* GB, or nodes=8 of gpus_per_node=2 .*, or layout=.* GB of a node's RAM",
+    ):
+        plan(gpt(4096, 64, 32), Cluster(1, 2, "rtx3090"), seq_len=2048, global_batch=8)
+    with pytest.raises(ConfigError, match=r"or seq_len=\d+ \("):
+        plan(SMALL, Cluster(1, 1, "rtx3090"), seq_len=65536, global_batch=1, layout={"attention": "flash"})
+    with pytest.raises(ConfigError, match="global_batch=7: no layout of 8 GPUs divides it"):
+        plan(SMALL, Cluster(1, 8, "h100"), seq_len=2048, global_batch=7, layout={"dp": 8})
+
+
+def test_the_fewest_gpus_are_the_first_part_that_fits() -> None:
+    model, cluster = gpt(4096, 32, 32), Cluster(2, 4, "a100_80")
+    plans = plan(model, cluster, seq_len=2048, global_batch=32, objective="min-gpus")
+    few = plans[0].cluster.num_gpus
+    assert 1 < few < 8
+    with pytest.raises(ConfigError, match="no layout fits"):
+        plan(model, Cluster(1, few // 2, "a100_80"), seq_len=2048, global_batch=32)
+
+
+def test_adapters_have_the_states_that_the_model_has_not() -> None:
+    whole = memory_bytes(SMALL, layout_of({"dp": 2, "zero": 3}), [24], 512)
+    found = memory_bytes(SMALL, layout_of({"dp": 2, "zero": 3, "adapters": 10_000_000}), [24], 512)
+    assert found["weights"] == pytest.approx(2 * SMALL.parameters / 2)
+    assert found["optimizer"] == pytest.approx(whole["optimizer"] * 10_000_000 / SMALL.parameters)
+    assert found["activations"] == whole["activations"]
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pp=32 .* 24 blocks. Lower pp"):
+        predict(SMALL, Cluster(4, 8, "h100"), {"pp": 32, "num_microbatches": 32}, seq_len=128)
+
+
+def test_groups_share_the_links_of_their_node() -> None:
+    cluster, c = Cluster(4, 8, "a100_80"), replace(constants(), congestion=0.0)
+    assert group_of(4, 1, cluster) == Group(4, 4)
+    assert group_of(8, 4, cluster) == Group(8, 2)
+    assert group_of(4, 8, cluster).nodes == 4
+    assert bytes_s(Group(8, 2), cluster, c) == pytest.approx(cluster.inter_bytes_s * c.c_inter / 4)
+    assert bytes_s(Group(4, 4), cluster, c) == cluster.intra_bytes_s * c.c_intra
+
+
+def test_a_ring_sends_its_published_bytes() -> None:
+    """2 (n - 1) / n of the message for an all-reduce, half of it for each of its halves."""
+    cluster, c = Cluster(1, 8, "a100_80"), replace(constants(), a_intra=0.0)
+    rate = cluster.intra_bytes_s * c.c_intra
+    assert all_reduce(1e9, Group(8, 8), cluster, c) == pytest.approx(2 * 7 / 8 * 1e9 / rate)
+    assert one_way(1e9, Group(8, 8), cluster, c) == pytest.approx(7 / 8 * 1e9 / rate)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "bubble"),
+    [("1f1b", 1, 3 / 19), ("gpipe", 1, 3 / 19), ("interleaved_1f1b", 2, 1.5 / 17.5), ("naive", 1, 3 / 4)],
+)
+def test_the_published_bubbles_come_out(schedule: str, stages: int, bubble: float) -> None:
+    layout = {"pp": 4, "num_microbatches": 16, "schedule": schedule, "stages_per_rank": stages}
+    spec = layout_of(layout)
+    one, other = [1.0] * (4 * stages), [2.0] * (4 * stages)
+    for exact in (True, False):
+        total = makespan(spec, one, other, 0.0, exact=exact)
+        assert 1 - 16 * 3 * stages / total == pytest.approx(bubble, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+)
+@pytest.mark.parametrize("passes", [37, 64])
+def test_a_long_step_is_the_short_one_continued(schedule: str, passes: int) -> None:
+    """The simulation stops early; the whole one gives the same time."""
+    from hf_parallel.planner.pipeline import _simulated
+
+    spec = layout_of({"pp": 4, "num_microbatches": passes, "schedule": schedule})
+    one = [1.0 + 0.1 * stage for stage in range(spec.num_stages)]
+    other = [2.1 - 0.1 * stage for stage in range(spec.num_stages)]
+    whole = _simulated(spec, passes, one, other, 0.01)
+    assert makespan(spec, one, other, 0.01) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("last", [0.0, 2.2, 9.0])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_cut_is_the_best_of_all(last: float, stages: int) -> None:
+    costs = [1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0]
+
+    def worst(counts: tuple[int, ...]) -> float:
+        ends = [*itertools.accumulate(counts)]
+        loads = [sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        loads[0] += 0.5
+        loads[-1] += last
+        return max(loads)
+
+    every = (one for one in itertools.product(range(8), repeat=stages) if sum(one) == len(costs))
+    counts = cut(costs, 0.5, last, stages, even=False)
+    assert sum(counts) == len(costs)
+    assert worst(tuple(counts)) == pytest.approx(min(map(worst, every)))
+    assert cut([1.0] * 92, 0.5, last, 4, even=True) == [23] * 4
+
+
+def test_the_published_table_of_zero_comes_out() -> None:
+    """Figure 1 of arXiv:1910.02054: 7.5 B parameters on 64 GPUs, in GB of states."""
+    model = replace(SMALL, embedding=7_500_000_000 - 24 * 12 * 2048**2)
+    for stage, expected in enumerate((120, 31.4, 16.6, 1.88)):
+        found = memory_bytes(model, layout_of({"dp": 64, "zero": stage}), [24], 16)
+        states = found["weights"] + found["gradients"] + found["optimizer"]
+        assert states / 1e9 == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pp", "stages", "rows", "whole", "selective"),
+    [
+        ((6144, 48, 64), 1, 1, 4, 59.25, 9.5625),
+        ((12288, 96, 96), 8, 3, 1, 66.84, 12.35),
+        ((20480, 105, 128), 35, 3, 1, 114.02, 23.08),
+        ((25600, 128, 160), 64, 1, 1, 131.25, 26.56),
+    ],
+)
+def test_the_published_activations_come_out(
+    shape: tuple[int, int, int], pp: int, stages: int, rows: int, whole: float, selective: float
+) -> None:
+    """GiB of the first stage in arXiv:2205.05198, with tp=8 alone, and with sequence parallelism and no stored scores."""
+    schedule = "interleaved_1f1b" if stages > 1 else "1f1b"
+    layout = {
+        "tp": 8,
+        "pp": pp,
+        "micro_batch": rows,
+        "num_microbatches": 4 * pp,
+        "schedule": schedule,
+        "dtype": "fp16",
+    }
+    layout |= {"kernels": "fused", "attention": "eager", "stages_per_rank": stages}
+    model = gpt(*shape)
+    counts = [shape[1] // (pp * stages)] * (pp * stages)
+    lean = layout | {"sequence_parallel": True, "recompute": "selective"}
+    for given, expected in ((layout, whole), (lean, selective)):
+        spec = layout_of(given)
+        kept, _ = kept_activations(model, spec, counts, placement(spec), 2048)
+        assert kept[0] / 2**30 == pytest.approx(expected, rel=0.05)
