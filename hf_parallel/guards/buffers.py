@@ -39,6 +39,11 @@ class MovingBuffers:
         self._moving: list[str] = []
         self._is_due = True
 
+    @property
+    def moving(self) -> list[str]:
+        """Names of the buffers that forward passes write to."""
+        return self._moving
+
     def end_step(self) -> None:
         """Gradients are reduced: the next forward pass begins with the buffers of the first replica."""
         self._is_due = True
