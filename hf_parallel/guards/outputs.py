@@ -82,9 +82,9 @@ class _ExplainsMissing:
 
     def _why_not(self, key: Any) -> str:
         return (
-            f"outputs[{key!r}] of a model with pp_size above 1: a pipeline returns loss, logits and, of a call with "
-            "labels, tensors with one entry a row. Compute it from logits (call the model without labels), or train with "
-            "pp_size 1."
+            f"outputs[{key!r}] of a model with pp_size above 1: a pipeline returns loss and logits only, and of a call "
+            "with labels what other tensors the model's forward returns. Compute it from logits (call the model without "
+            "labels), or train with pp_size 1."
         )
 
 

@@ -1,0 +1,264 @@
+"""Losses on other outputs of a model than loss and logits train on pipeline stages as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from torch import Tensor
+from torch.nn import functional
+from trainer_cases import ENV
+from transformers.utils.generic import ModelOutput
+
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+PP2 = {"pp_size": 2, "num_microbatches": 4}
+
+
+@dataclass
+class Scored(ModelOutput):
+    """Made of rows: the first three. One number of a batch: `spread`. Divided by what the batch has: `shared`."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    mask: Tensor | None = None
+    spread: Tensor | None = None
+    shared: Tensor | None = None
+    nothing: Tensor | None = None
+
+
+def score(
+    self: Any, *args: Any, labels: Any = None, scored: bool = False, num_items_in_batch: Any = None, **kw: Any
+) -> Any:
+    """A forward on the instance that scores labels and gives no logits, when an argument asks for it."""
+    if not scored:
+        return self.plain(*args, labels=labels, num_items_in_batch=num_items_in_batch, **kw)
+    logits = self.plain(*args, **kw).logits[:, :-1].float()
+    mask = labels[:, 1:] != -100
+    every = functional.log_softmax(logits, -1)
+    log_probs = every.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0].masked_fill(~mask, 0.0)
+    entropy = -(every.exp() * every).sum(-1).masked_fill(~mask, 0.0)
+    count = mask.sum() if num_items_in_batch is None else num_items_in_batch
+    return Scored(
+        loss=-log_probs.sum() / count,
+        log_probs=log_probs,
+        entropy=entropy,
+        mask=mask,
+        spread=log_probs.std(),
+        shared=log_probs / log_probs.abs().sum(),
+    )
+
+
+def scoring(build: Callable[[], Any]) -> Any:
+    model = build()
+    model.plain = model.forward
+    model.forward = MethodType(score, model)
+    return model
+
+
+def own(model: Any, batch: Any) -> Tensor:
+    """The model's loss; an output is only looked at."""
+    output = model(**batch, scored=True)
+    assert float(output.entropy.detach().sum()) > 0
+    return output.loss
+
+
+def likelihood(model: Any, batch: Any) -> Tensor:
+    """A multiple of the model's loss."""
+    return -3.0 * model(**batch, scored=True).log_probs.sum() / 17
+
+
+def pairs(model: Any, batch: Any) -> Tensor:
+    """Rows of one half against the other, as of preferences."""
+    output = model(**batch, scored=True)
+    first, second = output.log_probs.sum(1).chunk(2)
+    return -functional.logsigmoid(0.1 * (first - second)).mean()
+
+
+def mixed(model: Any, batch: Any) -> Tensor:
+    """Two outputs and the model's loss."""
+    output = model(**batch, scored=True)
+    weights = output.log_probs.detach().exp()
+    return output.loss + 0.1 * output.entropy.sum() / output.mask.sum() - (weights * output.log_probs).mean()
+
+
+def twice(model: Any, batch: Any) -> Tensor:
+    """Two forwards before one backward."""
+    return pairs(model, batch) + likelihood(model, {name: value.flip(0) for name, value in batch.items()})
+
+
+LOSSES = {loss.__name__: loss for loss in (own, likelihood, pairs, mixed, twice)}
+
+
+def losses_main(rank: int, world_size: int, model: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Losses and norms of three accumulated steps with each loss."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    found: dict[str, Any] = {}
+    for name, loss_of in LOSSES.items():
+        plugin = {} if world_size == 1 else {"parallelism_config": HFParallelPlugin({}, **PP2, **more)}
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **plugin)
+        trained = scoring(tiny.MODELS[model])
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4)
+        trained, optimizer = accelerator.prepare(trained, optimizer)
+        trained.train()
+        rows, steps = tiny.rows(24, True), []
+        for start in range(0, 24, 4):
+            with accelerator.accumulate(trained):
+                loss = loss_of(trained, tiny.collate(rows[start : start + 4]))
+                accelerator.backward(loss)
+                steps.append(float(loss.detach()))
+                if accelerator.sync_gradients:
+                    steps.append(float(accelerator.clip_grad_norm_(trained.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.eval()
+        with torch.no_grad():
+            output = trained(**tiny.collate(rows[:4]), scored=True)
+            steps += [float(output.loss), float(output.log_probs.mean()), int(output.mask.sum())]
+        found[name] = steps
+        if world_size > 1:
+            others = accelerator.hf_parallel_engine._others
+            found[f"{name} passes"] = [kind.in_two_passes for kind in others._kinds.values()]
+            accelerator.hf_parallel.watchdog.stop()
+    return found
+
+
+@pytest.mark.parametrize(("model", "more"), [("llama", {}), ("gpt2", {"schedule": "gpipe"})])
+def test_losses_on_outputs_are_those_of_one_process(model: str, more: dict[str, Any], tmp_path: Path) -> None:
+    [stock] = run_ranks(losses_main, 1, model, more, tmp_path=tmp_path, init_group=False, env=ENV)
+    for found in run_ranks(losses_main, 2, model, more, tmp_path=tmp_path, env=ENV):
+        for name in LOSSES:
+            assert found[name] == pytest.approx(stock[name], rel=1e-5, abs=1e-7), name
+        passes = {name: found[f"{name} passes"] for name in LOSSES}
+        assert not any(passes["own"] + passes["likelihood"])
+        assert passes["pairs"] == [True, False]
+        assert passes["mixed"] == [True, False]
+
+
+def replay_main(rank: int, world_size: int) -> dict[str, Any]:
+    """With dropout: gradients of a loss on outputs, and of the same loss on logits of the same step."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+
+    def gradients(on_logits: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
+        model = scoring(tiny.MODELS["gpt2_dropout"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        model.train()
+        for start in (0, 4, 8):
+            optimizer.zero_grad()
+            batch = tiny.collate(tiny.rows(16, True)[start : start + 4])
+            if on_logits:
+                labels = batch.pop("labels")[:, 1:]
+                every = functional.log_softmax(model(**batch).logits[:, :-1].float(), -1)
+                log_probs = every.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
+            else:
+                log_probs = model(**batch, scored=True).log_probs
+            first, second = log_probs.sum(1).chunk(2)
+            accelerator.backward(-functional.logsigmoid(0.1 * (first - second)).mean())
+        accelerator.hf_parallel.watchdog.stop()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    mine, other = gradients(False), gradients(True)
+    return {"far": max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(mine, other, strict=True))}
+
+
+def test_the_second_pass_draws_the_masks_of_the_first(tmp_path: Path) -> None:
+    for found in run_ranks(replay_main, 2, tmp_path=tmp_path, env=ENV):
+        assert found["far"] < 1e-5
+
+
+def refusals_main(rank: int, world_size: int) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+    from hf_parallel.errors import ParallelError
+
+    found: dict[str, Any] = {}
+
+    def refused(name: str, action: Any) -> None:
+        try:
+            found[name] = action()
+        except ParallelError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
+    model = scoring(tiny.llama)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    batch = tiny.collate(tiny.rows(4, True))
+    output = model(**batch, scored=True)
+    refused("spread", lambda: output.spread)
+    refused("shared", lambda: output["shared"])
+    refused("logits", lambda: output.logits)
+    refused("unknown", lambda: output.probability)
+    found["nothing"] = output.nothing
+    found["dtypes"] = [str(output.mask.dtype), list(output.mask.shape) == list(output.log_probs.shape)]
+    found["graphs"] = [output.mask.requires_grad, output.log_probs.requires_grad]
+    accelerator.backward(pairs(model, batch))
+    optimizer.zero_grad()
+    loss = pairs(model, batch)
+    batch["labels"][0, -1] = 5
+    refused("batch changed", lambda: accelerator.backward(loss))
+    accelerator.hf_parallel.watchdog.stop()
+    return found
+
+
+def test_what_microbatches_cannot_make_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(refusals_main, 2, tmp_path=tmp_path, env=ENV):
+        assert "MissingOutput: outputs['spread'] with pp_size above 1" in found["spread"]
+        assert "not made of the rows of the batch one by one" in found["shared"]
+        assert "logits" in found["logits"]
+        assert "MissingOutput" in found["logits"]
+        assert "MissingOutput: outputs['probability']" in found["unknown"]
+        assert found["nothing"] is None
+        assert found["dtypes"] == ["torch.bool", True]
+        assert found["graphs"] == [False, True]
+        assert "changed in place" in found["batch changed"]
+
+
+def changed_main(rank: int, world_size: int) -> str:
+    """Weights that change between forward and backward."""
+    from accelerate import Accelerator
+
+    from hf_parallel import HFParallelPlugin
+    from hf_parallel.errors import ParallelError
+
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
+    model = scoring(tiny.llama)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.train()
+    batch = tiny.collate(tiny.rows(4, True))
+    accelerator.backward(pairs(model, batch))
+    loss = pairs(model, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    try:
+        accelerator.backward(loss)
+    except ParallelError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        accelerator.hf_parallel.watchdog.stop()
+    return "trained"
+
+
+def test_weights_that_change_before_the_second_pass_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(changed_main, 2, tmp_path=tmp_path, env=ENV):
+        assert "RankMismatchError: a batch whose loss is computed from the model's outputs runs forward twice" in found
