@@ -34,7 +34,10 @@ MULTIPLE = 1e-6  # relative, of a gradient that is a multiple of another
 COARSEST = max(ROWS_AGREE.values())
 EQUAL = 0.9  # of whole numbers and flags (is the label the most likely token?), which rounding may turn
 OWN = "gradient of the own loss"
-NO_ROWS = "it is not made of the rows of the batch one by one, and a pipeline computes {count} microbatches apart"
+NO_ROWS = (
+    "it is not made of the rows of the batch one by one, and a pipeline computes microbatches apart. Set "
+    "pipeline.num_microbatches to 1, or compute it from other outputs."
+)
 
 
 @dataclass
@@ -124,6 +127,7 @@ class Reading:
         kind: Of the call.
         announced: The batch.
         step: Of the random numbers.
+        count: Microbatches.
         caught: The outputs, on the last stage.
         made: Gradients of the model's own loss; None if there was no backward.
         seed: What that loss was multiplied with.
@@ -133,6 +137,7 @@ class Reading:
     kind: CallKind
     announced: Announced
     step: int
+    count: int
     caught: Caught
     made: Made | None
     seed: float = 1.0
@@ -170,46 +175,42 @@ class OtherOutputs:
 
     # -- values --------------------------------------------------------------------------------------------------
 
-    def send(self, kind: CallKind, caught: Caught) -> tuple[dict[str, Tensor], tuple[str, Tensor] | None]:
-        """Outputs [B ...] by name, and `Caught.joined_own`, on every rank; collective over the pipeline."""
-        mine = caught.joined([name for name in kind.gives if name not in (kind.refused or {})])
+    def send(self, reading: Reading) -> dict[str, Tensor | str]:
+        """Outputs [B ...] by name, or why there is none, on every rank; sets `reading.own`. Collective over the pipeline."""
+        kind, caught = reading.kind, reading.caught
+        refused = (kind.refused or {}) if reading.count > 1 else {}
+        mine = caught.joined([name for name in kind.gives if name not in refused])
         own = caught.joined_own()
         if own is not None:
             mine[OWN] = own[1]
         values, name = self._last_stage.broadcast_named(mine, own[0] if own is not None else "")
         given = values.pop(OWN, None)
-        return values, (name, given) if given is not None else None
+        reading.own = (name, given) if given is not None else None
+        return {**refused, **values}
 
     def judge_rows(self, kind: CallKind, batch: Mapping[str, Any], forward: Forward) -> None:
         """Find out which outputs of a call microbatches can make, on its first two rows; collective over the pipeline.
 
         Args:
             kind: Of the call; gets `refused`.
-            batch: With labels.
+            batch: With labels; runs as several microbatches.
             forward: Runs microbatches without autograd, and gives the last stage's outputs.
         """
         rows = num_rows(batch)
-        alone = [] if self._loss.takes_whole_batches or rows < 2 else self._two_rows(batch, rows)
-        if len(alone) < 2:
-            kind.refused = {}
-            return
-        count = alone[0].get("num_items_in_batch")
-        both = {name: _first_two(value, rows) for name, value in batch.items() if name != "num_items_in_batch"}
-        together = forward([both if count is None else {**both, "num_items_in_batch": count}])
+        both = {name: _first_two(value, rows) for name, value in batch.items()}
+        alone = [microbatch for microbatch, _ in self._loss.cut(0, both)]
+        count = {name: alone[0][name] for name in ("num_items_in_batch",) if name in alone[0]}
+        together = forward([{**both, **count}])
         apart = forward(alone)
         refused = {}
         if together:  # on the last stage
             whole, parts = _tensors(together[0]), [_tensors(one) for one in apart]
             refused = {
-                name: NO_ROWS.format(count="several")
+                name: NO_ROWS
                 for name in kind.gives
                 if not self._agrees(whole.get(name), [part.get(name) for part in parts])
             }
         _, kind.refused = self._last_stage.broadcast_named({}, refused)
-
-    def _two_rows(self, batch: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-        both = {name: _first_two(value, rows) for name, value in batch.items()}
-        return [microbatch for microbatch, _ in self._loss.cut(0, both)]
 
     def _agrees(self, whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
         found = [part for part in parts if part is not None and part.ndim]

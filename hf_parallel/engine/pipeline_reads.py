@@ -71,7 +71,7 @@ class ReadingPipelineEngine(PipelineEngine):
         if kind is None:
             kind = self._others.learn(batch, caught)
         announced, step = Announced(batch), self.seeds.step
-        self._add_others(output, Reading(kind, announced, step, caught, made, self._seed))
+        self._add_others(output, Reading(kind, announced, step, self._loss.num_parts(batch), caught, made, self._seed))
         return self._with_logits(output, kind, announced)
 
     def _with_logits(
@@ -87,7 +87,9 @@ class ReadingPipelineEngine(PipelineEngine):
         for index, one in enumerate(outputs):
             caught.note(index, one)
         kind = self._others.known(batch) or self._others.learn(batch, caught)
-        self._add_others(output, Reading(kind, Announced(batch), self.seeds.step, caught, None))
+        self._add_others(
+            output, Reading(kind, Announced(batch), self.seeds.step, self._loss.num_parts(batch), caught, None)
+        )
         return output
 
     def _add_others(self, output: PipelineOutput | PipelineTrainingOutput, reading: Reading) -> None:
@@ -103,9 +105,6 @@ class ReadingPipelineEngine(PipelineEngine):
                 self.gathers.meet(f"one of the outputs {', '.join(kind.gives)}")
                 kind.is_read = True
                 with self._again(reading.step):
-                    if kind.refused is None:
-                        with NoDropout():
-                            self._others.judge_rows(kind, reading.announced.batch, self._outputs_of)
                     found = self._values(reading)
             return found
 
@@ -113,13 +112,17 @@ class ReadingPipelineEngine(PipelineEngine):
 
     def _values(self, reading: Reading, loss: torch.Tensor | None = None) -> More:
         """Other outputs as user code gets them, or why it does not; with a graph where the model's own have one."""
-        values, reading.own = self._others.send(reading.kind, reading.caught)
-        trained = {name: value for name, value in values.items() if reading.kind.gives[name]}
+        kind = reading.kind
+        if kind.refused is None and reading.count > 1:
+            with NoDropout():
+                self._others.judge_rows(kind, reading.announced.batch, self._outputs_of)
+        found = self._others.send(reading)
+        trained = {n: value for n, value in found.items() if kind.gives[n] and isinstance(value, torch.Tensor)}
         if loss is not None:
             trained["loss"] = loss
         with torch.enable_grad():
             nodes = outputs_node(self._anchor, trained, functools.partial(self._backward_outputs, reading))
-        return {**(reading.kind.refused or {}), **values, **nodes}
+        return {**found, **nodes}
 
     @contextmanager
     def _again(self, step: int) -> Iterator[None]:
@@ -144,7 +147,7 @@ class ReadingPipelineEngine(PipelineEngine):
         for index, one in enumerate(outputs):
             caught.note(index, one)
         announced = Announced(batch)
-        found = self._values(Reading(kind, announced, self.seeds.step, caught, None), loss)
+        found = self._values(Reading(kind, announced, self.seeds.step, len(microbatches), caught, None), loss)
         self._direct.watch()
         output = PipelineTrainingOutput(loss=found.pop("loss"))  # type: ignore[arg-type]
         output.has_more(list(kind.gives), kind.absent, lambda: found)
