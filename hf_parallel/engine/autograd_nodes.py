@@ -59,8 +59,10 @@ def outputs_node(anchor: Tensor, values: Mapping[str, Tensor], on_backward: OnBa
 def depends_only_on(value: Tensor, sources: Sequence[Tensor]) -> bool:
     """Whether every way from `value` back through its graph to a leaf passes one of `sources`."""
     stops = {tuple(get_gradient_edge(source))[:2] for source in sources}
-    start = get_gradient_edge(value).node
-    to_visit, visited = [start], {start}
+    start = get_gradient_edge(value)
+    if tuple(start)[:2] in stops:
+        return True
+    to_visit, visited = [start.node], {start.node}
     while to_visit:
         node = to_visit.pop()
         if not node.next_functions:  # a leaf

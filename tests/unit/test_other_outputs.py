@@ -98,6 +98,6 @@ def test_outputs_are_read_when_they_are_asked_for() -> None:
         assert len(asked) == before
         assert output.scores.sum() == output["scores"].sum() == output.get("scores").sum() == 2
         with pytest.raises(MissingOutput, match=r"outputs\['total'\] with pp_size above 1: it is one number\."):
-            output.total
+            _ = output.total
         with pytest.raises(MissingOutput, match="unknown"):
             output["unknown"]
