@@ -105,15 +105,15 @@ def losses_main(rank: int, world_size: int, model: str, more: dict[str, Any]) ->
 
     from hf_parallel import HFParallelPlugin
 
-    found: dict[str, Any] = {}
-    for name, loss_of in LOSSES.items():
-        plugin = {} if world_size == 1 else {"parallelism_config": HFParallelPlugin({}, **PP2, **more)}
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **plugin)
-        trained = scoring(tiny.MODELS[model])
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4)
-        trained, optimizer = accelerator.prepare(trained, optimizer)
+    plugin = {} if world_size == 1 else {"parallelism_config": HFParallelPlugin({}, **PP2, **more)}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **plugin)
+    trained = scoring(tiny.MODELS[model])
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4)
+    trained, optimizer = accelerator.prepare(trained, optimizer)
+    rows, found = tiny.rows(24, True), {}
+    for name, loss_of in LOSSES.items():  # one after the other on one model
         trained.train()
-        rows, steps = tiny.rows(24, True), []
+        steps = found[name] = []
         for start in range(0, 24, 4):
             with accelerator.accumulate(trained):
                 loss = loss_of(trained, tiny.collate(rows[start : start + 4]))
@@ -127,11 +127,12 @@ def losses_main(rank: int, world_size: int, model: str, more: dict[str, Any]) ->
         with torch.no_grad():
             output = trained(**tiny.collate(rows[:4]), scored=True)
             steps += [float(output.loss), float(output.log_probs.mean()), int(output.mask.sum())]
-        found[name] = steps
         if world_size > 1:
             others = accelerator.hf_parallel_engine._others
             found[f"{name} passes"] = [kind.in_two_passes for kind in others._kinds.values()]
-            accelerator.hf_parallel.watchdog.stop()
+            others._kinds.clear()
+    if world_size > 1:
+        accelerator.hf_parallel.watchdog.stop()
     return found
 
 
@@ -153,13 +154,14 @@ def replay_main(rank: int, world_size: int) -> dict[str, Any]:
 
     from hf_parallel import HFParallelPlugin
 
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
+    model = scoring(tiny.MODELS["gpt2_dropout"])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model.train()
+
     def gradients(on_logits: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **PP2))
-        model = scoring(tiny.MODELS["gpt2_dropout"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        model.train()
+        accelerator.hf_parallel_engine.seeds.step = 0
         for start in (0, 4, 8):
             optimizer.zero_grad()
             batch = tiny.collate(tiny.rows(16, True)[start : start + 4])
@@ -171,10 +173,10 @@ def replay_main(rank: int, world_size: int) -> dict[str, Any]:
                 log_probs = model(**batch, scored=True).log_probs
             first, second = log_probs.sum(1).chunk(2)
             accelerator.backward(-functional.logsigmoid(0.1 * (first - second)).mean())
-        accelerator.hf_parallel.watchdog.stop()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     mine, other = gradients(False), gradients(True)
+    accelerator.hf_parallel.watchdog.stop()
     return {"far": max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(mine, other, strict=True))}
 
 
