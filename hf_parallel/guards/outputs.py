@@ -43,7 +43,7 @@ class _ExplainsMissing:
         vars(self)["_more"] = names, absent, read
 
     def _has(self, key: Any) -> bool:
-        return key in vars(self).get("_more", ((),))[0]
+        return bool(key in vars(self).get("_more", ((),))[0])
 
     def _other(self, name: str) -> torch.Tensor:
         found = vars(self)["_more"][2]()[name]
