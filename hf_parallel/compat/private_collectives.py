@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
@@ -40,14 +38,10 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
     from torch.distributed import distributed_c10d
 
     own = threading.get_ident()
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost if thread != own else None
-        for _ in range(4):  # the wait itself may be a helper's
-            if frame is None:
-                break
-            if frame.f_globals is vars(distributed_c10d):
-                return (id(frame), frame.f_lasti), frame.f_code.co_name
-            frame = frame.f_back
+    for thread, frame in sys._current_frames().items():
+        # The innermost frame alone: `f_back` of a thread that has gone on meanwhile may read freed memory (CPython 3.11).
+        if thread != own and frame.f_globals is vars(distributed_c10d):
+            return (id(frame), frame.f_lasti), frame.f_code.co_name
     return None, None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
     pp2, tp2 = (Run(Path(folder), MESHES[mesh][1], world_size) for mesh in ("pp2", "tp2"))
     plain = Run(Path(folder), None, world_size)
     adapted = tiny.llama()
-    adapted.peft_config = {"default": None}
+    adapted.peft_config = {"default": SimpleNamespace(peft_type="IA3")}
     refused("peft tp", lambda: tp2.trainer(model=adapted))
     several = {"ddp_bucket_cap_mb": 5, "auto_find_batch_size": True, "bf16_full_eval": True, "save_on_each_node": True}
     several["accelerator_config"] = {"dispatch_batches": True}
@@ -220,7 +221,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("peft tp", ["UnsupportedError", "is a PEFT model", "tp_size 1"]),
+        ("peft tp", ["UnsupportedError", "peft_type=IA3 with tp_size=2", "tp_size to 1"]),
         (
             "several",
             [

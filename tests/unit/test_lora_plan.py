@@ -5,14 +5,13 @@ If these fail, a model with adapters cannot be cut, or the proof before the firs
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
 
-from hf_parallel.engine.self_check import _check_stages
+from hf_parallel.engine.self_check import _check_stages, _Cut
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.support import refuse_model
@@ -20,17 +19,14 @@ from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.stage_plan import Span
 
 
-def cut_of(model: Any) -> Any:
-    samples = list(tiny_samples(tiny.VOCAB, device=torch.device("cpu"), use_cache=False))
-    plan = discover_stages(model, samples[0])
-    return SimpleNamespace(
-        stages=plan, bounds=[0, 2, 4], schedule=SimpleNamespace(stages_of_ranks=[(0,), (1,)])
-    ), samples
+def cut_of(model: Any) -> tuple[_Cut, list[dict[str, Any]]]:
+    samples = [dict(sample) for sample in tiny_samples(tiny.VOCAB, device=torch.device("cpu"), use_cache=False)]
+    return _Cut(model, discover_stages(model, samples[0]), [0, 2, 4]), samples
 
 
 def test_the_stack_is_found_below_the_wrappers_and_adapters_lie_with_their_layers() -> None:
     cut, _ = cut_of(tiny.llama_lora())
-    plan = cut.stages
+    plan = cut.plan
     assert plan.stack == "base_model.model.model.layers"
     first, last = Span(0, 2, False), Span(2, 4, True)
     query = f"{plan.stack}.1.self_attn.q_proj.lora_A.default.weight"
@@ -48,8 +44,8 @@ def test_adapters_that_share_memory_are_refused() -> None:
 def test_a_forward_that_was_put_over_the_wrapped_model_is_left_out_of_the_check() -> None:
     model = tiny.llama_lora()
     cut, samples = cut_of(model)
-    _check_stages(model, "on", cut, samples)
+    assert _check_stages(cut, "on", [(0,), (1,)], samples)
     genuine = model.get_base_model().forward
     model.get_base_model().forward = lambda *args, **kwargs: genuine(*args, **kwargs)  # of this very model
-    _check_stages(model, "on", cut, samples)
+    assert _check_stages(cut, "on", [(0,), (1,)], samples)
     assert "forward" in vars(model.get_base_model())
