@@ -74,6 +74,9 @@ zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; w
 zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_tp.py
 
+zoo-lora: setup  ## put LoRA on every AutoModelForCausalLM type, on stages and on ranks, and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_lora.py $(ARGS)
+
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
 

@@ -3,19 +3,16 @@
 Every entry of tests/zoo is cut at 2, 3 and 4 stages in one process and trained on 2 gloo ranks. Two processes work on
 entries, one entry each at a time; an entry that takes too long counts as failed.
 
-Writes build/reports/zoo-pp.json and, for a full run, docs/coverage.md; exits with 1 if an entry failed.
+Writes build/reports/zoo-pp.json and, for a full run, the first part of docs/coverage.md; exits with 1 if an entry failed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
+import functools
 import os
-import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,31 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
 from rank_runner import RankError, run_ranks  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from zoo import all_types, entries  # noqa: E402
 from zoo.page import page, ranks_cell, split_cell, totals  # noqa: E402
+from zoo.parts import with_part  # noqa: E402
 from zoo.ranks import TOLERANCE, ranks_main  # noqa: E402
-from zoo.shards_page import shards_of, with_shards  # noqa: E402
 from zoo.sweep import Row, sweep  # noqa: E402
-
-
-WORKERS = 2
-
-
-def sweep_entry(arguments: tuple[str, int]) -> Row:
-    torch.set_num_threads(1)
-    name, seconds = arguments
-    return sweep(name, seconds=seconds)
-
-
-def sweep_all(names: Sequence[str], seconds: int) -> Iterator[Row]:
-    """Rows in the order of `names`."""
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        yield from pool.imap(sweep_entry, [(name, seconds) for name in names])
+from zoo_jobs import PAGE, in_workers, options, versions, write_report  # noqa: E402
 
 
 def on_ranks(name: str, folder: Path, seconds: int) -> str:
@@ -75,15 +56,13 @@ def build_table(rows: Sequence[Row]) -> Table:
 
 def main() -> int:
     """Sweep, print the table, write the report and the page; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Compare pipeline stages of every model type with the unsplit model.")
+    parser = options("Compare pipeline stages of every model type with the unsplit model.", "zoo-pp.json", 120)
     parser.add_argument("names", nargs="*", help="entries; all of them, and the page, if none is given")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds an entry may take")
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "zoo-pp.json")
     arguments = parser.parse_args()
     console = Console()
     names = arguments.names or entries()
     rows = []
-    for row in sweep_all(names, arguments.timeout):
+    for row in in_workers(functools.partial(sweep, seconds=arguments.timeout), names):
         rows.append(row)
         console.print(f"[{len(rows)}/{len(names)}] {row.name}: {row.verdict} {row.note[:80]}", markup=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,16 +73,9 @@ def main() -> int:
     console.print(build_table(rows))
     for line in totals(rows, all_types()):
         console.print(line)
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    arguments.report.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_report(arguments.report, [asdict(row) for row in rows])
     if not arguments.names:
-        versions = (
-            f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
-        )
-        path = ROOT / "docs" / "coverage.md"
-        shards = shards_of(path.read_text()) if path.exists() else ""
-        text = page(rows, all_types(), versions)
-        path.write_text(with_shards(text, shards) if shards else text)
+        PAGE.write_text(with_part(PAGE.read_text(), page(rows, all_types(), versions())))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
 
 

@@ -10,9 +10,7 @@ failed.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
+import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
-import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from zoo import all_types, entries  # noqa: E402
+from zoo.parts import with_part  # noqa: E402
 from zoo.shards import ShardRow, sweep_shards  # noqa: E402
-from zoo.shards_page import shard_page, shard_totals, with_shards  # noqa: E402
+from zoo.shards_page import shard_page, shard_totals  # noqa: E402
+from zoo_jobs import PAGE, in_workers, options, write_report  # noqa: E402
 
 
-WORKERS = 2
 # Fused, grouped, interleaved and shared projections; latents, norms over all heads; ALiBi, sinks, soft caps; experts of
 # every layout; state-space, recurrent and hybrid mixers; encoders with a decoder mask; tied blocks.
 DIFFERENT = [
@@ -73,16 +71,8 @@ DIFFERENT = [
 ]
 
 
-def sweep_entry(arguments: tuple[str, int, int, bool]) -> ShardRow:
-    torch.set_num_threads(1)
-    name, tp_size, seconds, sequence = arguments
-    return sweep_shards(name, tp_size, seconds, sequence=sequence)
-
-
-def sweep_all(jobs: Sequence[tuple[str, int]], seconds: int, sequence: bool) -> Iterator[ShardRow]:
-    """Rows in the order of `jobs`."""
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        yield from pool.imap(sweep_entry, [(name, tp_size, seconds, sequence) for name, tp_size in jobs])
+def sweep_entry(job: tuple[str, int], seconds: int, sequence: bool) -> ShardRow:
+    return sweep_shards(*job, seconds, sequence=sequence)
 
 
 def build_table(rows: Sequence[ShardRow]) -> Table:
@@ -112,21 +102,20 @@ def sequence_totals(rows: Sequence[ShardRow]) -> Iterator[str]:
 
 def main() -> int:
     """Sweep, print the table, write the report and the page; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Compare tensor-parallel ranks of every model type with one process.")
+    parser = options("Compare tensor-parallel ranks of every model type with one process.", "zoo-tp.json", 240)
     parser.add_argument("names", nargs="*", help="entries; all of them, and the page, if none is given")
     parser.add_argument(
         "--tp", type=int, nargs="*", help="numbers of ranks; 2, and 3 and 4 for a selection, if not given"
     )
     parser.add_argument("--sequence", action="store_true", help="with sequence parallelism; writes no page")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds an entry may take")
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "reports" / "zoo-tp.json")
     arguments = parser.parse_args()
     console = Console()
     jobs = [(name, size) for size in arguments.tp or [2] for name in arguments.names or entries()]
     if not arguments.tp and not arguments.names:
         jobs += [(name, size) for size in (3, 4) for name in DIFFERENT]
     rows = []
-    for row in sweep_all(jobs, arguments.timeout, arguments.sequence):
+    sweep = functools.partial(sweep_entry, seconds=arguments.timeout, sequence=arguments.sequence)
+    for row in in_workers(sweep, jobs):
         rows.append(row)
         console.print(
             f"[{len(rows)}/{len(jobs)}] {row.name} tp {row.tp_size}: {row.verdict} {row.dtype} {row.note[:80]}",
@@ -136,14 +125,12 @@ def main() -> int:
     for size in sorted({row.tp_size for row in rows}):
         for line in shard_totals(rows, all_types(), size):
             console.print(line)
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    arguments.report.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    write_report(arguments.report, [asdict(row) for row in rows])
     if arguments.sequence:
         for line in sequence_totals(rows):
             console.print(line)
     elif not arguments.names and not arguments.tp:
-        path = ROOT / "docs" / "coverage.md"
-        path.write_text(with_shards(path.read_text() if path.exists() else "", shard_page(rows, all_types())))
+        PAGE.write_text(with_part(PAGE.read_text(), shard_page(rows, all_types())))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
 
 

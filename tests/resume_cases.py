@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tiny
 import torch
@@ -21,6 +22,7 @@ from hf_parallel.checkpoints.state.training_state import TENSORS, read_descripti
 
 ENV = {"ACCELERATE_USE_CPU": "true"}
 SAVED_AT, STEPS = 3, 8  # in the middle of the first epoch of five steps; five steps follow
+CHECKPOINT = f"checkpoint-{SAVED_AT}"
 ROWS, BATCH = 40, 8
 
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -73,6 +75,11 @@ class Job:
     @property
     def settings(self) -> dict[str, Any]:
         return {**KNOWN[self.layout][1], **self.parallel}
+
+
+Cell: TypeAlias = tuple[str, str]
+# The job that resumed, its losses, and those of the run that was not interrupted.
+Continued: TypeAlias = tuple[Job, list[float], list[float]]
 
 
 class StateAgain(TrainerCallback):
@@ -158,6 +165,23 @@ def run_jobs(jobs: list[Job], folder: Path, timeout: float = 900.0) -> list[list
         )
         found |= dict(zip(chosen, results[0], strict=True))
     return [found[index] for index in range(len(jobs))]
+
+
+def resumed(folder: Path, saved: Job, layout: str, **changes: Any) -> Job:
+    """The job that goes on from what `saved` saved, under another layout."""
+    given = {"model": saved.model, "arguments": saved.arguments, **changes}
+    name = f"{Path(saved.folder).name}-to-{layout}"
+    return Job(layout, str(folder / name), str(Path(saved.folder) / CHECKPOINT), **given)
+
+
+def run_cells(folder: Path, sources: Mapping[str, Job], cells: Sequence[Cell]) -> dict[Cell, Continued]:
+    """Run every source, and every cell (saved, resumed) from the checkpoint of its source."""
+    straight = dict(zip(sources, run_jobs(list(sources.values()), folder), strict=True))
+    jobs = [resumed(folder, sources[saved], layout) for saved, layout in cells]
+    found = run_jobs(jobs, folder)
+    return {
+        cell: (job, losses, straight[cell[0]][SAVED_AT:]) for cell, job, losses in zip(cells, jobs, found, strict=True)
+    }
 
 
 def read_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -5,7 +5,8 @@ Apart from `private_torch`, which rooms use that do not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 
 import torch
@@ -74,3 +75,13 @@ def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tru
 
     applied: nn.Module = type(model)._apply(model, apply, recurse)
     return applied
+
+
+def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Names of two tensors that are two objects in one memory; None if there are none."""
+    unique = {id(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
+    spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in unique.values())
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            return name, other
+    return None

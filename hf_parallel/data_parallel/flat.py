@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_optimizers import allow_foreach
 from hf_parallel.compat.private_torch import version_of
+from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.data_parallel.buckets import Bucket
 from hf_parallel.data_parallel.host import HostMemory
 from hf_parallel.errors import UnsupportedError
@@ -178,17 +178,13 @@ def refuse_overlaps(params: Sequence[tuple[str, nn.Parameter]]) -> None:
     Raises:
         UnsupportedError: Names them.
     """
-    unique = {id(param): (name, param) for name, param in params if param.numel()}
-    spans = sorted(
-        (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, name) for name, param in unique.values()
-    )
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < end:
-            raise UnsupportedError(
-                f"parameters {name} and {other} are two objects that share memory: with ZeRO each gets memory of its own "
-                "and they would no longer be equal. Tie them by assigning one Parameter to both modules, or set "
-                "zero.stage to 0."
-            )
+    found = sharing_memory(params)
+    if found is not None:
+        raise UnsupportedError(
+            f"parameters {found[0]} and {found[1]} are two objects that share memory: with ZeRO each gets memory of its own "
+            "and they would no longer be equal. Tie them by assigning one Parameter to both modules, or set "
+            "zero.stage to 0."
+        )
 
 
 def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model, tuner_layers, why_not_low_rank
 from hf_parallel.compat.private_transformers import other_task
+from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
 
 
@@ -61,15 +61,13 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
 
 def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
     """Refuse trained parameters that are two objects in one memory: apart, they would no longer be equal."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel() and not p.is_meta]
-    spans = sorted((str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in trained)
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < end:
-            raise UnsupportedError(
-                f"parameters {name} and {other} are two objects that share memory, with {mp_size} ranks a copy (pp_size x "
-                "tp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
-                "Tie them by assigning one Parameter to both modules, or set pp_size and tp_size to 1."
-            )
+    found = sharing_memory((name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta)
+    if found is not None:
+        raise UnsupportedError(
+            f"parameters {found[0]} and {found[1]} are two objects that share memory, with {mp_size} ranks a copy (pp_size x "
+            "tp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
+            "Tie them by assigning one Parameter to both modules, or set pp_size and tp_size to 1."
+        )
 
 
 def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from rank_runner import RankError, run_ranks
-from resume_cases import SAVED_AT, Job, run_jobs, states_equal
+from resume_cases import Cell, Continued, Job, run_cells, run_jobs, states_equal
 from safetensors.torch import load_file
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
 from typer.testing import CliRunner
@@ -109,34 +109,23 @@ CELLS = [("1", "pp2"), ("pp2", "1"), ("pp2", "dp2"), ("dp2", "pp2")]
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Job, list[float], list[float]]]:
-    """(saved, resumed) -> the job that resumed, its losses, and those of the run that was not interrupted."""
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Continued]:
     folder = tmp_path_factory.mktemp("resume")
-    model = "llama_tied_lora_saved"
-    sources = {name: Job(name, str(folder / name), model=model) for name in ("1", "pp2", "dp2")}
-    straight = dict(zip(sources, run_jobs(list(sources.values()), folder), strict=True))
-    jobs = [
-        Job(layout, str(folder / f"{saved}-{layout}"), f"{folder / saved}/checkpoint-{SAVED_AT}", model=model)
-        for saved, layout in CELLS
-    ]
-    found = run_jobs(jobs, folder)
-    return {
-        cell: (job, losses, straight[cell[0]][SAVED_AT:]) for cell, job, losses in zip(CELLS, jobs, found, strict=True)
-    }
+    return run_cells(
+        folder,
+        {name: Job(name, str(folder / name), model="llama_tied_lora_saved") for name in ("1", "pp2", "dp2")},
+        CELLS,
+    )
 
 
 @pytest.mark.parametrize(("saved", "layout"), CELLS)
-def test_adapters_resume_under_another_layout(
-    saved: str, layout: str, resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]]
-) -> None:
+def test_adapters_resume_under_another_layout(saved: str, layout: str, resumed: dict[Cell, Continued]) -> None:
     job, losses, straight = resumed[saved, layout]
     assert losses == pytest.approx(straight, abs=1e-5)
     assert states_equal(Path(str(job.resume)), Path(job.folder) / "again")
 
 
-def test_a_merged_checkpoint_is_a_folder_that_peft_loads(
-    resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]], tmp_path: Path
-) -> None:
+def test_a_merged_checkpoint_is_a_folder_that_peft_loads(resumed: dict[Cell, Continued], tmp_path: Path) -> None:
     from peft import PeftModel
 
     logits = []
@@ -156,7 +145,7 @@ def test_a_merged_checkpoint_is_a_folder_that_peft_loads(
 
 
 def test_one_process_goes_on_from_what_merge_wrote_for_a_stock_trainer(
-    resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]], tmp_path: Path
+    resumed: dict[Cell, Continued], tmp_path: Path
 ) -> None:
     job, _, straight = resumed["pp2", "1"]
     merged = tmp_path / "stock-3"
@@ -165,9 +154,7 @@ def test_one_process_goes_on_from_what_merge_wrote_for_a_stock_trainer(
     assert losses == pytest.approx(straight, abs=1e-5)
 
 
-def test_adapters_of_another_config_are_refused(
-    resumed: dict[tuple[str, str], tuple[Job, list[float], list[float]]], tmp_path: Path
-) -> None:
+def test_adapters_of_another_config_are_refused(resumed: dict[Cell, Continued], tmp_path: Path) -> None:
     checkpoint = resumed["pp2", "dp2"][0].resume
     with pytest.raises(RankError, match=r"adapter_model\.safetensors is of other adapters") as caught:
         run_jobs([Job("pp2", str(tmp_path / "run"), checkpoint, model="llama_lora_late")], tmp_path)

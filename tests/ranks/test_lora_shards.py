@@ -16,7 +16,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
-from resume_cases import SAVED_AT, Job, run_jobs, states_equal
+from resume_cases import Job, run_cells, states_equal
 from safetensors.torch import load_file
 from tp_models import Counter, plan_sample, tiny_batch, tiny_model
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
@@ -102,15 +102,9 @@ CELLS = [("1", "tp2"), ("tp2", "1"), ("tp2", "pp2"), ("pp2", "tp2")]
 
 @pytest.mark.long
 def test_adapters_of_shards_resume_under_another_layout(tmp_path: Path) -> None:
-    model = "llama_tied_lora_saved"
-    sources = {name: Job(name, str(tmp_path / name), model=model) for name in ("1", "tp2", "pp2")}
-    straight = dict(zip(sources, run_jobs(list(sources.values()), tmp_path), strict=True))
-    jobs = [
-        Job(layout, str(tmp_path / f"{saved}-{layout}"), f"{tmp_path / saved}/checkpoint-{SAVED_AT}", model=model)
-        for saved, layout in CELLS
-    ]
-    for (saved, _), job, losses in zip(CELLS, jobs, run_jobs(jobs, tmp_path), strict=True):
-        assert losses == pytest.approx(straight[saved][SAVED_AT:], abs=1e-5)
+    sources = {name: Job(name, str(tmp_path / name), model="llama_tied_lora_saved") for name in ("1", "tp2", "pp2")}
+    for job, losses, straight in run_cells(tmp_path, sources, CELLS).values():
+        assert losses == pytest.approx(straight, abs=1e-5)
         assert states_equal(Path(str(job.resume)), Path(job.folder) / "again")
 
 

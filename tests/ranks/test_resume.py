@@ -15,7 +15,20 @@ from typing import Any
 
 import pytest
 from rank_runner import run_ranks
-from resume_cases import ENV, SAVED_AT, Job, make_trainer, run_job, run_jobs, states_equal
+from resume_cases import (
+    CHECKPOINT,
+    ENV,
+    SAVED_AT,
+    Cell,
+    Continued,
+    Job,
+    make_trainer,
+    resumed,
+    run_cells,
+    run_job,
+    run_jobs,
+    states_equal,
+)
 from transformers import Trainer
 
 from hf_parallel.checkpoints.folders import MANIFEST, STAGING, complete_folders
@@ -25,37 +38,20 @@ from hf_parallel.errors import CheckpointError
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 CELLS = [("tp2", "fsdp2"), ("zero1", "pp2"), ("pp2", "1"), ("pp2", "pp2")]
-CHECKPOINT = f"checkpoint-{SAVED_AT}"
 
 
 def source(folder: Path, layout: str, **changes: Any) -> Job:
     return Job(layout, str(folder / f"saved-{layout}"), **changes)
 
 
-def resumed(folder: Path, saved: Job, layout: str, **changes: Any) -> Job:
-    given = {"model": saved.model, "arguments": saved.arguments, **changes}
-    name = f"{Path(saved.folder).name}-to-{layout}"
-    return Job(layout, str(folder / name), str(Path(saved.folder) / CHECKPOINT), **given)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[Job, list[float], list[float]]]:
-    """(saved, resumed) -> the job that resumed, its losses, and those of the run that was not interrupted."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Continued]:
     folder = tmp_path_factory.mktemp("resume")
-    names = sorted({saved for saved, _ in CELLS})
-    sources = {name: source(folder, name) for name in names}
-    straight = dict(zip(names, run_jobs(list(sources.values()), folder), strict=True))
-    jobs = [resumed(folder, sources[saved], layout) for saved, layout in CELLS]
-    found = run_jobs(jobs, folder)
-    return {
-        cell: (job, losses, straight[cell[0]][SAVED_AT:]) for cell, job, losses in zip(CELLS, jobs, found, strict=True)
-    }
+    return run_cells(folder, {name: source(folder, name) for name in sorted({saved for saved, _ in CELLS})}, CELLS)
 
 
 @pytest.mark.parametrize(("saved", "layout"), CELLS)
-def test_a_run_resumed_under_another_layout_continues(
-    saved: str, layout: str, runs: dict[tuple[str, str], tuple[Job, list[float], list[float]]]
-) -> None:
+def test_a_run_resumed_under_another_layout_continues(saved: str, layout: str, runs: dict[Cell, Continued]) -> None:
     job, losses, straight = runs[saved, layout]
     assert len(losses) == 5
     assert losses == (straight if saved == layout else pytest.approx(straight, abs=1e-5))
@@ -65,7 +61,7 @@ def test_a_run_resumed_under_another_layout_continues(
 
 
 def test_a_checkpoint_lists_its_files_and_nothing_else_is_left(
-    runs: dict[tuple[str, str], tuple[Job, list[float], list[float]]],
+    runs: dict[Cell, Continued],
 ) -> None:
     folder = Path(str(runs["tp2", "fsdp2"][0].resume))
     listed = json.loads((folder / MANIFEST).read_text())

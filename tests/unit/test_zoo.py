@@ -14,8 +14,9 @@ import torch
 import zoo
 from zoo.overrides import OVERRIDES, VARIANTS
 from zoo.page import totals
+from zoo.parts import part_of
 from zoo.shards import sweep_shards
-from zoo.shards_page import shards_of
+from zoo.shards_page import MARK
 from zoo.sweep import Row, sweep
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
@@ -108,7 +109,7 @@ def test_the_page_lists_every_type_once_and_its_totals_match_its_rows() -> None:
 
 
 def test_the_page_lists_every_entry_as_two_ranks_and_none_failed() -> None:
-    part = shards_of(PAGE.read_text())
+    part = part_of(PAGE.read_text(), MARK)
     rows = re.findall(r"^\| (\S+) \| (\d) \| (\w+)", part, flags=re.MULTILINE)
     assert sorted(name for name, tp_size, _ in rows if tp_size == "2") == sorted(zoo.entries())
     assert {tp_size for _, tp_size, _ in rows} == {"2", "3", "4"}

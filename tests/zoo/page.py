@@ -1,4 +1,4 @@
-"""docs/coverage.md: the sweep's rows as text. The same rows give the same page: no timings, no rounding noise."""
+"""The first part of docs/coverage.md. The same rows give the same text: no timings, no rounding noise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def totals(rows: Sequence[Row], types: Sequence[str]) -> list[str]:
 
 
 def page(rows: Sequence[Row], types: Sequence[str], versions: str) -> str:
-    """The whole page."""
+    """The whole part, with the heading of the page."""
     lines = [INTRO, f"{versions}.", "", *(f"* {line}" for line in totals(rows, types)), "", "## Types", ""]
     lines += [HEADER, "|" + "---|" * HEADER.count(" | ") + "---|"]
     lines += [_line(row) for row in rows if row.name in types]

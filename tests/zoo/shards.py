@@ -75,15 +75,15 @@ def sweep_shards(name: str, tp_size: int, seconds: int = 240, *, sequence: bool 
             if row.note:
                 row.verdict = "unusable"
             else:
-                _examine(row, sequence)
+                model = build(name)
+                examine(row, model, batch(name, model), sequence=sequence)
     except Exception as error:
         row.verdict, row.note = verdict_of(error)
     return row
 
 
-def _examine(row: ShardRow, sequence: bool) -> None:
-    model = build(row.name)
-    inputs = batch(row.name, model)
+def examine(row: ShardRow, model: nn.Module, inputs: dict[str, Any], *, sequence: bool = False) -> None:
+    """Fill in the row of a model, which may be cast to fp64."""
     sample = {k: v for k, v in inputs.items() if k != "labels"}
     plan = plan_tensor_parallel(model, row.tp_size, sample)
     whole = shard_vocabulary(model, plan, sample, "auto")

@@ -46,7 +46,7 @@ def shard_totals(rows: Sequence[ShardRow], types: Sequence[str], tp_size: int = 
 
 
 def shard_page(rows: Sequence[ShardRow], types: Sequence[str]) -> str:
-    """The whole part, from its mark to the end of the page."""
+    """The whole part, from its mark on."""
     sizes = sorted({row.tp_size for row in rows})
     lines = [INTRO, *(f"* {line}" for size in sizes for line in shard_totals(rows, types, size)), "", HEADER]
     lines.append("|" + "---|" * HEADER.count(" | ") + "---|")
@@ -69,14 +69,3 @@ def _left(row: ShardRow) -> str:
     names = [name for name, why in row.left.items() if why.startswith("gathered") or "acts as a row" in why]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return shown.replace("|", "\\|")
-
-
-def with_shards(page: str, part: str) -> str:
-    """`page` with its tensor-parallel part replaced by `part`, or with it at the end."""
-    return page.partition(MARK)[0].rstrip() + "\n\n" + part
-
-
-def shards_of(page: str) -> str:
-    """The tensor-parallel part of `page`, empty if it has none."""
-    _, mark, tail = page.partition(MARK)
-    return mark + tail

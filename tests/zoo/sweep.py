@@ -99,7 +99,8 @@ def sweep(name: str, stage_counts: Sequence[int] = STAGE_COUNTS, seconds: int = 
             if row.note:
                 row.verdict = "unusable"
                 return row
-            _examine(row, build(name), stage_counts)
+            model = build(name)
+            examine(row, model, samples_of(name, model), stage_counts)
     except Exception as error:
         row.verdict, row.note = verdict_of(error)
     return row
@@ -125,9 +126,9 @@ def verdict_of(error: Exception) -> tuple[str, str]:
     return "failed", f"{type(error).__name__}: {error}"
 
 
-def _examine(row: Row, model: nn.Module, stage_counts: Sequence[int]) -> None:
+def examine(row: Row, model: nn.Module, samples: Sequence[dict[str, Any]], stage_counts: Sequence[int]) -> None:
+    """Fill in the row of a model, cut into each number of stages."""
     row.class_name = type(model).__name__
-    samples = samples_of(row.name, model)
     plan = discover_stages(model, samples[0])
     row.share = _share(model, plan)
     for boundary in range(1, plan.num_blocks):
