@@ -112,7 +112,7 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         given = {name: one for name, one in zip(ctx.names, gradients, strict=True) if one is not None}
-        with torch.enable_grad():  # as of logits
-            ctx.on_backward(given)
-        first = next(iter(given.values()))
-        return torch.zeros((), device=first.device), None, None, *(None for _ in gradients)
+        if given:
+            with torch.enable_grad():  # as of logits
+                ctx.on_backward(given)
+        return None, None, None, *(None for _ in gradients)

@@ -21,7 +21,7 @@ from hf_parallel.batches import num_rows
 from hf_parallel.engine.autograd_nodes import depends_only_on
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
-from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.aside import Made
 from hf_parallel.guards.batches import Announced
 from hf_parallel.mesh import Mesh
@@ -38,6 +38,7 @@ NO_ROWS = (
     "it is not made of the rows of the batch one by one, and a pipeline computes microbatches apart. Set "
     "pipeline.num_microbatches to 1, or compute it from other outputs."
 )
+NOT_NOW = "this call gives none, or microbatches of another shape. Read it where the model gives it in one shape."
 
 
 @dataclass
@@ -45,7 +46,7 @@ class CallKind:
     """What is known of calls with the same flags, alike on all stages.
 
     Attributes:
-        gives: Name of each tensor -> whether a loss may be backpropagated through it.
+        gives: Name of each tensor -> whether it had a graph when it was last looked at.
         absent: Outputs that are None.
         has_logits: Whether there are logits.
         refused: Outputs that microbatches cannot make, with the reason; None if nobody has looked.
@@ -101,22 +102,24 @@ class Caught:
             self.own[index] = _own_gradient(loss, found)
 
     def joined(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Outputs [B ...] of the whole batch."""
+        """Outputs [B ...] of the whole batch, without those that some microbatch lacks or has in another shape."""
         parts = [self.parts[index] for index in sorted(self.parts)]
         return {
             name: torch.cat([part[name] for part in parts]) if len(parts) > 1 else parts[0][name]
             for name in names
-            if parts and all(name in part for part in parts)
+            if parts
+            and len({part[name].shape[1:] if name in part else None for part in parts}) == 1
+            and name in parts[0]
         }
 
     def joined_own(self) -> tuple[str, Tensor] | None:
         """Name of the output that the loss is computed from and its gradient [B ...]; None if there is not exactly one."""
         found = [self.own.get(index) for index in sorted(self.parts)]
-        names = {one[0] if one is not None else "" for one in found}
-        if len(names) != 1 or "" in names:
+        names = {(one[0], one[1].shape[1:]) if one is not None else ("", ()) for one in found}
+        if len(names) != 1 or "" in (name for name, _ in names):
             return None
         parts = [one[1] for one in found if one is not None]
-        return names.pop(), torch.cat(parts) if len(parts) > 1 else parts[0]
+        return names.pop()[0], torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @dataclass
@@ -179,14 +182,18 @@ class OtherOutputs:
         """Outputs [B ...] by name, or why there is none, on every rank; sets `reading.own`. Collective over the pipeline."""
         kind, caught = reading.kind, reading.caught
         refused = (kind.refused or {}) if reading.count > 1 else {}
-        mine = caught.joined([name for name in kind.gives if name not in refused])
-        own = caught.joined_own()
-        if own is not None:
+        wanted = [name for name in kind.gives if name not in refused]
+        mine, own = caught.joined(wanted), caught.joined_own()
+        if own is not None and own[0] in mine:
             mine[OWN] = own[1]
-        values, name = self._last_stage.broadcast_named(mine, own[0] if own is not None else "")
+        values, (name, gives) = self._last_stage.broadcast_named(
+            mine, (own[0] if own is not None else "", caught.gives)
+        )
         given = values.pop(OWN, None)
         reading.own = (name, given) if given is not None else None
-        return {**refused, **values}
+        if reading.made is not None:  # of a forward with a graph, which a model may take an output out of
+            kind.gives |= gives
+        return {**refused, **{name: NOT_NOW for name in wanted if name not in values}, **values}
 
     def judge_rows(self, kind: CallKind, batch: Mapping[str, Any], forward: Forward) -> None:
         """Find out which outputs of a call microbatches can make, on its first two rows; collective over the pipeline.
@@ -264,7 +271,7 @@ class OtherOutputs:
 
         def loss_of(output: Any, index: int) -> Tensor:
             found = _tensors(output)
-            self._compare(parts[index], found)
+            self._compare(reading.kind, parts[index], found)
             terms = [(found[name] * each[index]).sum() for name, each in cut.items()]
             if "loss" in gradients:
                 terms.append(self._loss.of(output, shares[index]) * gradients["loss"])
@@ -272,10 +279,14 @@ class OtherOutputs:
 
         return loss_of
 
-    def _compare(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    def _compare(self, kind: CallKind, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
         for name, value in before.items():
             if value.is_floating_point():
-                self._deviations.append(_deviation(now[name].detach(), value).float())
+                same = name in now and now[name].shape == value.shape
+                # User code got it without a graph, so its loss has no gradient for it.
+                same = same and (kind.gives.get(name, False) or not now[name].requires_grad)
+                far = _deviation(now[name].detach(), value) if same else torch.full_like(value.sum(), torch.inf)
+                self._deviations.append(far.float())
 
     def begin_second_pass(self) -> None:
         """The second pass of a batch begins, on all ranks: there is something to judge."""
@@ -301,22 +312,9 @@ class OtherOutputs:
             )
 
 
-def refuse_moving(names: Sequence[str]) -> None:
-    """Refuse a second forward of a batch where a forward writes to buffers.
-
-    Raises:
-        UnsupportedError: There are such buffers.
-    """
-    if names:
-        raise UnsupportedError(
-            f"the forward pass writes to {len(names)} buffers in training (first: {names[0]}), and a loss that is computed from "
-            "outputs other than loss and logits runs it twice with pp_size above 1. Set pp_size to 1."
-        )
-
-
 def _flags(batch: Mapping[str, Any]) -> Hashable:
-    """What tells kinds of calls apart: flags, not tensors or numbers, which change from batch to batch."""
-    flags = frozenset((name, value) for name, value in batch.items() if isinstance(value, (bool, str)))
+    """What tells kinds of calls apart: inputs and flags, not tensors or numbers, which change from batch to batch."""
+    flags = frozenset((name, value if isinstance(value, (bool, str)) else None) for name, value in batch.items())
     return flags, torch.is_grad_enabled()
 
 
@@ -342,6 +340,9 @@ def _first_two(value: Any, rows: int) -> Any:
 
 
 def _deviation(found: Tensor, expected: Tensor) -> Tensor:
-    """How far two tensors are apart, relative (0-d); what is no number in both is equal."""
-    a, b = (torch.nan_to_num(one.double()) for one in (found, expected))
-    return torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b).clamp(min=1e-30)
+    """How far two tensors are apart, relative (0-d); what is the same infinity, or no number in both, is equal."""
+    a, b = found.double(), expected.double()
+    alike = torch.isfinite(a) & torch.isfinite(b) | (a == b) | a.isnan() & b.isnan()
+    a, b = (torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in (a, b))
+    far = torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b).clamp(min=1e-30)
+    return torch.where(alike.all(), far, torch.inf)

@@ -16,7 +16,6 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -31,12 +30,12 @@ from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.other_outputs import Caught
 from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs
-from hf_parallel.engine.window import COUNTS, STEP_IN_WINDOW, Window, WindowFactors
+from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart, together
 from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batch_hooks import BatchHooks
-from hf_parallel.guards.batches import Announced, BatchDigests
+from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
@@ -45,10 +44,6 @@ from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
-from hf_parallel.tensor_parallel.run.reads import in_lockstep
-
-
-logger = logging.getLogger(__name__)
 
 
 class PipelineEngine(Engine):
@@ -106,7 +101,6 @@ class PipelineEngine(Engine):
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._needs_logits = True
-        self._warned_of_rerun = False
 
     def _watch_direct(self) -> DirectGradients:
         entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
@@ -197,8 +191,8 @@ class PipelineEngine(Engine):
         return self._fused_batch(batch)
 
     def _fused_batch(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
-        output, _ = self._run_fused(batch, None)
-        return output.runs_again(functools.partial(self._logits_again, Announced(batch), self.seeds.step))
+        """A batch that user code has handled, and whose outputs it may read."""
+        return self._run_fused(batch, None)[0]
 
     def _run_fused(self, batch: dict[str, Any], caught: Caught | None) -> tuple[PipelineTrainingOutput, Made]:
         """The schedule of one batch, whose gradients are held.
@@ -365,51 +359,6 @@ class PipelineEngine(Engine):
             raise UnsupportedError("the model's forward returned no logits. Call it with labels, or set pp_size to 1.")
         return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))
 
-    def _logits_again(self, announced: Announced, step: int) -> torch.Tensor | None:
-        """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.
-
-        Where gradients are recorded, what a loss does to them goes back through the stages beside what is made already.
-        """
-        if not announced.is_in(announced.batch, COUNTS):
-            raise UnsupportedError(
-                "outputs.logits is read after the batch was changed in place: a pipeline makes them by running the batch again. "
-                "Read them before, or change a copy."
-            )
-        self.gathers.meet("outputs.logits of a training forward with labels")
-        self._warn_of_rerun()
-        batch = {
-            name: value for name, value in announced.batch.items() if name not in ("labels", "num_items_in_batch")
-        }
-        microbatches = [batch] if self._loss.takes_whole_batches else self._loss.split(batch)
-        before, self.seeds.step = self.seeds.step, step
-        try:
-            with self._engaged():
-                if torch.is_grad_enabled():
-                    return self._logits_of(self._forward_phase(microbatches), batch)
-                return self._last_stage.broadcast_logits(_logits_in(self._outputs_of(microbatches)), batch)
-        finally:
-            self.seeds.step = before
-
-    @contextmanager
-    def _engaged(self) -> Iterator[None]:
-        """Inside, stages run outside of a call of the model."""
-        with (
-            self.attachment.watchdog.engaged(),
-            self.gradients.replicas.forward(),
-            in_lockstep(self.model),
-            self._running.inside(),
-        ):
-            yield
-
-    def _warn_of_rerun(self) -> None:
-        if not self._warned_of_rerun and self.mesh.rank == 0:
-            logger.warning(
-                "hf_parallel: outputs.logits is read in training steps with labels, where a pipeline has run the backward pass "
-                "already: each such batch runs forward twice, and backward twice if the loss depends on them. Cheaper: call the "
-                "model without labels and compute the whole loss from the logits."
-            )
-        self._warned_of_rerun = True
-
     def _backward_split(self, state: PhaseState, gradient: torch.Tensor) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""
         if state.num_microbatches and not state.live:
@@ -441,7 +390,7 @@ class PipelineEngine(Engine):
 
     def _forward_only(self, batch: dict[str, Any]) -> PipelineOutput:
         if not isinstance(batch.get("labels"), torch.Tensor):
-            found = _logits_in(self._outputs_of(self._loss.split(batch)))
+            found = logits_in(self._outputs_of(self._loss.split(batch)))
             return PipelineOutput(logits=self._last_stage.broadcast_logits(found, batch))
         self._loss.check()
         parts = list(self._loss.cut(0, batch))
@@ -451,7 +400,7 @@ class PipelineEngine(Engine):
         loss = self._last_stage.share_losses(losses, shares, [batch])[0]
         output = PipelineOutput(loss=loss)
         if self._needs_logits:  # the digest of the batch went with the loss
-            output = PipelineOutput(loss=loss, logits=self._last_stage.broadcast_logits(_logits_in(outputs), {}))
+            output = PipelineOutput(loss=loss, logits=self._last_stage.broadcast_logits(logits_in(outputs), {}))
         return self._evaluated(batch, output, outputs)
 
     def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
@@ -463,6 +412,6 @@ class PipelineEngine(Engine):
         return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
 
 
-def _logits_in(outputs: list[Any]) -> list[torch.Tensor]:
+def logits_in(outputs: list[Any]) -> list[torch.Tensor]:
     """Of each microbatch; empty if the model gives none."""
     return [output["logits"] for output in outputs if output.get("logits") is not None]

@@ -1,9 +1,10 @@
-"""The engine of several stages with a model's outputs beside loss and logits: log-probabilities, an entropy.
+"""The engine of several stages with what user code reads of a call with labels beside its loss.
 
-The backward pass needs dL/d(output), which user code gives when it backpropagates its loss. A training forward with labels
-runs the fused step of the model's own loss. What follows depends on what user code does then:
+The fused step of the model's own loss has run then. Logits are made by a second forward, with a graph of their own. Other
+outputs (log-probabilities, an entropy) are kept by the last stage and sent. The backward pass needs dL/d(output), which user
+code gives when it backpropagates its loss. What follows depends on what it does:
 
-1. It reads outputs and backpropagates the model's loss: they are sent to all stages, and that is all.
+1. It backpropagates the model's loss: nothing.
 2. Its loss is computed from the one output that the model's own loss is computed from, and what it gives to this output is
    a multiple of what the own loss gives (both are the same sum over tokens, divided by other counts): the gradients are
    made already, and are multiplied by that number.
@@ -24,13 +25,14 @@ from typing import Any
 import torch
 
 from hf_parallel.engine.autograd_nodes import outputs_node
-from hf_parallel.engine.other_outputs import CallKind, Caught, OtherOutputs, Reading, refuse_moving
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.other_outputs import CallKind, Caught, OtherOutputs, Reading
+from hf_parallel.engine.pipeline import PipelineEngine, logits_in
 from hf_parallel.engine.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.batches import Announced
 from hf_parallel.guards.outputs import More, PipelineOutput, PipelineTrainingOutput
 from hf_parallel.model.dropout import NoDropout
+from hf_parallel.tensor_parallel.run.reads import in_lockstep
 
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ class ReadingPipelineEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._warned_of_rerun = False
         self._others = OtherOutputs(self.mesh, self._last_stage, self._loss, self._dtypes)
 
     def _dtypes(self) -> set[torch.dtype]:
@@ -73,14 +76,6 @@ class ReadingPipelineEngine(PipelineEngine):
         announced, step = Announced(batch), self.seeds.step
         self._add_others(output, Reading(kind, announced, step, self._loss.num_parts(batch), caught, made, self._seed))
         return self._with_logits(output, kind, announced)
-
-    def _with_logits(
-        self, output: PipelineTrainingOutput, kind: CallKind, announced: Announced
-    ) -> PipelineTrainingOutput:
-        """`output`, which makes its logits when they are read, if the model gives some."""
-        if kind.has_logits:
-            output.runs_again(functools.partial(self._logits_again, announced, self.seeds.step))
-        return output
 
     def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
         caught = Caught()
@@ -117,7 +112,7 @@ class ReadingPipelineEngine(PipelineEngine):
             with NoDropout():
                 self._others.judge_rows(kind, reading.announced.batch, self._outputs_of)
         found = self._others.send(reading)
-        trained = {n: value for n, value in found.items() if kind.gives[n] and isinstance(value, torch.Tensor)}
+        trained = {n: value for n, value in found.items() if kind.gives.get(n) and isinstance(value, torch.Tensor)}
         if loss is not None:
             trained["loss"] = loss
         with torch.enable_grad():
@@ -126,13 +121,71 @@ class ReadingPipelineEngine(PipelineEngine):
 
     @contextmanager
     def _again(self, step: int) -> Iterator[None]:
-        """Inside, a batch whose step has begun runs once more, with the same random numbers."""
+        """Inside, the stages run outside of a call of the model: a batch whose step has begun, with its random numbers."""
         before, self.seeds.step = self.seeds.step, step
         try:
-            with self._engaged():
+            with (
+                self.attachment.watchdog.engaged(),
+                self.gradients.replicas.forward(),
+                in_lockstep(self.model),
+                self._running.inside(),
+            ):
                 yield
         finally:
             self.seeds.step = before
+
+    def _refuse_changed(self, announced: Announced, what: str) -> None:
+        """Refuse to run a batch again that is another one by now, or that moves buffers a second time."""
+        if not announced.is_in(announced.batch, COUNTS):
+            raise UnsupportedError(
+                f"{what} after the batch was changed in place: a pipeline runs the batch again for it. Do it before, or "
+                "change a copy."
+            )
+        moving = self._buffers.moving
+        if moving:
+            raise UnsupportedError(
+                f"{what}, for which a pipeline runs the batch again, and the forward pass writes to {len(moving)} buffers in "
+                f"training (first: {moving[0]}): they would be written to twice. Set pp_size to 1."
+            )
+
+    # -- logits --------------------------------------------------------------------------------------------------
+
+    def _with_logits(
+        self, output: PipelineTrainingOutput, kind: CallKind, announced: Announced
+    ) -> PipelineTrainingOutput:
+        """`output`, which makes its logits when they are read, if the model gives some."""
+        if kind.has_logits:
+            output.runs_again(functools.partial(self._logits_again, kind, announced, self.seeds.step))
+        return output
+
+    def _logits_again(self, kind: CallKind, announced: Announced, step: int) -> torch.Tensor | None:
+        """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.
+
+        Where gradients are recorded, what a loss does to them goes back through the stages beside what is made already.
+        """
+        self._refuse_changed(announced, "outputs.logits is read")
+        self.gathers.meet("outputs.logits of a training forward with labels")
+        self._warn_of_rerun()
+        batch = {
+            name: value for name, value in announced.batch.items() if name not in ("labels", "num_items_in_batch")
+        }
+        if kind.gives and self.mesh.tp_group is None:  # a forward that makes more of the labels may need them
+            microbatches, _ = self._cut([announced.batch])
+        else:
+            microbatches = [batch] if self._loss.takes_whole_batches else self._loss.split(batch)
+        with self._again(step):
+            if torch.is_grad_enabled():
+                return self._logits_of(self._forward_phase(microbatches), batch)
+            return self._last_stage.broadcast_logits(logits_in(self._outputs_of(microbatches)), batch)
+
+    def _warn_of_rerun(self) -> None:
+        if not self._warned_of_rerun and self.mesh.rank == 0:
+            logger.warning(
+                "hf_parallel: outputs.logits is read in training steps with labels, where a pipeline has run the backward pass "
+                "already: each such batch runs forward twice, and backward twice if the loss depends on them. Cheaper: call the "
+                "model without labels and compute the whole loss from the logits."
+            )
+        self._warned_of_rerun = True
 
     # -- two passes ----------------------------------------------------------------------------------------------
 
@@ -161,17 +214,11 @@ class ReadingPipelineEngine(PipelineEngine):
             self._finish_backward(reading.made, reading.seed, ratio)
             return
         self._tell_once(reading.kind, TWO_PASSES.format(names=", ".join(gradients)))
-        reading.kind.in_two_passes = True
-        batch = reading.announced.batch
-        if not reading.announced.is_in(batch, COUNTS):
-            raise UnsupportedError(
-                "a loss on outputs is backpropagated after the batch was changed in place: a pipeline runs the batch again. "
-                "Backpropagate before, or change a copy."
-            )
-        refuse_moving(self._buffers.moving)
+        reading.kind.in_two_passes = reading.caught.looks_at_loss or reading.made is None
+        self._refuse_changed(reading.announced, "a loss on outputs is backpropagated")
         for gradient in gradients.values():
             self._backwards.arrived(gradient) if gradient.ndim else self._backwards.scaled(gradient)
-        microbatches, shares = self._cut([batch])
+        microbatches, shares = self._cut([reading.announced.batch])
         self._others.begin_second_pass()
         with self._callers_backward(), self._again(reading.step):
             self.runtime.run(

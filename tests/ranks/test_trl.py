@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "one": (1, None),
+    "ddp2": (2, None),
     "tp2": (2, {"tp_size": 2}),
     "dp2": (2, {}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 2}),
@@ -81,7 +82,13 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
     sizes = parallel or {}
     replicas = world_size // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1))
     found = {}
-    for name, (kind, model, rows, more) in (CASES if "tp_size" in sizes else CASES | STAGES).items():
+    for name, (kind, model, rows, more) in (
+        CASES
+        if "tp_size" in sizes or parallel == {}
+        else STAGES
+        if parallel is None and world_size > 1
+        else CASES | STAGES
+    ).items():
         trainer_kind, settings = (SFTTrainer, SFTConfig) if kind == "sft" else (DPOTrainer, DPOConfig)
         arguments = settings(
             output_dir=f"{folder}/{name}",
@@ -167,4 +174,4 @@ def test_trl_trains_on_a_mesh_as_on_one_process(name: str, layout: str, run_of: 
 def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
     # Without counts over all replicas a loss is the mean of theirs, as under DDP.
     of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone")
-    compare(name, layout, run_of, "dp2" if of_replicas else "one")
+    compare(name, layout, run_of, "ddp2" if of_replicas else "one")
