@@ -29,7 +29,7 @@ from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
 from hf_parallel.engine.other_outputs import Caught
-from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs
+from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
 from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.aside import Made, add, apart, together
@@ -159,9 +159,11 @@ class PipelineEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
         with self._running.inside():
-            return self._run(args, kwargs)
+            output = self._run(args, kwargs)
+        output.lacks(unserved_outputs(self.model))
+        return output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:
         batch = self.bound(args, kwargs)
         refuse_inputs(batch, self._plan, self.mesh.shape.pp_size, keeps_cache(self.model))
         batch["use_cache"] = False

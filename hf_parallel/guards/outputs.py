@@ -32,6 +32,14 @@ class MissingOutput(UnsupportedError, AttributeError, KeyError, IndexError):
 class _ExplainsMissing:
     """Over a model output: every way to ask for what it does not have ends in `_why_not`."""
 
+    def lacks(self, names: Collection[str]) -> None:
+        """Refuse these, which the model's config asks for, instead of being None: stages have a part of them."""
+        vars(self)["_lacking"] = names
+
+    def _is_none(self, name: Any) -> bool:
+        asked = name in vars(self).get("_lacking", ())
+        return (name in NONE_UNASKED and not asked) or name in vars(self).get("_more", ((), ()))[1]
+
     def has_more(self, names: Collection[str], absent: Collection[str], read: Callable[[], More]) -> None:
         """Have other outputs of the model: collective over the ranks of a model copy when one is read first.
 
@@ -56,7 +64,7 @@ class _ExplainsMissing:
             raise AttributeError(name)
         if self._has(name):
             return self._other(name)
-        if name in NONE_UNASKED or name in vars(self).get("_more", ((), ()))[1]:
+        if self._is_none(name):
             return None
         raise MissingOutput(self._why_not(name))
 
@@ -76,7 +84,7 @@ class _ExplainsMissing:
             return held.__getitem__(key)
         if self._has(key):
             return self._other(key)
-        if key in ("loss", *NONE_UNASKED, *vars(self).get("_more", ((), ()))[1]):
+        if key == "loss" or self._is_none(key):
             return default
         raise MissingOutput(self._why_not(key))
 
