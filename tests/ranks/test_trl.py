@@ -43,6 +43,13 @@ STAGES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tuple[str, str, str, dict[str, Any]]]:
+    """What a layout runs; stock replicas are the reference of losses that replicas average."""
+    if parallel is None:
+        return CASES | STAGES if world_size == 1 else STAGES
+    return CASES | STAGES if "pp_size" in parallel else CASES
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -82,13 +89,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
     sizes = parallel or {}
     replicas = world_size // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1))
     found = {}
-    for name, (kind, model, rows, more) in (
-        CASES
-        if "tp_size" in sizes or parallel == {}
-        else STAGES
-        if parallel is None and world_size > 1
-        else CASES | STAGES
-    ).items():
+    for name, (kind, model, rows, more) in cases_of(world_size, parallel).items():
         trainer_kind, settings = (SFTTrainer, SFTConfig) if kind == "sft" else (DPOTrainer, DPOConfig)
         arguments = settings(
             output_dir=f"{folder}/{name}",
@@ -172,6 +173,6 @@ def test_trl_trains_on_a_mesh_as_on_one_process(name: str, layout: str, run_of: 
 @pytest.mark.parametrize("layout", ["pp2", "pp2_dp2"])
 @pytest.mark.parametrize("name", [*CASES, *STAGES])
 def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
-    # Without counts over all replicas a loss is the mean of theirs, as under DDP.
+    # Of an evaluation, and without counts over all replicas, the loss is the mean of theirs, as under stock DDP.
     of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone")
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from hf_parallel.engine.autograd_nodes import depends_only_on, outputs_node
-from hf_parallel.engine.other_outputs import Caught
+from hf_parallel.engine.other_outputs import Caught, _deviation
 from hf_parallel.guards.aside import Made, together
 from hf_parallel.guards.outputs import MissingOutput, PipelineOutput, PipelineTrainingOutput
 
@@ -64,6 +64,21 @@ def test_a_loss_of_two_outputs_has_no_own_one() -> None:
     loss = scores.sum() + other
     caught.note(0, ModelOutput(loss=loss, scores=scores, other=other), loss)
     assert caught.joined_own() is None
+
+
+def test_outputs_of_unequal_shapes_are_not_joined() -> None:
+    caught = Caught()
+    for index, width in enumerate((3, 4)):
+        caught.note(index, ModelOutput(scores=torch.zeros(2, width), sums=torch.zeros(2)))
+    assert caught.joined(["scores", "sums", "unknown"]).keys() == {"sums"}
+
+
+def test_infinities_hide_no_difference() -> None:
+    first = torch.tensor([1.0, 2.0, -torch.inf, torch.nan])
+    assert float(_deviation(first, first)) == 0.0
+    assert float(_deviation(first * torch.tensor([1.0, 1.5, 1.0, 1.0]), first)) == pytest.approx(1 / 5**0.5)
+    assert float(_deviation(torch.tensor([1.0, 2.0, 3.0, torch.nan]), first)) == torch.inf
+    assert float(_deviation(torch.tensor([1.0, torch.nan, -torch.inf, torch.nan]), first)) == torch.inf
 
 
 def test_outputs_that_the_loss_does_not_use_have_no_gradient() -> None:
