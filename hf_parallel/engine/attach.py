@@ -11,7 +11,7 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.held import held_tensors
-from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.engine.pipeline_reads import ReadingPipelineEngine
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
@@ -94,7 +94,7 @@ def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: b
     )
 
 
-def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> PipelineEngine:
+def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> ReadingPipelineEngine:
     mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
     kind, device = schedule.settings.transport, attachment.device
     backend = "gloo" if kind == "host" and device.type != "cpu" else None
@@ -107,7 +107,7 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Pipeli
         probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
         weights=stages.weights,
     )
-    return PipelineEngine(
+    return ReadingPipelineEngine(
         attachment,
         runtime,
         programs=Programs(schedule, mesh.pp_rank),

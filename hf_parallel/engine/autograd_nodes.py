@@ -5,14 +5,16 @@ Extents: B rows, S positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 OnBackward: TypeAlias = Callable[[Tensor], None]
+OnBackwards: TypeAlias = Callable[[dict[str, Tensor]], None]
 
 
 def loss_node(anchor: Tensor, loss: Tensor, on_backward: OnBackward, *, keeps_graph: bool) -> Tensor:
@@ -40,6 +42,39 @@ def logits_node(anchor: Tensor, logits: Tensor, on_backward: OnBackward) -> Tens
     return found
 
 
+def outputs_node(anchor: Tensor, values: Mapping[str, Tensor], on_backward: OnBackwards) -> dict[str, Tensor]:
+    """Outputs whose common backward runs the pipeline.
+
+    Args:
+        anchor: As of `loss_node`.
+        values: By name; of floating point.
+        on_backward: Called with the gradients of those that the loss depends on, with autograd switched on.
+    """
+    if not values:
+        return {}
+    found: Sequence[Tensor] = _Outputs.apply(anchor, tuple(values), on_backward, *values.values())  # type: ignore[no-untyped-call]
+    return dict(zip(values, found, strict=True))
+
+
+def depends_only_on(value: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether every way from `value` back through its graph to a leaf passes one of `sources`."""
+    stops = {tuple(get_gradient_edge(source))[:2] for source in sources}
+    start = get_gradient_edge(value)
+    if tuple(start)[:2] in stops:
+        return True
+    to_visit, visited = [start.node], {start.node}
+    while to_visit:
+        node = to_visit.pop()
+        if not node.next_functions:  # a leaf
+            return False
+        for following, index in node.next_functions:
+            if following is None or (following, index) in stops or following in visited:
+                continue
+            visited.add(following)
+            to_visit.append(following)
+    return True
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, on_backward: OnBackward, keeps_graph: bool) -> Tensor:
@@ -65,3 +100,19 @@ class _Logits(torch.autograd.Function):
         with torch.enable_grad():  # off in a backward pass, and stages run theirs inside
             ctx.on_backward(gradients[0])
         return torch.zeros((), device=gradients[0].device), None, None
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, names: tuple[str, ...], on_backward: OnBackwards, *values: Tensor) -> Any:
+        ctx.names, ctx.on_backward = names, on_backward
+        ctx.set_materialize_grads(False)
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        given = {name: one for name, one in zip(ctx.names, gradients, strict=True) if one is not None}
+        if given:
+            with torch.enable_grad():  # as of logits
+                ctx.on_backward(given)
+        return None, None, None, *(None for _ in gradients)

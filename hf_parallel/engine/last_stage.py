@@ -8,7 +8,8 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class LastStage:
         digests: BatchDigests,
         freezing: Freezing,
     ) -> None:
-        self._mesh, self._device, self._watchdog = mesh, device, watchdog
+        self._mesh, self.device, self._watchdog = mesh, device, watchdog
         self._is_here = runtime.has_last_stage
         # World rank of the last stage of this rank's pipeline.
         self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank)
@@ -62,7 +63,7 @@ class LastStage:
         """
         count = len(batches)
         # f[batches + digests + 1], summed over the ranks: each writes its own slots and leaves zeros in the others.
-        message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self._device)
+        message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
         if self._mesh.tp_rank == 0:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 message[share.batch] += loss.double()
@@ -74,8 +75,33 @@ class LastStage:
         self._digests.arrived(message[count:-1])
         return list(message[:count].float().unbind())
 
-    def broadcast_logits(self, parts: Sequence[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
-        """Logits f[B S V] of the last stage on every rank; collective over the model copy.
+    def broadcast_named(self, tensors: Mapping[str, torch.Tensor], note: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        """Tensors of the last stage by name, and what it says about them, on every rank; collective over the pipeline.
+
+        Args:
+            tensors: Any shapes and types; half precision arrives as float32. Empty where the last stage is not.
+            note: Small; counts on the last stage only.
+        """
+        finer = {n: t.float() if t.is_floating_point() and t.dtype.itemsize < 4 else t for n, t in tensors.items()}
+        said: list[Any] = [([(name, t.dtype, tuple(t.shape)) for name, t in finer.items()], note)]
+        with self._watchdog.waiting("waits for the outputs of the last stage"):
+            dist.broadcast_object_list(said, src=self._source, group=self._mesh.pp_group)
+            specs, note = said[0]
+            sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in specs]
+            if not sum(sizes):
+                return {
+                    name: torch.empty(shape, dtype=dtype, device=self.device) for name, dtype, shape in specs
+                }, note
+            if self._is_here:
+                flat = torch.cat([t.contiguous().reshape(-1).view(torch.uint8) for t in finer.values()])
+            else:
+                flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            dist.broadcast(flat, src=self._source, group=self._mesh.pp_group)
+        pieces = flat.split(sizes)  # cloned, because a view of another type must be aligned
+        return {n: p.clone().view(dtype).view(shape) for (n, dtype, shape), p in zip(specs, pieces, strict=True)}, note
+
+    def broadcast_logits(self, parts: Sequence[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor | None:
+        """Logits f[B S V] of the last stage on every rank, None if the model gave none; collective over the model copy.
 
         Args:
             parts: f[B/m S V] of each microbatch; empty where the last stage is not.
@@ -83,8 +109,9 @@ class LastStage:
         """
         with self._watchdog.waiting("waits for the logits of the last stage"):
             # i[is float64, B, S, V, digests, frozen]; half precision is sent as float32.
-            header = torch.zeros(5 + self._digests.width, dtype=torch.int64, device=self._device)
-            if self._is_here:
+            header = torch.zeros(5 + self._digests.width, dtype=torch.int64, device=self.device)
+            logits: torch.Tensor | None = None
+            if parts:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self._mesh.tp_rank == 0:
                     double = int(logits.dtype is torch.float64)
@@ -94,8 +121,11 @@ class LastStage:
             dist.all_reduce(header, group=self._mesh.mp_group)
             if not self._is_here:
                 double, *shape = header[:4].tolist()
-                logits = torch.empty(shape, dtype=torch.float64 if double else torch.float32, device=self._device)
+                if any(shape):
+                    logits = torch.empty(shape, dtype=torch.float64 if double else torch.float32, device=self.device)
             self._freezing.arrived(header[-1])
             self._digests.arrived(header[4:-1])
+            if logits is None:
+                return None
             dist.broadcast(logits, src=self._source, group=self._mesh.pp_group)
         return logits

@@ -93,6 +93,10 @@ class MicrobatchLoss:
         """Microbatches of a batch without labels."""
         return split_rows(batch, self._num_microbatches)
 
+    def num_parts(self, batch: dict[str, Any]) -> int:
+        """Microbatches of a batch with labels."""
+        return 1 if self.takes_whole_batches else min(self._num_microbatches, num_rows(batch))
+
     def cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Share]]:
         """Microbatches of a batch with labels, each with its part in the loss.
 

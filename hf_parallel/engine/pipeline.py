@@ -16,7 +16,6 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -29,13 +28,14 @@ from hf_parallel.engine.autograd_nodes import logits_node, loss_node
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import LossFunction, MicrobatchLoss, Share
-from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs
-from hf_parallel.engine.window import COUNTS, STEP_IN_WINDOW, Window, WindowFactors
+from hf_parallel.engine.other_outputs import Caught
+from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
+from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.aside import Made, add, apart
+from hf_parallel.guards.aside import Made, add, apart, together
 from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batch_hooks import BatchHooks
-from hf_parallel.guards.batches import Announced, BatchDigests
+from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.direct import DirectGradients
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
@@ -44,10 +44,6 @@ from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
-from hf_parallel.tensor_parallel.run.reads import in_lockstep
-
-
-logger = logging.getLogger(__name__)
 
 
 class PipelineEngine(Engine):
@@ -105,7 +101,6 @@ class PipelineEngine(Engine):
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._needs_logits = True
-        self._warned_of_rerun = False
 
     def _watch_direct(self) -> DirectGradients:
         entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
@@ -164,9 +159,11 @@ class PipelineEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of `model(...)`: fused, split or forward only."""
         with self._running.inside():
-            return self._run(args, kwargs)
+            output = self._run(args, kwargs)
+        output.lacks(unserved_outputs(self.model))
+        return output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput | PipelineTrainingOutput:
         batch = self.bound(args, kwargs)
         refuse_inputs(batch, self._plan, self.mesh.shape.pp_size, keeps_cache(self.model))
         batch["use_cache"] = False
@@ -193,41 +190,68 @@ class PipelineEngine(Engine):
             loss = self._window.next_loss(batch, functools.partial(self._run_schedule, arms=True))
             return PipelineTrainingOutput(loss=self._computed(loss, None))
         self._window = None
+        return self._fused_batch(batch)
+
+    def _fused_batch(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
+        """A batch that user code has handled, and whose outputs it may read."""
+        return self._run_fused(batch, None)[0]
+
+    def _run_fused(self, batch: dict[str, Any], caught: Caught | None) -> tuple[PipelineTrainingOutput, Made]:
+        """The schedule of one batch, whose gradients are held.
+
+        Args:
+            batch: The batch.
+            caught: Takes the last stage's outputs.
+        """
         with apart(list(self.attachment.parameters.values())) as made:
-            loss = self._run_schedule([batch], arms=False)[0]
+            loss = self._run_schedule([batch], arms=False, caught=caught)[0]
         self._direct.watch()
         with made.noticing():
             computed = self._computed(loss, made)
-        output = PipelineTrainingOutput(loss=computed)
-        return output.runs_again(functools.partial(self._logits_again, Announced(batch), self.seeds.step))
+        return PipelineTrainingOutput(loss=computed), made
 
     def _computed(self, loss: torch.Tensor, made: Made | None) -> torch.Tensor:
         """The loss (0-d) as the caller gets it, with a graph that ends here."""
         finish = functools.partial(self._finish_backward, made, self._seed)
         return loss_node(self._anchor, loss, finish, keeps_graph=made is not None)
 
-    def _run_schedule(self, batches: list[dict[str, Any]], *, arms: bool) -> list[torch.Tensor]:
+    def _cut(self, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Share]]:
+        """Microbatches of batches with labels, and what each contributes to the loss of its batch."""
+        parts = [part for index, batch in enumerate(batches) for part in self._loss.cut(index, batch)]
+        return [microbatch for microbatch, _ in parts], [share for _, share in parts]
+
+    def _begin_step(self, batches: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Share]]:
+        """Before the first forward pass of batches with labels; their microbatches."""
+        self.attachment.batch_check.check(batches)
+        self._loss.check()
+        parts = self._cut(batches)
+        self._follow_freezing()
+        self.seeds.next_step()
+        self._direct.stop()
+        self.gradients.begin_forward()
+        return parts
+
+    def _run_schedule(
+        self, batches: list[dict[str, Any]], *, arms: bool, caught: Caught | None = None
+    ) -> list[torch.Tensor]:
         """Forward and backward of all batches in one schedule; one loss a batch, equal on all stages.
 
         Args:
             batches: The batches.
             arms: Whether these are the only gradients of their step, so that they may leave in the last backward.
+            caught: Takes the last stage's outputs.
         """
-        self.attachment.batch_check.check(batches)
-        self._loss.check()
-        microbatches: list[dict[str, Any]] = []
-        shares: list[Share] = []
-        for index, batch in enumerate(batches):
-            for microbatch, share in self._loss.cut(index, batch):
-                microbatches.append(microbatch)
-                shares.append(share)
+        microbatches, shares = self._begin_step(batches)
         self._seed = float(self.scaler.get_scale()) if self.scaler is not None else 1.0
-        self._follow_freezing()
-        self.seeds.next_step()
-        self._direct.stop()
         # The factor that upstream code applies is not known before its backward.
         self.runtime.at_last_backward = (lambda: self.gradients.arm(None, last=True)) if arms else None
-        self.gradients.begin_forward()
+
+        def loss_of(output: Any, index: int) -> torch.Tensor:
+            loss = self._loss.of(output, shares[index])
+            if caught is not None:
+                caught.note(index, output, loss)
+            return loss
+
         if arms:
             self.gradients.begin_backward()
         with self._buffers.watching(len(microbatches) // len(batches), batches), self._hooks.held():
@@ -235,7 +259,7 @@ class PipelineEngine(Engine):
                 microbatches,
                 self._programs.training(len(microbatches)),
                 backward=True,
-                loss_of=lambda output, index: self._loss.of(output, shares[index]),
+                loss_of=loss_of,
                 seed=self._seed,
             )
         if arms:
@@ -291,7 +315,7 @@ class PipelineEngine(Engine):
 
     def before_end(self) -> None:
         """Add the gradients of the forwards whose losses were backpropagated in this pass, each times its factor."""
-        passed, self._passed = self._passed, []
+        passed, self._passed = together(self._passed), []
         on_cpu = self.attachment.device.type == "cpu"
         frozen: set[int] = set()
         if self.ends_step or on_cpu:  # a GPU is waited for at the end of a step only
@@ -333,46 +357,9 @@ class PipelineEngine(Engine):
     def _logits_of(self, state: PhaseState, batch: dict[str, Any]) -> torch.Tensor:
         """The logits f[B S V] on this rank, from which a backward goes back through the stages."""
         logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
+        if logits is None:
+            raise UnsupportedError("the model's forward returned no logits. Call it with labels, or set pp_size to 1.")
         return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))
-
-    def _logits_again(self, announced: Announced, step: int) -> torch.Tensor:
-        """Logits f[B S V] of a batch whose fused step has run: its forward again, with the same random numbers.
-
-        Where gradients are recorded, what a loss does to them goes back through the stages beside what is made already.
-        """
-        if not announced.is_in(announced.batch, COUNTS):
-            raise UnsupportedError(
-                "outputs.logits is read after the batch was changed in place: a pipeline makes them by running the batch again. "
-                "Read them before, or change a copy."
-            )
-        self.gathers.meet("outputs.logits of a training forward with labels")
-        self._warn_of_rerun()
-        batch = {
-            name: value for name, value in announced.batch.items() if name not in ("labels", "num_items_in_batch")
-        }
-        microbatches = [batch] if self._loss.takes_whole_batches else self._loss.split(batch)
-        before, self.seeds.step = self.seeds.step, step
-        try:
-            with (
-                self.attachment.watchdog.engaged(),
-                self.gradients.replicas.forward(),
-                in_lockstep(self.model),
-                self._running.inside(),
-            ):
-                if torch.is_grad_enabled():
-                    return self._logits_of(self._forward_phase(microbatches), batch)
-                return self._last_stage.broadcast_logits(self._outputs_of(microbatches, "logits"), batch)
-        finally:
-            self.seeds.step = before
-
-    def _warn_of_rerun(self) -> None:
-        if not self._warned_of_rerun and self.mesh.rank == 0:
-            logger.warning(
-                "hf_parallel: outputs.logits is read in training steps with labels, where a pipeline has run the backward pass "
-                "already: each such batch runs forward twice, and backward twice if the loss depends on them. Cheaper: call the "
-                "model without labels and compute the whole loss from the logits."
-            )
-        self._warned_of_rerun = True
 
     def _backward_split(self, state: PhaseState, gradient: torch.Tensor) -> None:
         """Backward of the logits f[B S V] that a split forward returned."""
@@ -381,17 +368,23 @@ class PipelineEngine(Engine):
                 "the logits of one training forward were backpropagated twice with pp_size above 1: the stages' graphs are gone "
                 "after the first time. Add the losses up before one backward, or call the model again."
             )
-        self.end_pass_later()
         self._backwards.arrived(gradient)
         rows = [parts[0].shape[0] for parts in state.outputs]  # B/m of each; empty on all but the last stage
         gradients = None
         if rows:  # f[B S V] -> f[B/m S V] of each microbatch, in the type that its logits had
             parts = zip(gradient.split(rows), state.outputs, strict=True)
             gradients = [(part.to(outputs[0].dtype),) for part, outputs in parts]
+        with self._callers_backward():
+            self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
+
+    @contextmanager
+    def _callers_backward(self) -> Iterator[None]:
+        """Inside a backward pass of the caller's: stages run theirs, whose gradients are those of the loss."""
+        self.end_pass_later()
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
         with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(self._hooks.hooked) as made:
-            self.runtime.backward_phase(state, self._programs.backwards(state.num_microbatches), gradients)
+            yield
         self._hooks.keep(made.take())
         self.attachment.watchdog.runs()
 
@@ -399,22 +392,28 @@ class PipelineEngine(Engine):
 
     def _forward_only(self, batch: dict[str, Any]) -> PipelineOutput:
         if not isinstance(batch.get("labels"), torch.Tensor):
-            found = self._outputs_of(self._loss.split(batch), "logits")
+            found = logits_in(self._outputs_of(self._loss.split(batch)))
             return PipelineOutput(logits=self._last_stage.broadcast_logits(found, batch))
         self._loss.check()
         parts = list(self._loss.cut(0, batch))
         shares = [share for _, share in parts]
-        outputs = self._outputs_of([microbatch for microbatch, _ in parts], None)
+        outputs = self._outputs_of([microbatch for microbatch, _ in parts])
         losses = [self._loss.of(output, share) for output, share in zip(outputs, shares, strict=False)]
         loss = self._last_stage.share_losses(losses, shares, [batch])[0]
-        if not self._needs_logits:
-            return PipelineOutput(loss=loss)
-        # The digest of the batch went with the loss.
-        return PipelineOutput(
-            loss=loss, logits=self._last_stage.broadcast_logits([output["logits"] for output in outputs], {})
-        )
+        output = PipelineOutput(loss=loss)
+        if self._needs_logits:  # the digest of the batch went with the loss
+            output = PipelineOutput(loss=loss, logits=self._last_stage.broadcast_logits(logits_in(outputs), {}))
+        return self._evaluated(batch, output, outputs)
 
-    def _outputs_of(self, microbatches: list[dict[str, Any]], key: str | None) -> list[Any]:
-        """Forward of all microbatches without autograd; the last stage's outputs (or their `key`), else empty."""
-        outputs = self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
-        return outputs if key is None else [output[key] for output in outputs]
+    def _evaluated(self, batch: dict[str, Any], output: PipelineOutput, outputs: list[Any]) -> PipelineOutput:
+        """What a forward pass with labels and without a graph returns; `outputs` are those of the last stage."""
+        return output
+
+    def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
+        """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
+        return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
+
+
+def logits_in(outputs: list[Any]) -> list[torch.Tensor]:
+    """Of each microbatch; empty if the model gives none."""
+    return [output["logits"] for output in outputs if output.get("logits") is not None]

@@ -45,6 +45,11 @@ class Made:
         """Whether the last backward pass has kept the graph (`retain_graph=True`), so that there may be another one."""
         return self._graph is not None and self._graph() is not None
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether they were given away for good."""
+        return self._gradients is None
+
     def hold(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take over the gradients that the parameters have."""
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -85,6 +90,14 @@ def apart(parameters: Sequence[nn.Parameter]) -> Iterator[Made]:
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
+
+
+def together(passed: Sequence[tuple[Made, Tensor]]) -> list[tuple[Made, Tensor]]:
+    """Gradients that one backward pass asked for more than once, each with the sum of its factors (0-d)."""
+    sums: dict[int, tuple[Made, Tensor]] = {}
+    for made, factor in passed:
+        sums[id(made)] = made, factor + sums[id(made)][1] if id(made) in sums else factor
+    return list(sums.values())
 
 
 @torch.no_grad()

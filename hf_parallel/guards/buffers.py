@@ -31,12 +31,16 @@ class MovingBuffers:
         model: What this rank has of the model.
         mesh: This rank's mesh.
         device: Where the model computes.
+
+    Attributes:
+        moving: Names of the buffers that forward passes of any rank write to.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         self._model, self._mesh, self._device = model, mesh, device
         self._looks = LOOKS if dist.is_initialized() else 0
         self._moving: list[str] = []
+        self.moving: list[str] = []
         self._is_due = True
 
     def end_step(self) -> None:
@@ -95,10 +99,10 @@ class MovingBuffers:
             return
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, moved)
+        self.moving = sorted({*self.moving, *(name for names in everyone for name in names)})
         if split:
-            names = sorted({name for names in everyone for name in names})
             raise UnsupportedError(
-                f"the forward pass writes to {len(names)} buffers or numbers in training (first: {names[0]}) with "
+                f"the forward pass writes to {len(self.moving)} buffers or numbers in training (first: {self.moving[0]}) with "
                 f"pp_size={self._mesh.shape.pp_size}: a batch runs as {num_passes} microbatches, so they would be written to as "
                 "often (running statistics, power iterations, counts). Set pipeline.num_microbatches to 1, or pp_size to 1."
             )

@@ -1,14 +1,14 @@
 """What a pipeline's model call returns, and clear words for what it does not have.
 
-A stock output answers an unknown name with a bare `AttributeError`, far from the reason: that a pipeline returns loss
-and logits only, and a fused step not even logits.
+A stock output answers an unknown name with a bare `AttributeError`, far from the reason: that a pipeline returns loss,
+logits and tensors with one entry a row only, and logits and others when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.utils.generic import ModelOutput
@@ -18,6 +18,7 @@ from hf_parallel.errors import UnsupportedError
 
 # What a stock output has under these names is None unless it was asked for, and a pipeline refuses to be asked.
 NONE_UNASKED = ("past_key_values", "hidden_states", "attentions")
+More: TypeAlias = dict[str, "torch.Tensor | str"]  # an output, or why there is none
 LOGITS = ("logits", 1)  # by name and by place behind a loss
 
 
@@ -31,15 +32,46 @@ class MissingOutput(UnsupportedError, AttributeError, KeyError, IndexError):
 class _ExplainsMissing:
     """Over a model output: every way to ask for what it does not have ends in `_why_not`."""
 
+    def lacks(self, names: Collection[str]) -> None:
+        """Refuse these, which the model's config asks for, instead of being None: stages have a part of them."""
+        vars(self)["_lacking"] = names
+
+    def _is_none(self, name: Any) -> bool:
+        asked = name in vars(self).get("_lacking", ())
+        return (name in NONE_UNASKED and not asked) or name in vars(self).get("_more", ((), ()))[1]
+
+    def has_more(self, names: Collection[str], absent: Collection[str], read: Callable[[], More]) -> None:
+        """Have other outputs of the model: collective over the ranks of a model copy when one is read first.
+
+        Args:
+            names: Of those that are tensors.
+            absent: Of those that are None.
+            read: Gives the tensors.
+        """
+        vars(self)["_more"] = names, absent, read
+
+    def _has(self, key: Any) -> bool:
+        return bool(key in vars(self).get("_more", ((),))[0])
+
+    def _other(self, name: str) -> torch.Tensor:
+        found = vars(self)["_more"][2]()[name]
+        if isinstance(found, str):
+            raise MissingOutput(f"outputs[{name!r}] with pp_size above 1: {found}")
+        return found  # type: ignore[no-any-return]
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if name in NONE_UNASKED:
+        if self._has(name):
+            return self._other(name)
+        if self._is_none(name):
             return None
         raise MissingOutput(self._why_not(name))
 
     def __getitem__(self, key: Any) -> Any:
         held: Any = super()
+        if isinstance(key, str) and self._has(key):
+            return self._other(key)
         try:
             return held.__getitem__(key)
         except (KeyError, IndexError):
@@ -50,15 +82,17 @@ class _ExplainsMissing:
         held: Any = super()
         if key in self:  # type: ignore[attr-defined]
             return held.__getitem__(key)
-        if key in ("loss", *NONE_UNASKED):
+        if self._has(key):
+            return self._other(key)
+        if key == "loss" or self._is_none(key):
             return default
         raise MissingOutput(self._why_not(key))
 
     def _why_not(self, key: Any) -> str:
         return (
-            f"outputs[{key!r}] of a model with pp_size above 1: a pipeline returns loss and logits only, because "
-            "everything else that a model's forward returns stays on its last stage. Compute it from logits (call the "
-            "model without labels), or train with pp_size 1."
+            f"outputs[{key!r}] of a model with pp_size above 1: a pipeline returns loss and logits only, and of a call "
+            "with labels what other tensors the model's forward returns. Compute it from logits (call the model without "
+            "labels), or train with pp_size 1."
         )
 
 
@@ -77,7 +111,7 @@ class PipelineOutput(_ExplainsMissing, ModelOutput):
 
 @dataclass(repr=False)
 class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
-    """Output of a fused training forward: the loss. Its logits are made by a second forward, for who asks for them.
+    """Output of a training forward with labels: the loss. Its logits are made by a second forward, for who asks for them.
 
     Args:
         loss: Of the batch (0-d).
@@ -96,7 +130,7 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
         """As of a dict, with logits."""
         return self._logits() if key == "logits" and self._can_run_again() else super().get(key, default)
 
-    def runs_again(self, again: Callable[[], torch.Tensor]) -> PipelineTrainingOutput:
+    def runs_again(self, again: Callable[[], torch.Tensor | None]) -> PipelineTrainingOutput:
         """Have `again` make the logits f[B S V] when they are asked for: collective over the ranks of a model copy."""
         vars(self)["_again"] = again
         return self
@@ -120,7 +154,8 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
                 "Trainer(compute_loss_func=...)."
             )
         return (
-            f"outputs[{key!r}] of a training step with pp_size above 1: it has loss and logits only, because the backward "
-            "has already run, stage by stage. What is computed from logits works when the model is called without labels "
-            "(labels = inputs.pop('labels')); for anything else train with pp_size 1."
+            f"outputs[{key!r}] of a training step with pp_size above 1: it has loss, logits and the tensors that the "
+            "model's forward returned, because the backward has already run, stage by stage. What is computed from logits "
+            "works when the model is called without labels (labels = inputs.pop('labels')); for anything else train with "
+            "pp_size 1."
         )
