@@ -216,5 +216,5 @@ def digest(batches: Sequence[Mapping[str, Any]]) -> int:
             if isinstance(value, torch.Tensor):
                 data = value.detach().cpu().contiguous()
                 state.update(f"{name}{tuple(data.shape)}{data.dtype}".encode())
-                state.update(data.reshape(-1).view(torch.uint8).numpy())
+                state.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return int.from_bytes(state.digest(), "big") >> 1
