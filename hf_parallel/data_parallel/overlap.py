@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -97,9 +98,14 @@ class Overlap:
         return whole and index not in self._watched and not self._missing[index]
 
     def _hook(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
+        # The garbage collector does not see what a hook on an accumulated gradient refers to: buckets and the model that
+        # they are of would stay in memory when the run has ended.
+        reference = weakref.ref(self)
+
         def arrived(param: nn.Parameter) -> None:
-            if self._armed:
-                self._arrived(index, position, param)
+            watched = reference()
+            if watched is not None and watched._armed:
+                watched._arrived(index, position, param)
 
         return arrived
 
