@@ -23,8 +23,8 @@ DTYPES = ("fp32", "half", "autocast")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Question:
-    """What to compare with what."""
+class _Request:
+    """The options of the command."""
 
     model: str | None
     work: Work
@@ -65,9 +65,9 @@ def validate(  # noqa: PLR0913 - each is an option
     if dtype not in (None, *DTYPES):
         raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
     precision: Any = dtype
-    question = _Question(model, Work(rows, length), accumulation, global_batch, adapters, gpu_gb, host_gb, precision)
+    request = _Request(model, Work(rows, length), accumulation, global_batch, adapters, gpu_gb, host_gb, precision)
     try:
-        checked, verdict = _answer(find_recipe(file), question)
+        checked, verdict = _answer(find_recipe(file), request)
     except ParallelError as error:
         checked, verdict = Checked(Path(file), None, {}, findings=(Finding("error", str(error)),)), None
     _print(checked, verdict, as_json)
@@ -75,20 +75,20 @@ def validate(  # noqa: PLR0913 - each is an option
         raise typer.Exit(1)
 
 
-def _answer(path: Path, question: _Question) -> tuple[Checked, Verdict | None]:
+def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
     """All findings; memory only of a file that is right otherwise."""
     machine = this_machine()
     checked = check_file(path, machine)
     if checked.errors:
         return checked, None
-    work = dataclasses.replace(question.work, accumulation=accumulation_of(checked, question.accumulation))
-    errors, warnings, verdict = batch_errors(checked, question.global_batch, work), [], None
-    if question.model is not None:
-        gpu_bytes = machine.gpu_bytes if question.gpu_gb is None else question.gpu_gb * GB
-        host_bytes = machine.ram_bytes if question.host_gb is None else question.host_gb * GB
-        shape = shape_of(question.model, layout_of_file(checked, question.dtype).precision)
-        shape = dataclasses.replace(shape, adapters=question.adapters)
-        verdict = judge(checked, shape, work, gpu_bytes, host_bytes, question.dtype)
+    work = dataclasses.replace(request.work, accumulation=accumulation_of(checked, request.accumulation))
+    errors, warnings, verdict = batch_errors(checked, request.global_batch, work), [], None
+    if request.model is not None:
+        gpu_bytes = machine.gpu_bytes if request.gpu_gb is None else request.gpu_gb * GB
+        host_bytes = machine.ram_bytes if request.host_gb is None else request.host_gb * GB
+        shape = shape_of(request.model, layout_of_file(checked, request.dtype).precision)
+        shape = dataclasses.replace(shape, adapters=request.adapters)
+        verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
     return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict

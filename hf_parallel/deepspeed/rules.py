@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,11 +30,25 @@ JSON_OWNS: Final = (
 )
 DEVICES: Final = ("none", "cpu", "nvme")
 # The Trainer fills in 'auto' here and nowhere else.
-FILLED: Final = re.compile(
-    r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps|gradient_clipping|(fp16|bf16)\.enabled|"
-    r"optimizer\.params\.(lr|betas|eps|weight_decay)|scheduler\.params\.(warmup_min_lr|warmup_max_lr|total_num_steps|"
-    r"warmup_num_steps)|zero_optimization\.(reduce_bucket_size|stage3_prefetch_bucket_size|"
-    r"stage3_param_persistence_threshold|stage3_gather_16bit_weights_on_model_save|offload_(optimizer|param)\.nvme_path)"
+FILLED: Final = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
+        *(
+            f"scheduler.params.{key}"
+            for key in ("warmup_min_lr", "warmup_max_lr", "total_num_steps", "warmup_num_steps")
+        ),
+        *(f"zero_optimization.{key}" for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size")),
+        "zero_optimization.stage3_param_persistence_threshold",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.offload_param.nvme_path",
+    }
 )
 
 
@@ -217,7 +230,7 @@ def batch_problems(
 def json_warnings(config: Mapping[str, Any], keys: ZeroKeys | None, gpu_bytes: float | None) -> Iterator[str]:
     """What may fail or surprise in a DeepSpeed JSON file."""
     for path, value in leaves(config):
-        if value == "auto" and not FILLED.fullmatch(path):
+        if value == "auto" and path not in FILLED:
             yield f"{path}='auto': the Trainer does not fill this one in. Write a value or remove it."
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):

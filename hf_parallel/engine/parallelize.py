@@ -84,6 +84,8 @@ def parallelize(
     if late.stand_in is None and probes is not None:
         check_plans(setup, plans, probes)
 
+    # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
+    # enter and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
     compile_blocks(setup, plans)
     sequence = shard_sequence(setup, plans)
     stages = cut_into_stages(setup, plans)

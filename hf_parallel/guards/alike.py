@@ -2,7 +2,7 @@
 
 A tied embedding is on two stages, a norm on every tensor-parallel rank. Noise that each rank draws for its own parameters,
 or an optimizer that rounds at random, would make them differ for ever. A few elements of each tell: such changes touch all
-of them. Their digests ride on messages that are sent anyway.
+of them. Their digests are part of messages that are sent anyway.
 """
 
 from __future__ import annotations

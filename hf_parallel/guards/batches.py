@@ -1,7 +1,7 @@
 """Batches between the data loader and the model: changed since they were announced, or different on another rank.
 
-A digest here is a few integer operations on the device where the batch is, so that it can be part of every step; it
-rides on a message that is sent anyway. Of batches on the CPU every byte is hashed.
+A digest here is a few integer operations on the device where the batch is, so that it can be part of every step and
+of a message that is sent anyway. Of batches on the CPU every byte is hashed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What a stage sends says whether it wants gradients back, and the next stage lear
 parameters of that rank only, so the others cannot notice by themselves.
 
 While everything is trained, nothing can be unfrozen, and what is frozen needs no message before a schedule: the schedule
-runs as before, a flag rides on the message that carries its loss, and what it computed for frozen parameters is dropped
+runs as before, a flag is part of the message with its loss, and what it computed for frozen parameters is dropped
 before the update. While something is frozen, the stages ask each other before each schedule (one small message over host
 memory, no device waits for it), because the gradients of what is unfrozen could not be made up for. With ZeRO they always
 do: its gradients are in parts by the time that the others know.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.settings.sections import spelled
+from hf_parallel.planner.checks import all_of, choose, optional, whole
 
 
 TABLE: Final = Path(__file__).parent / "hardware.json"
@@ -58,66 +55,6 @@ def gpu_table() -> Mapping[str, Gpu]:
     """Every known accelerator by its key."""
     content = json.loads(TABLE.read_text(encoding="utf-8"))
     return {name: Gpu(**entry) for name, entry in content["gpus"].items()}
-
-
-def choose(parameter: str, value: object, known: Any) -> Any:
-    """`value` if it is among the known ones.
-
-    Raises:
-        ConfigError: It is not; names the nearest known ones.
-    """
-    names = list(known)
-    if not isinstance(value, bool) and isinstance(value, (str, numbers.Integral)) and value in names:
-        return names[names.index(value)]
-    raise ConfigError(
-        f"{parameter}={spelled(value)}: unknown. Did you mean {_nearest(value, names)}? Known: {', '.join(map(str, names))}."
-    )
-
-
-def _nearest(value: object, names: Sequence[Any]) -> str:
-    """The known number, or up to three known words, that are the most like `value`."""
-    if isinstance(value, numbers.Real) and all(isinstance(name, int) for name in names):
-        return str(min(names, key=lambda name: abs(name - float(value))))
-    words, wanted = [str(name) for name in names], str(value).lower()
-    near = [word for word in words if wanted and word.startswith(wanted)]
-    near += difflib.get_close_matches(wanted, words, 3, 0.6) or difflib.get_close_matches(wanted, words, 1, 0.0)
-    return " or ".join(list(dict.fromkeys(near))[:3])
-
-
-def whole(parameter: str, value: object, least: int = 1) -> int:
-    """`value` if it is an integer of at least `least`; else a ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ConfigError(
-            f"{parameter}={spelled(value)}: expected an integer of {least} or more. Correct {parameter}."
-        )
-    return int(value)
-
-
-def positive(parameter: str, value: object) -> float:
-    """`value` if it is a finite number above 0; else a ConfigError."""
-    fine = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not fine or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
-        raise ConfigError(
-            f"{parameter}={spelled(value)}: expected a number above 0. Correct {parameter}, or leave it out."
-        )
-    return float(value)  # type: ignore[arg-type]
-
-
-def _optional(parameter: str, value: object) -> float | None:
-    return None if value is None else positive(parameter, value)
-
-
-def all_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each check returns; one ConfigError with the words of all that refuse."""
-    found, problems = {}, []
-    for name, check in checks.items():
-        try:
-            found[name] = check()
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return found
 
 
 @dataclass(frozen=True)
@@ -176,7 +113,7 @@ class Cluster:
             "intra": lambda: None if intra is None else choose("intra", intra, ("nvlink", "pcie")),
         }
         for name, value in sizes.items():
-            checks[name] = functools.partial(_optional, name, value)
+            checks[name] = functools.partial(optional, name, value)
         for name, value in all_of(checks).items():
             object.__setattr__(self, name, value)
         if intra == "nvlink" and intra_gb_s is None and self.card.nvlink is None:

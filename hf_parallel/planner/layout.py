@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, get_args
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.hardware import Cluster, choose, whole
+from hf_parallel.planner.checks import choose, whole
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
 from hf_parallel.settings.sections import STAGES_PER_RANK, spelled
 

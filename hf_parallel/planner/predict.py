@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.planner.checks import all_of, whole
 from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way
 from hf_parallel.planner.constants import Constants, constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
-from hf_parallel.planner.hardware import Cluster, all_of, whole
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan

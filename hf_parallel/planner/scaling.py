@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.candidates import smaller_clusters
-from hf_parallel.planner.hardware import Cluster, whole
+from hf_parallel.planner.checks import whole
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.search import Plan, plan
 
 

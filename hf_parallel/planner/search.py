@@ -8,8 +8,9 @@ from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.candidates import Request, candidates, even_bytes, smaller_clusters
+from hf_parallel.planner.checks import all_of, choose, whole
 from hf_parallel.planner.constants import constants
-from hf_parallel.planner.hardware import Cluster, all_of, choose, whole
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
 from hf_parallel.planner.predict import Estimate, estimate, step_of
 from hf_parallel.planner.profile import profile_of

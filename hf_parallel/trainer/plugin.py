@@ -37,7 +37,7 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
         config: None (the launcher's YAML), a path, a recipe name, a mapping, or an `HFParallelConfig`.
         sample: A small batch of the kind you train on, as the collator makes it, for models that need more than text
             (images, cross-attention states) or other inputs than a language model's; None plans with made-up text.
-        total_steps: Optimizer steps of the whole run, for what begins or ends after a share of them.
+        total_steps: Optimizer steps of the whole run; settings that are a share of it (a warm-up of compression) need it.
         **overrides: Settings that win over `config`, such as `pp_size=2`.
 
     Raises:
