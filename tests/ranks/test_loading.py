@@ -206,8 +206,6 @@ def test_all_ranks_say_what_one_of_them_could_not_read(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in first
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def without_cpu_rank(rank: int, world_size: int, store: str) -> list[float]:
     """Weights of two stages meet on rank 0 although the default group, like one of NCCL, takes no tensors of the CPU."""
     dist.init_process_group("cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -230,6 +228,8 @@ def test_weights_travel_through_host_memory_where_the_default_group_takes_none(t
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_rank_never_has_much_more_than_its_share_in_memory() -> None:
     """A model of 1.1 GB under three layouts; the bounds are those of benchmarks/load_memory.py."""
     from benchmarks import load_memory
