@@ -43,25 +43,33 @@ OF_ACCELERATOR = {
     "unscale_gradients": "optimizer",
 }
 OF_PARALLELISM_CONFIG = {"_validate_accelerator": "accelerator", "build_device_mesh": "device_type"}
+OF_OPTIMIZER = {"load_state_dict": "state_dict", "state_dict": "", "step": "closure"}
+OF_SCHEDULER = {"step": "args kwargs"}
 
 
 def accelerator_internals(stock: type[Accelerator] | None = None) -> None:
     """Refuse an accelerate whose classes lack a method that hf_parallel overrides, or give it other parameters.
 
     Args:
-        stock: The stock class; None for accelerate's own.
+        stock: The stock class of accelerators; None for accelerate's own.
 
     Raises:
-        UnsupportedError: Names the methods and the version range that has them.
+        UnsupportedError: Names the classes, the methods and the version range that has them.
     """
     import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
 
-    changed = changed_methods(stock or accelerate.Accelerator, OF_ACCELERATOR)
-    changed += changed_methods(accelerate.ParallelismConfig, OF_PARALLELISM_CONFIG)
+    expected = {
+        stock or accelerate.Accelerator: OF_ACCELERATOR,
+        accelerate.ParallelismConfig: OF_PARALLELISM_CONFIG,
+        AcceleratedOptimizer: OF_OPTIMIZER,
+        AcceleratedScheduler: OF_SCHEDULER,
+    }
+    changed = [f"{kind.__name__} has {text}" for kind in expected for text in changed_methods(kind, expected[kind])]
     if changed:
         raise UnsupportedError(
-            f"accelerate {accelerate.__version__}: Accelerator or ParallelismConfig has {'; '.join(changed)}. Install "
-            f"{wanted('accelerate')}."
+            f"accelerate {accelerate.__version__}: {'; '.join(changed)}. Install {wanted('accelerate')}."
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 
 from hf_parallel.errors import UnsupportedError
 
@@ -33,13 +34,7 @@ def refuse_old_packages(version_of: Callable[[str], str] = version) -> None:
         except PackageNotFoundError:
             continue  # its import says so
         floor = supported.partition(",")[0].removeprefix(">=")
-        if _numbers(found) < _numbers(floor):
+        if Version(found).release < Version(floor).release:  # a candidate of the floor has what is imported
             old.append(f"hf_parallel needs {package} >= {floor}, found {found}: pip install '{wanted(package)}'.")
     if old:
         raise UnsupportedError("\n".join(old))
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    """Major and minor: "2.13.0+cpu" gives (2, 13)."""
-    major, minor = (re.findall(r"\d+", text) + ["0", "0"])[:2]
-    return int(major), int(minor)

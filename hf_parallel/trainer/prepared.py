@@ -63,6 +63,7 @@ class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         for _ in range(self.steps_per_update):
+            # OneCycleLR raises beyond its total_steps, which an incomplete last batch that is not dropped leads to.
             if (
                 not hasattr(self.scheduler, "total_steps")
                 or steps_counted(self.scheduler) <= self.scheduler.total_steps

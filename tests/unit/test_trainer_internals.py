@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from transformers import Trainer
 
 from hf_parallel import UnsupportedError
 from hf_parallel.compat.private_accelerate import (
     OF_ACCELERATOR,
+    OF_OPTIMIZER,
     OF_PARALLELISM_CONFIG,
+    OF_SCHEDULER,
     accelerator_internals,
     prepared_by,
 )
 from hf_parallel.compat.private_transformers import OVERRIDDEN, trainer_internals
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.plugin import HFParallelPlugin, RawLoopAccelerator
+from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 
 
 def overridden(made: type, stock: type) -> set[str]:
@@ -30,6 +35,8 @@ def test_every_overridden_method_is_checked() -> None:
     assert overridden(HFParallelTrainerMixin, Trainer) == set(OVERRIDDEN)
     assert overridden(RawLoopAccelerator, Accelerator) == set(OF_ACCELERATOR)
     assert overridden(HFParallelPlugin, ParallelismConfig) == set(OF_PARALLELISM_CONFIG)
+    assert overridden(HFParallelOptimizer, AcceleratedOptimizer) == set(OF_OPTIMIZER)
+    assert overridden(HFParallelScheduler, AcceleratedScheduler) == set(OF_SCHEDULER)
 
 
 def test_the_stock_classes_pass() -> None:
@@ -44,9 +51,15 @@ class Scaled(Accelerator):
 
 def test_a_method_of_the_accelerator_that_changed_is_named() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"backward\(loss, scale, kwargs\) in place of backward\(loss, kwargs\)"
+        UnsupportedError, match=r"Scaled has backward\(loss, scale, kwargs\) in place of backward\(loss, kwargs\)"
     ):
         accelerator_internals(Scaled)
+
+
+def test_a_method_of_the_scheduler_that_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(AcceleratedScheduler, "step")
+    with pytest.raises(UnsupportedError, match=r"AcceleratedScheduler has no step\. Install accelerate>="):
+        accelerator_internals()
 
 
 def test_lists_of_prepared_objects_that_are_not_there_are_named() -> None:

@@ -63,7 +63,8 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     }
     if layout.offload_optimizer != "none":
         found["optimizer state"] = 0.0
-        found["gradients"] *= stage < 3
+        if stage == 3:
+            found["gradients"] = 0.0
     if layout.offload_param != "none":
         found["weights"] = 0.0
     return found

@@ -88,7 +88,10 @@ def one_f_one_b(pp_size: int, num_microbatches: int) -> list[list[Action]]:
     """Return the schedule that alternates one forward and one backward after a warm-up (PipeDream-Flush).
 
     Stage s holds at most min(m, p - s) microbatches alive; the bubble is GPipe's (Narayanan et al. 2021,
-    arXiv:2006.09503).
+    arXiv:2006.09503). Two ranks and four microbatches, as (stage, pass, microbatch):
+
+        rank 0: 0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
     Args:
         pp_size: Number of ranks, at least 1.
