@@ -49,7 +49,7 @@ class PowerSGD:
         right = [self._start(name, matrix) for (name, _, _), matrix in zip(slots, matrices, strict=True)]
         left = [matrix @ thin for matrix, thin in zip(matrices, right, strict=True)]
         left = yield from self._sum(left)
-        left = [torch.linalg.qr(thin)[0] for thin in left]
+        left = orthonormal(left)
         fresh = [matrix.t() @ thin for matrix, thin in zip(matrices, left, strict=True)]
         fresh = yield from self._sum(fresh)
         total = torch.zeros_like(flat)
@@ -84,6 +84,22 @@ class PowerSGD:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
         self._right = dict(state)
+
+
+def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal columns that span those of each matrix f32[rows, rank], by QR.
+
+    Matrices of one shape go into one call: on a GPU one QR of a thin matrix takes about as long as a batch of them.
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    found = list(matrices)
+    for indices in by_shape.values():
+        batch = torch.linalg.qr(torch.stack([matrices[index] for index in indices]))[0]
+        for index, columns in zip(indices, batch, strict=True):
+            found[index] = columns
+    return found
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
