@@ -255,6 +255,8 @@ def consistent(setup: Setup) -> Setup:
     changed = setup.replaced(**changes)
     if changed.stock and changed.extra == "evaluate_first":  # stock trains each process alone after that
         changed = changed.replaced(extra="")
+    if changed.stock and changed.callback == "Unfreeze":  # stock never averages what it was not built with
+        changed = changed.replaced(callback="")
     resumed = changed.resume is not None and (changed.stock or _regroups(changed))
     return changed.replaced(resume=None, steps=3) if resumed else changed
 

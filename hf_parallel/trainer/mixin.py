@@ -52,7 +52,17 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
             self._watch_callbacks()
-        return super().create_optimizer(model)
+        try:
+            return super().create_optimizer(model)
+        except ValueError as error:
+            pipeline = self._pipeline
+            if pipeline is None or any(param.requires_grad for param in self.model.parameters()):
+                raise
+            raise UnsupportedError(
+                f"{pipeline.mesh.shape.describe(pipeline.mesh.rank)} has no parameter that is trained, and the optimizer that "
+                f"{type(self).__name__}.create_optimizer makes wants one: {error}. Hand it a group without parameters there "
+                "([{'params': []}]), or choose pipeline.split so that every stage trains some."
+            ) from error
 
     def _watch_callbacks(self) -> None:
         """Numbers that callbacks take of parameters are those of whole ones, or refused."""

@@ -72,7 +72,10 @@ WRITES = {
         seed=71, model="falcon", tp=2, settings={"sequence_parallel": True}, rows=3, recompute="stock"
     ),
 }
-SETUPS = WRITES | AGAIN | FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
+RELOADED = {
+    "weights kept by one callback and loaded by another, shards": Setup(seed=81, callback="Reload", tp=2, model="gpt2"),
+}
+SETUPS = RELOADED | WRITES | AGAIN | FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
 
 
 @pytest.fixture(scope="module")
