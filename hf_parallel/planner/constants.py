@@ -39,7 +39,6 @@ class Constants:
         pp_overlapped: What is left of messages between stages that overlap.
         dp_overlapped: Part of the last backward that hides the reduction.
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
-        fp8: Rate of fp8 products, as a multiple of bf16's.
         cpu_adam: Parameters per second that a node's host updates.
     """
 
@@ -65,7 +64,6 @@ class Constants:
     pp_overlapped: float
     dp_overlapped: float
     flash: float
-    fp8: float
     cpu_adam: float
 
 

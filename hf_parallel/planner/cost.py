@@ -6,6 +6,7 @@ small micro-batches lose speed; a launch of each kernel by the host bounds the b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +29,7 @@ class Kernels:
         backward: Bytes backward, as a multiple of forward, with RMS norms and with layer norms.
         launched: Kernels forward and backward.
         logits: Bytes for each logit, forward and backward.
+        fp8: Rate of fp8 products with their casts, as a multiple of bf16's.
     """
 
     norm: tuple[float, float]
@@ -36,12 +38,13 @@ class Kernels:
     backward: tuple[float, float]
     launched: tuple[int, int]
     logits: float
+    fp8: float
 
 
 KERNELS: Final[Mapping[str, Kernels]] = {
-    "fused": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (22, 36), 15),
-    "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15),
-    "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26),
+    "fused": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (22, 36), 15, 1.95),
+    "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15, 1.8),
+    "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
 SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
 
@@ -94,7 +97,7 @@ class Place:
 def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass:
     """Seconds of one micro-batch in a block, messages included."""
     spec, c = place.spec, place.c
-    products = sum(_product(one, place) for one in block.products)
+    products = sum(_product(one, place, heads=block.heads) for one in block.products)
     kernels, kernels_back = _between(profile, block, place)
     core, core_back = _attention(block, place)
     forward = products + kernels + core
@@ -105,6 +108,7 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     elif spec.recompute == "selective":
         again = core if spec.repeats_attention_alone else products / 2 + kernels
     messages, messages_back = _tensor_messages(profile, block, place)
+    backward += _summed(block.parameters, place)
     launched, launched_back = KERNELS[spec.kernels].launched
     forward, backward = forward + launched * c.t_floor, backward + launched_back * c.t_floor
     calls = 2 * (spec.tp > 1) * c.t_call
@@ -117,13 +121,29 @@ def block_pass(profile: ModelProfile, block: BlockProfile, place: Place) -> Pass
     return Pass(*sharded, exposed)
 
 
-def _product(one: Product, place: Place, *, fp8: bool = True) -> float:
-    """Seconds forward."""
+def _summed(parameters: float, place: Place) -> float:
+    """Seconds that a micro-batch adds its gradients of `parameters` to those before it.
+
+    Fused kernels add inside of the product, whose writes its arithmetic hides; elsewhere the product writes them, and
+    another kernel reads both and writes the sum. FSDP sums parts, which is little.
+    """
+    spec = place.spec
+    inside = spec.kernels == "fused" and spec.engine == "native"
+    if spec.num_microbatches == 1 or spec.gathers_each_pass or spec.adapters or inside:
+        return 0.0
+    each = 2 * min(4.0, spec.states[1]) + spec.element
+    return each * parameters / spec.tp * (1 - 1 / spec.num_microbatches) / place.moved
+
+
+def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) -> float:
+    """Seconds forward; the rank with most heads of `heads` counts."""
     spec, tokens = place.spec, place.tokens
-    share = spec.tp if one.cut != "none" else 1
+    share: float = spec.tp if one.cut != "none" else 1
+    if one.is_attention and heads and share > 1:
+        share = heads / math.ceil(heads / share)
     inputs = one.inputs / (share if one.cut == "row" else 1)
     outputs = one.outputs / (share if one.cut == "column" else 1)
-    rate = place.rate * (place.c.fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
+    rate = place.rate * (KERNELS[spec.kernels].fp8 if spec.dtype == "fp8" and fp8 and one.cut != "none" else 1)
     thin = (1 + place.c.thin / inputs + place.c.thin / outputs) * (
         1 + place.c.few / max(1.0, tokens * one.times / one.stored)
     )
@@ -149,11 +169,11 @@ def _attention(block: BlockProfile, place: Place) -> tuple[float, float]:
     spec, c = place.spec, place.c
     if not block.heads:
         return 0.0, 0.0
-    heads = spec.micro_batch * block.heads / spec.tp / spec.sp
+    heads = spec.micro_batch * math.ceil(block.heads / spec.tp / spec.sp)
     width = block.head_dim + block.value_dim
     if spec.attention != "eager":
         card = place.cluster.card
-        rate = card.attention * c.e_att * (c.flash if spec.attention == "flash" else 1.0)
+        rate = (card.flash * c.flash if spec.attention == "flash" else card.attention) * c.e_att
         rate *= card.fp32 / card.peak if spec.dtype == "fp32" else 1.0
         forward = 2 * heads * block.pairs(place.seq_len) * width / rate
         return forward, 2.5 * forward
@@ -221,10 +241,11 @@ def head_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the head and the loss."""
     product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
     logits = KERNELS[place.spec.kernels].logits * place.tokens * profile.vocab / place.spec.tp / place.moved
-    return Pass(product + logits / 3, (1 if place.spec.adapters else 2) * product + 2 * logits / 3)
+    summed = _summed(profile.head, place)
+    return Pass(product + logits / 3, (1 if place.spec.adapters else 2) * product + 2 * logits / 3 + summed)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the embedding."""
     each = 6.0 * place.tokens * profile.hidden / place.moved
-    return Pass(each, each)
+    return Pass(each, each + (0.0 if profile.tied else _summed(profile.embedding, place)))

@@ -29,6 +29,7 @@ class Gpu:
         peak: Dense bf16 products.
         fp32: Products without tensor cores.
         attention: Fused causal attention, forward and backward.
+        flash: The same in the kernels that are made for this GPU.
         achievable: Part of the peak that large products reach.
         memory: What a process can allocate at most, the context included.
         bandwidth: Of its memory.
@@ -41,6 +42,7 @@ class Gpu:
     peak: float
     fp32: float
     attention: float
+    flash: float
     achievable: float
     memory: float
     bandwidth: float

@@ -26,7 +26,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
 }
-COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank")
+COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
@@ -69,6 +69,7 @@ class LayoutSpec:
         offload_param: Where parameters wait.
         offload_optimizer: Where the optimizer's state lies.
         compression: Of the replicas' gradients.
+        local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
     """
 
@@ -94,6 +95,7 @@ class LayoutSpec:
     offload_param: str = "none"
     offload_optimizer: str = "none"
     compression: str = "none"
+    local_steps: int = 1
     adapters: int = 0
 
     @property
@@ -220,4 +222,9 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         )
     if spec.pp == 1 and spec.stages_per_rank != 1 and spec.schedule not in ("zbv_zero_bubble", "dualpipev"):
         found.append(f"stages_per_rank={spec.stages_per_rank}: with pp=1 there is one stage. Leave it out.")
+    if spec.local_steps > 1 and (spec.zero or spec.compression != "none"):
+        found.append(
+            f"local_steps={spec.local_steps}: replicas differ between averages, so that they cannot share an optimizer, and no "
+            "gradient travels. Set zero to 0 and compression to none, or local_steps to 1."
+        )
     return found

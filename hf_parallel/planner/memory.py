@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hf_parallel.dry_run.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, GATHERED_BLOCKS
+from hf_parallel.dry_run.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import placement, schedule_of
@@ -13,6 +13,8 @@ from hf_parallel.planner.profile import BlockProfile, ModelProfile
 
 
 TERMS: Final = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+FRAGMENTATION: Final = 0.1  # of what comes and goes; states are allocated once
+PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
@@ -39,7 +41,7 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
         terms["activations"] = kept[rank] + working
         terms["logits"] = logits if rank == ranks[-1] else 0.0
         terms["buffers"] = _buffers(profile, held[rank], spec)
-        terms["overhead"] = CONTEXT_BYTES + FRAGMENTATION * sum(terms.values())
+        terms["overhead"] = CONTEXT_BYTES + FRAGMENTATION * sum(terms[term] for term in PASSING)
         found.append(terms)
     return max(found, key=lambda terms: sum(terms.values()))
 
@@ -152,7 +154,8 @@ def kept_activations(
     for count in counts:
         stages.append(sum(kept[kind] for kind in profile.layers[layer : layer + count]))
         layer += count
-    working = 2.0 * spec.element * tokens * profile.hidden  # a whole input of a product and its gradient
+    whole = 3.0 if _keeps_gathered(spec) else 2.0  # a product's input and its gradient; partial gradients of several
+    working = whole * spec.element * tokens * profile.hidden
     if spec.recompute != "none":
         working += max(tokens * saved_by_block(profile, block, spec, seq_len) for block in profile.kinds)
     if spec.pp == 1:

@@ -43,12 +43,16 @@ def cut(costs: Sequence[float], first: float, last: float, num_stages: int, *, e
         first: What the first stage has besides (the embedding).
         last: What the last stage has besides (the head).
         num_stages: Stages.
-        even: Equal counts if they divide the blocks; else, and where they do not, the largest stage costs least.
+        even: Megatron's cuts where they are: equal counts, or with one block less at both ends. Else the largest stage
+            costs least.
     """
     if num_stages == 1:
         return [len(costs)]
     if even and len(costs) % num_stages == 0:
         return [len(costs) // num_stages] * num_stages
+    if even and (len(costs) + 2) % num_stages == 0:
+        count = (len(costs) + 2) // num_stages
+        return [count - 1, *[count] * (num_stages - 2), count - 1]
     low, high = max([*costs, first, last]), sum(costs) + first + last
     for _ in range(40):
         middle = (low + high) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -19,8 +20,12 @@ from hf_parallel.planner.profile import ModelProfile, profile_of
 from hf_parallel.settings.sections import spelled
 
 
-BAND: Final = (0.87, 1.25)  # of the prediction, where published runs were fitted; judged from their errors
+BAND: Final = (0.85, 1.3)  # of the prediction, where published runs were fitted; judged from their errors
 WIDE: Final = (0.7, 1.6)  # elsewhere: PCIe, consumer cards, offload, experts, compression, adapters, Ulysses
+MOST: Final = 3.0  # high_s over low_s
+# What the reduction of gradients may take more for each doubling of nodes. Source: all-reduces of 2 to 64 nodes in the
+# ultra-scale playbook (nanotron), 362 to 33 GB/s on a network of 400.
+SLOWER: Final = 0.7
 FITTED: Final = frozenset({"a100_80", "a100_40", "h100", "h100_96", "h200"})
 ADAM_BYTES: Final = 34.0  # of memory traffic for each parameter
 # What is left of a gradient's fp32 bytes on the wire.
@@ -78,6 +83,8 @@ class Step:
     ideal: float
     exposed: float
     rest: float
+    reduction: float
+    nodes: int
 
     @property
     def total(self) -> float:
@@ -101,21 +108,35 @@ def predict(model: Any, cluster: Cluster, layout: Mapping[str, Any] | LayoutSpec
     checks = {"seq_len": lambda: whole("seq_len", seq_len), "layout": lambda: layout_of(layout, cluster)}
     spec = all_of(checks)["layout"]
     profile = profile_of(model)
-    check_sizes(profile, spec)
+    check_sizes(profile, spec, seq_len)
     return estimate(profile, cluster, spec, seq_len)
 
 
-def check_sizes(profile: ModelProfile, spec: LayoutSpec) -> None:
-    """Refuse more stages than blocks.
+def check_sizes(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> None:
+    """Refuse what does not fit the model: more stages than blocks, more tp ranks than heads, odd parts of a sequence.
+
+    Heads that tp does not divide are shared unevenly, as the engine shares them; the rank with most of them counts.
 
     Raises:
-        ConfigError: There are.
+        ConfigError: All such problems at once.
     """
+    problems, heads = [], min((kind.heads for kind in profile.kinds if kind.heads), default=0)
     if spec.pp > 1 and spec.num_stages > len(profile.layers) + 2:
-        raise ConfigError(
+        problems.append(
             f"pp={spec.pp} * stages_per_rank={spec.stages_per_rank} = {spec.num_stages} stages, and the model has "
             f"{len(profile.layers)} blocks. Lower pp or stages_per_rank."
         )
+    if heads and spec.tp > heads:
+        problems.append(f"tp={spec.tp}: attention has {heads} heads to share. Set tp to {heads} or less.")
+    if heads and spec.sp > 1 and heads % (spec.tp * spec.sp):
+        problems.append(
+            f"sp={spec.sp}: ranks of a sequence exchange whole heads, and {heads} heads do not divide into "
+            f"tp={spec.tp} * sp={spec.sp} parts. Set sp so that they do."
+        )
+    if seq_len % spec.sp:
+        problems.append(f"sp={spec.sp} does not divide seq_len={seq_len}. Set sp to a divisor of it.")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def estimate(
@@ -131,11 +152,12 @@ def estimate(
     step = step_of(profile, cluster, spec, seq_len, c or constants(), exact=exact)
     total, tokens = step.total, spec.global_batch * seq_len
     low, high = BAND if _is_fitted(profile, cluster, spec) else WIDE
+    slower = high * total + SLOWER * math.log2(step.nodes) * step.reduction
     work = profile.flops(seq_len) * tokens
     return Estimate(
         step_s=total,
         low_s=low * total,
-        high_s=high * total,
+        high_s=min(slower, MOST * low * total),
         tokens_per_s=tokens / total,
         mfu=work / total / (cluster.num_gpus * cluster.card.peak),
         bubble=max(0.0, step.passes - step.ideal) / total,
@@ -173,8 +195,11 @@ def step_of(
         spec.num_microbatches * sent + way
     )
     reduced = _reduction(profile, place, counts, blocks)
+    nodes = groups_of(spec, cluster)["dp"].nodes
     rest = reduced + _update(profile, place, counts) + c.t_step
-    return Step(tuple(counts), passes, spec.num_microbatches * busy / spec.pp, messages + reduced, rest)
+    return Step(
+        tuple(counts), passes, spec.num_microbatches * busy / spec.pp, messages + reduced, rest, reduced, nodes
+    )
 
 
 def _stages(
@@ -221,15 +246,18 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
     if group.size == 1 or spec.gathers_each_pass:
         return 0.0
     parameters = spec.trained(_largest_rank(profile, spec, counts))
+    if spec.local_steps > 1:  # the parameters themselves, between two steps
+        return all_reduce(min(4.0, spec.states[0]) * parameters, group, cluster, c) / spec.local_steps
     element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.zero == 0:
         sent = all_reduce(element * parameters, group, cluster, c)
     else:
-        gathered = float(spec.element)
-        sent = one_way(element * parameters, group, cluster, c) + one_way(gathered * parameters, group, cluster, c)
-    if spec.overlap_dp:
-        hidden = c.dp_overlapped * sum(one.backward for one in blocks) / spec.pp
-        sent = max(sent - hidden, 0.05 * sent)
+        sent = one_way(element * parameters, group, cluster, c)
+    gathered = one_way(spec.element * parameters, group, cluster, c) if spec.zero else 0.0
+    if spec.overlap_dp:  # gradients travel in the last backward, parameters in the first forward
+        sent = max(sent - c.dp_overlapped * sum(one.backward for one in blocks) / spec.pp, 0.05 * sent)
+        gathered = max(gathered - c.dp_overlapped * sum(one.forward for one in blocks) / spec.pp, 0.05 * gathered)
+    sent += gathered
     if spec.compression not in ("none", "fp16", "bf16"):
         sent += 20.0 * parameters / place.moved
     return sent

@@ -53,6 +53,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "offload_param": zero.offload_param,
         "offload_optimizer": zero.offload_optimizer,
         "compression": config.gradient_compression.method,
+        "local_steps": config.local_sgd.sync_every,
     }
 
 
@@ -91,6 +92,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     settings["tensor_parallel"] = {"sequence_parallel": True} if spec.sequence_parallel else {}
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
     settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
+    settings["local_sgd"] = {} if spec.local_steps == 1 else {"sync_every": spec.local_steps}
     return HFParallelConfig.from_mapping(settings, source="plan")
 
 

@@ -73,7 +73,9 @@ WRITES = {
     ),
 }
 RELOADED = {
-    "weights kept by one callback and loaded by another, shards": Setup(seed=81, callback="Reload", tp=2, model="gpt2"),
+    "weights kept by one callback and loaded by another, shards": Setup(
+        seed=81, callback="Reload", tp=2, model="gpt2"
+    ),
 }
 SETUPS = RELOADED | WRITES | AGAIN | FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
 

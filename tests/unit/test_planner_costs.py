@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,55 @@ def test_the_cut_is_the_best_of_all(last: float, stages: int) -> None:
     assert sum(counts) == len(costs)
     assert worst(tuple(counts)) == pytest.approx(min(map(worst, every)))
     assert cut([1.0] * 92, 0.5, last, 4, even=True) == [23] * 4
+
+
+def test_megatron_has_a_block_less_at_both_ends_where_that_divides() -> None:
+    """As in arXiv:2401.10241, section 5.1; a cut that knows costs would give the last stage fewer."""
+    assert cut([1.0] * 22, 0.0, 1.8, 8, even=True) == [2, 3, 3, 3, 3, 3, 3, 2]
+    assert cut([1.0] * 126, 0.0, 0.5, 128, even=True) == [0, *[1] * 126, 0]
+    assert sum(cut([1.0] * 23, 0.0, 1.8, 8, even=True)) == 23
+
+
+def test_gradients_of_more_passes_are_added_up_unless_the_product_does_it() -> None:
+    cluster = Cluster(1, 1, "a100_80")
+
+    def passes(count: int, **layout: object) -> float:
+        rows = {"micro_batch": 16 // count, "num_microbatches": count}
+        return predict(gpt(4096, 4, 32), cluster, rows | layout, seq_len=2048).step_s
+
+    written, inside = (passes(16, kernels=name) - passes(1, kernels=name) for name in ("eager", "fused"))
+    assert written > 1.5 * inside
+    wide, narrow = (passes(16, state_bytes=(2, held, 12)) for held in (4, 2))
+    assert wide > narrow
+
+
+def test_parameters_are_gathered_while_the_first_forward_runs() -> None:
+    cluster = Cluster(2, 8, "a100_80")
+    layout = {"dp": 16, "zero": 1, "micro_batch": 8, "overlap_dp": True}
+    hidden, shown = (
+        predict(SMALL, cluster, layout | {"overlap_dp": value}, seq_len=2048).exposed_communication_s
+        for value in (True, False)
+    )
+    assert hidden < 0.1 * shown
+
+
+def test_any_layout_has_a_finite_band_and_seven_terms() -> None:
+    draw = random.Random(0)
+    for _ in range(600):
+        tp, pp, dp, sp = (draw.choice(sizes) for sizes in ((1, 2, 8), (1, 2, 4), (1, 2, 4), (1, 1, 2)))
+        layout = {key: draw.choice(CHOICES[key]) for key in ("zero", "schedule", "recompute", "dtype", "kernels")}
+        layout |= {key: draw.choice(CHOICES[key]) for key in ("attention", "engine", "offload_optimizer")}
+        layout |= {"tp": tp, "pp": pp, "dp": dp, "sp": sp, "num_microbatches": draw.choice((1, 5, 16))}
+        layout |= {key: draw.random() < 0.5 for key in ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")}
+        ranks = tp * pp * dp * sp
+        cluster = Cluster(max(1, ranks // 8), min(8, ranks), draw.choice(("h100", "a100_40", "rtx3090", "cpu")))
+        found = predict(SMALL, cluster, layout, seq_len=draw.choice((512, 4096)))
+        assert 0 < found.low_s <= found.step_s <= found.high_s <= 3.001 * found.low_s, layout
+        assert 0 <= found.bubble < 1, layout
+        assert 0 <= found.exposed_communication_s < found.step_s, layout
+        assert 0 < found.mfu < 1, layout
+        assert tuple(found.memory_bytes) == TERMS
+        assert min(found.memory_bytes.values()) >= 0, layout
 
 
 def test_the_published_table_of_zero_comes_out() -> None:

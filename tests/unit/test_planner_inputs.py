@@ -6,6 +6,7 @@ from typing import get_args
 
 import numpy
 import pytest
+from transformers import GPT2Config
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.hardware import Cluster, gpu_table
@@ -15,6 +16,7 @@ from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import plan
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import Method
+from hf_parallel.settings.sections import STAGES_PER_RANK
 
 
 def test_every_card_names_its_source() -> None:
@@ -23,6 +25,7 @@ def test_every_card_names_its_source() -> None:
         assert card.source, name
         assert min(card.peak, card.attention, card.memory, card.bandwidth, card.pcie, card.network) > 0, name
         assert card.fp32 <= card.peak, name
+        assert card.attention <= card.flash <= card.peak, name
 
 
 def test_none_is_the_value_of_the_table() -> None:
@@ -102,6 +105,109 @@ def test_numbers_of_a_table_are_numbers() -> None:
 def test_a_layout_that_cannot_be_is_refused(layout: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(layout, Cluster(2, 8, "h100"))  # type: ignore[arg-type]
+
+
+def small(heads: int = 4, layers: int = 4) -> GPT2Config:
+    return GPT2Config(n_embd=heads * 8, n_layer=layers, n_head=heads, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 8, "dp": 2}, "tp=8: attention has 4 heads to share. Set tp to 4 or less"),
+        ({"sp": 8, "dp": 2}, "sp=8: .*4 heads do not divide into tp=1 \\* sp=8 parts"),
+        ({"tp": 2, "sp": 4, "dp": 2}, "4 heads do not divide into tp=2 \\* sp=4 parts"),
+        ({"pp": 16}, r"16 stages, and the model has\s+4 blocks. Lower pp"),
+        ({"tp": 16}, "tp=16: attention has 4 heads"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_fit_is_refused(layout: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict(small(), Cluster(2, 8, "h100"), layout, seq_len=128)
+
+
+def test_ranks_of_a_sequence_share_it_evenly() -> None:
+    with pytest.raises(ConfigError, match="sp=2 does not divide seq_len=127"):
+        predict(small(), Cluster(1, 2, "h100"), {"sp": 2}, seq_len=127)
+
+
+def test_heads_that_tp_does_not_divide_cost_what_the_fullest_rank_has() -> None:
+    """The engine shares 25 heads as 13 and 12."""
+    odd, even = (GPT2Config(n_embd=1600, n_layer=4, n_head=heads, vocab_size=64) for heads in (25, 20))
+    layout = {"tp": 4, "micro_batch": 4, "attention": "flash"}
+    uneven, smooth = (predict(one, Cluster(1, 4, "a100_80"), layout, seq_len=4096).step_s for one in (odd, even))
+    assert uneven > smooth
+
+
+@pytest.mark.parametrize("schedule", STAGES_PER_RANK)
+@pytest.mark.parametrize("stages", [None, 1])
+def test_every_schedule_is_predicted(schedule: str, stages: int | None) -> None:
+    layout: dict[str, object] = {"pp": 4, "num_microbatches": 9, "schedule": schedule}
+    if stages is not None and STAGES_PER_RANK[schedule][0] == 1:
+        layout["stages_per_rank"] = stages
+    found = predict(small(layers=14), Cluster(1, 4, "h100"), layout, seq_len=128)
+    assert 0 < found.low_s <= found.step_s <= found.high_s <= 3 * found.low_s
+    assert 0 <= found.bubble < 1
+
+
+def test_a_block_a_stage_is_predicted() -> None:
+    """92 blocks in 4 times 23 stages, as in the README of Megatron-LM."""
+    layout = {
+        "pp": 4,
+        "num_microbatches": 16,
+        "schedule": "interleaved_1f1b",
+        "stages_per_rank": 23,
+        "kernels": "fused",
+    }
+    assert predict(small(layers=92), Cluster(1, 4, "h100"), layout, seq_len=128).step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("tp", (1, 2), (0, -1, 1.5, "2", None, True)),
+        ("pp", (1, 2), (0, -1, "2", None)),
+        ("dp", (1, 2), (0, -2, "2", None)),
+        ("sp", (1, 2), (0, -2, "2", None)),
+        ("zero", (0, 1, 2, 3), (-1, 4, "1", 1.5, None, True)),
+        ("micro_batch", (1, 7), (0, -1, "1", 0.5, None)),
+        ("num_microbatches", (1, 7), (0, -1, "1", None)),
+        ("schedule", tuple(STAGES_PER_RANK), ("zb", "1F1B", 1, None, "")),
+        ("stages_per_rank", (1,), (0, -1, "1", 1.5)),
+        ("recompute", ("none", "selective", "full"), ("some", True, None)),
+        ("sequence_parallel", (True, False), (1, 0, "true", None)),
+        ("dtype", ("bf16", "fp16", "fp8", "fp32"), ("float32", 16, None)),
+        ("kernels", ("eager", "compiled", "fused"), ("triton", None)),
+        ("attention", ("eager", "sdpa", "flash"), ("flash2", None)),
+        ("overlap_dp", (True, False), (1, "no", None)),
+        ("overlap_tp", (True, False), (1, "no", None)),
+        ("overlap_pp", (True, False), (1, "no", None)),
+        (
+            "state_bytes",
+            ((2, 4, 12), [4, 4, 8], None),
+            ((2, 4), (2, -4, 12), "2;4;12", (2, "4", 12), 16, (float("nan"), 2, 2)),
+        ),
+        ("engine", ("native", "fsdp2", "deepspeed", None), ("fsdp", 1)),
+        ("offload_param", ("none", "cpu", "nvme", None), ("disk", True)),
+        ("offload_optimizer", ("none", "cpu", "nvme", None), ("disk", True)),
+        ("compression", (*get_args(Method), None), ("zip", 1)),
+        ("local_steps", (1, 8), (0, -1, "8", None)),
+    ],
+)
+def test_every_key_takes_its_values_and_no_others(key: str, good: tuple[object, ...], bad: tuple[object, ...]) -> None:
+    for value in good:
+        layout_of({key: value})
+    for value in bad:
+        with pytest.raises(ConfigError, match=key):
+            layout_of({key: value})
+
+
+def test_local_steps_expect_replicas_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"local_steps=8: .*Set zero to 0 and compression to none"):
+        layout_of({"local_steps": 8, "zero": 1})
+    cluster, model = Cluster(2, 1, "a100_80", inter_gbit_s=0.01), small()
+    often, seldom = (predict(model, cluster, {"dp": 2, "local_steps": n}, seq_len=128).step_s for n in (1, 8))
+    assert seldom < often
 
 
 def test_all_problems_of_a_layout_are_told_at_once() -> None:
