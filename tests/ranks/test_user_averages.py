@@ -14,7 +14,9 @@ import pytest
 import tiny
 import torch
 import user_loops
+import user_steps
 from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
 
@@ -111,3 +113,44 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", BODIES)
 def test_an_average_of_a_tied_model_is_that_of_one_process(name: str, layout: str, runs: dict[str, Any]) -> None:
     assert user_loops.difference(runs[f"{layout}-{name}"], runs[f"one-{name}"]) < 1e-5
+
+
+class Average(TrainerCallback):
+    """Follows the weights, takes their place once for a moment, and is what is saved."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.shadow = copy.deepcopy(model.state_dict())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        follow(self.shadow, model.state_dict())
+        if state.global_step == 2:
+            kept = copy.deepcopy(model.state_dict())
+            model.load_state_dict(self.shadow)
+            model.load_state_dict(kept)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.load_state_dict(self.shadow)
+
+
+user_steps.KINDS["Average"] = (Trainer, {"change": lambda trainer: trainer.add_callback(Average())})
+
+
+def trainers(rank: int, world_size: int, layouts: tuple[str, ...], folder: str) -> Any:
+    rows = {layout: 4 if layout in ("dp2", "zero1", "zero3") else 8 for layout in layouts}
+    jobs = [("Average", user_loops.LAYOUTS[each], {"model": "llama_tied", "rows": rows[each]}) for each in layouts]
+    return dict(zip(layouts, user_steps.many(rank, world_size, jobs, folder), strict=True))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for world_size, layouts in ((1, ("one",)), (2, LAYOUTS)):
+        folder = tmp_path_factory.mktemp("trainers")
+        options = {"init_group": world_size > 1, "env": ENV, "timeout": 200.0}
+        found |= run_ranks(trainers, world_size, layouts, str(folder), tmp_path=folder, **options)[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_average_that_a_callback_leaves_is_what_is_saved(layout: str, trained: dict[str, Any]) -> None:
+    user_steps.same(trained[layout], trained["one"])
