@@ -51,6 +51,8 @@ LEFT = "has left the run"
 TICK_S = 0.4
 SILENT_S = 0.8
 STORE_S = 0.4
+# In which the process of a rank that has raised what others cannot know of may end by itself.
+LEFT_S = 5.0
 # A gap between two ticks that is longer is time in which this process was stopped: nobody else is to blame for it.
 STOPPED_S = 2.0
 
@@ -81,6 +83,7 @@ class Watchdog:
         self._thread: _WatchThread | None = None
         self._made_board: NoticeBoard | None = None
         self._resting = self._stopped = False
+        self._left: tuple[str, float] | None = None
 
     @property
     def _board(self) -> NoticeBoard:
@@ -99,6 +102,13 @@ class Watchdog:
         self._line = (False, text, time.monotonic())
         if self._resting:
             self.start()
+
+    def leaves_others(self, text: str) -> None:
+        """This rank raises `text` while others wait for it in a layer, which nothing but its end will tell them.
+
+        If it goes on all the same, because user code has caught the error, the job ends after `LEFT_S`.
+        """
+        self._left = text, time.monotonic()
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
@@ -211,6 +221,10 @@ class Watchdog:
             self._publish(waits, text, age)
             if waits and age > self._timeout_s:
                 self._end(text, age)
+            if self._left is not None and now - self._left[1] > LEFT_S:
+                self._board.end(
+                    json.dumps({"reason": f"{self._names[self._rank]} raised: {self._left[0]}", "silent": []})
+                )
             if self._board.ended is not None:
                 self._follow(self._board.ended)
 

@@ -47,6 +47,29 @@ class FlatParameter(nn.Parameter):
             "optimizer of yours, change it in place (p.data.copy_(...))."
         )
 
+    @property
+    def requires_grad(self) -> bool:
+        """As stock: parts are always updated."""
+        return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        self.requires_grad_(trained)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Freezing a part would freeze nothing: the parameters in it have gradients of their own.
+
+        Raises:
+            UnsupportedError: It would.
+        """
+        if not requires_grad:
+            raise UnsupportedError(
+                "requires_grad of a parameter of an optimizer that is partitioned (zero.stage above 0) was set to False: the "
+                "optimizer itself has flat parts of several parameters. Freeze parameters of the model, or of the optimizer that "
+                "accelerator.prepare() returned and that callbacks are given."
+            )
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class FlatKind:

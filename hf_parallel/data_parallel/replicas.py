@@ -34,6 +34,7 @@ class Replicas:
         zero: The partition of the optimizer (ZeRO 1 and 2); None without one.
         sharded: The model with sharded parameters (ZeRO 3); None without one.
         local: What synchronises replicas after local steps; None without local steps.
+        before_reading: What comes before code outside of training reads the model.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Replicas:
         self._settings, self._counted = settings, counted
         self.zero: ZeroPartition | None = None
         self.local: LocalSteps | None = None
+        self.before_reading: list[Callable[[], None]] = []
         self.sharded = settings.sharded
         self._steps_locally = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
         self._compression = settings.local_sgd.compression if self._steps_locally else settings.compression
@@ -88,28 +90,36 @@ class Replicas:
         Raises:
             UnsupportedError: The optimizer was partitioned for the old ones.
         """
-        stage = self._settings.zero.stage
-        changed = [*unfrozen, *frozen]
-        if self.sharded is not None and changed:
-            raise UnsupportedError(
-                f"{changed[0]} ({len(changed)} parameters) was frozen or unfrozen after zero.stage={stage} had sharded the "
-                "parameters. Set requires_grad before training starts, or zero.stage to 0."
-            )
+        self.refuse(self.fixed(frozen, unfrozen))
+        self.lay_out()
+
+    def fixed(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> list[str]:
+        """Those of the parameters that were frozen or unfrozen for which it is too late."""
+        if self.sharded is not None:
+            return [*unfrozen, *frozen]
         updated = {name for group in (self.zero.groups if self.zero is not None else ()) for name in group}
         late = [name for name in unfrozen if name in updated]
-        if late:
-            raise UnsupportedError(
-                f"{late[0]} ({len(late)} parameters) was unfrozen after zero.stage={stage} partitioned the optimizer, "
-                "whose parts each have one step count. Set requires_grad before training starts, or zero.stage to 0."
-            )
-        unknown = [] if self.local is None else self.local.unknown(self._parameters)
-        if unknown:
-            raise UnsupportedError(
-                f"{unknown[0]} ({len(unknown)} parameters) was unfrozen after local_sgd.sync_every="
-                f"{self._settings.local_sgd.sync_every} had begun: replicas would never synchronise it. Set requires_grad before "
-                "training starts, or local_sgd.sync_every to 1."
-            )
-        self.lay_out()
+        return late if late or self.local is None else self.local.unknown(self._parameters)
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Refuse what `fixed` has found, on this rank or on another stage.
+
+        Raises:
+            UnsupportedError: There are any.
+        """
+        if not names:
+            return
+        stage, local = self._settings.zero.stage, self._settings.local_sgd
+        if self.sharded is not None:
+            when = f"frozen or unfrozen after zero.stage={stage} had sharded the parameters"
+        elif self.zero is not None:
+            when = f"unfrozen after zero.stage={stage} partitioned the optimizer, whose parts each have one step count"
+        else:
+            when = f"unfrozen after local_sgd.sync_every={local.sync_every} had begun: replicas would never synchronise it"
+        setting = "local_sgd.sync_every to 1" if self.sharded is None and self.zero is None else "zero.stage to 0"
+        raise UnsupportedError(
+            f"{names[0]} ({len(names)} parameters) was {when}. Set requires_grad before training starts, or {setting}."
+        )
 
     def _traffic(self) -> Traffic:
         """How gradients are sent. Tied parameters are summed over their stages first, so their buckets wait for that."""
@@ -294,6 +304,8 @@ class Replicas:
 
     def synchronise(self) -> None:
         """Synchronise the replicas and complete gathers, before code outside of training reads the model; collective."""
+        for settle in self.before_reading:
+            settle()
         if self.local is not None:
             self.local.synchronise()
         if self.zero is not None:

@@ -226,8 +226,10 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._backwards = Backwards(attachment.mesh, attachment.device)
+        attachment.gradients.replicas.before_reading.append(self._backwards.settle)
         common, random = self._common_weights(attachment), attachment.random_check
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random)
+        leave = attachment.watchdog.leaves_others
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, leave)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""

@@ -29,6 +29,7 @@ from hf_parallel.guards.crossing import crosses_parameters
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
+from hf_parallel.guards.optimizer_parts import ShownOptimizer
 from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
@@ -68,6 +69,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
         self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
@@ -75,6 +77,7 @@ class GradientSync:
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
+        self.replicas.before_reading.append(self.settle_states)
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -310,11 +313,28 @@ class GradientSync:
                 optimizer, ((n, p) for s in zero.shards for n, p in zip(s.bucket.names, s.bucket.params, strict=True))
             )
 
+    def shown_parts(self, optimizer: torch.optim.Optimizer) -> ShownOptimizer | None:
+        """What user code sees of a guarded optimizer of flat parts; None of another."""
+        zero = self.replicas.zero
+        if zero is None or optimizer is not zero.optimizer:
+            return None
+        self._shown_parts = self._shown_parts or ShownOptimizer(zero, self._parameters)
+        return self._shown_parts
+
+    def settle_states(self) -> None:
+        """What user code made of the states of a partitioned optimizer counts; before a step, and before they are saved.
+
+        Raises:
+            UnsupportedError: Parameters that share a state were treated unlike each other.
+        """
+        if self._shown_parts is not None:
+            self._shown_parts.settle()
+
     def shown_states(self, optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
         """The states of a guarded optimizer as user code sees them: those of parts say so."""
-        zero = self.replicas.zero
-        if zero is not None and optimizer is zero.optimizer:
-            return shown_states(optimizer.state, lambda parameter: True)
+        parts = self.shown_parts(optimizer)
+        if parts is not None:
+            return parts.states()
         shards = {id(p) for name, p in self._parameters.items() if self._ledger.entries[name].spec is not None}
         return shown_states(optimizer.state, lambda p: id(p) in shards) if shards else optimizer.state
 
@@ -334,6 +354,7 @@ class GradientSync:
             self._weights.check()
         self.shown.compare_factors()
         self.shown.take_back()
+        self.settle_states()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.before_update()

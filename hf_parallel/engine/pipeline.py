@@ -74,8 +74,7 @@ class PipelineEngine(Engine):
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
         self._freezing = Freezing(
-            *(self.model, attachment.ledger, attachment.parameters, self.mesh),
-            always_asks=self.gradients.replicas.partitions,
+            *(self.model, attachment.ledger, attachment.parameters, self.mesh), self.gradients.replicas
         )
         self._programs = programs
         self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=loss_shifts_labels(self.model))

@@ -19,6 +19,10 @@ from hf_parallel.mesh import Mesh
 
 
 TOLERANCE = 1e-5  # of one computation on the same kind of device
+LATE = (
+    "A GPU is not waited for within a step, so the optimizer has made this update; nothing was evaluated or saved since. Go back to "
+    "the last checkpoint."
+)
 
 
 class Backwards:
@@ -98,16 +102,28 @@ class Backwards:
         """
         on_logits = self._on_logits
         values = self._gathered(())
-        before, self._under_way = self._under_way, None
-        if before is not None:
-            before[1].synchronize()
-            self._judge(before[0], before[2])
+        self.settle()
         if values.device.type != "cuda":
             self._judge(values, on_logits)
             return
         here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         here.copy_(values, non_blocking=True)
         self._under_way = here, torch.cuda.current_stream(values.device).record_event(), on_logits
+
+    def settle(self) -> None:
+        """Judge a step that is not judged yet; before its weights are evaluated or saved. Waits for the device.
+
+        Raises:
+            RankMismatchError: As `agree_later`.
+        """
+        before, self._under_way = self._under_way, None
+        if before is None:
+            return
+        before[1].synchronize()
+        try:
+            self._judge(before[0], before[2])
+        except RankMismatchError as error:
+            raise RankMismatchError(f"{error} {LATE}") from error
 
     def _judge(self, values: Tensor, on_logits: bool) -> None:
         self._compare([(int(n), mark, size) for n, _, mark, size in values.tolist()], on_logits, True)

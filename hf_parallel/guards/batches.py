@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_parallel.batches import RandomCheck, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
+from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.mesh import Mesh
 
@@ -168,17 +169,26 @@ class SharedBatch:
         device: Where the model computes.
         common: Weights that all of these ranks hold.
         random: Random states that all of these ranks share.
+        leave: Called with what this rank raises while others wait for it in a layer.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, common: CommonWeights, random: RandomCheck) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        common: CommonWeights,
+        random: RandomCheck,
+        leave: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._mesh, self._device, self._common, self._random = mesh, device, common, random
+        self._leave = leave
         self._digests = Digests()
         self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
         self._looked = True
         self._under_way: tuple[Tensor, dist.Work | torch.cuda.Event] | None = None
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
-        """Before a forward pass; collective over the tensor-parallel ranks: three numbers each.
+        """Before a forward pass; collective over the tensor-parallel ranks: four numbers each.
 
         Args:
             batch: What the model is called with.
@@ -200,6 +210,8 @@ class SharedBatch:
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
         size, rank, group = self._mesh.shape.tp_size, self._mesh.tp_rank, self._mesh.tp_group
+        waits = shapes != self._shapes  # for the others, before it runs the model
+        numbers = [*numbers, int(waits)]
         if self._device.type == "cuda":
             values = torch.zeros(size, len(numbers), dtype=torch.int64, device=self._device)
             _write(values[rank], numbers)
@@ -210,12 +222,17 @@ class SharedBatch:
             return
         nothing = [0] * len(numbers)
         values = torch.tensor([numbers if index == rank else nothing for index in range(size)])
-        if shapes == self._shapes:
+        if not waits:
             self._under_way = values, dist.all_reduce(values, group=group, async_op=True)
-        else:
-            dist.all_reduce(values, group=group)
+            return
+        dist.all_reduce(values, group=group)
+        try:
             self._judge(values)
-            self._shapes = shapes
+        except RankMismatchError as error:
+            if not values[:, -1].all():
+                self._leave(str(error))
+            raise
+        self._shapes = shapes
 
     @contextmanager
     def judging(self) -> Iterator[None]:
@@ -262,7 +279,7 @@ class SharedBatch:
         self._judge(values)
 
     def _judge(self, values: Tensor) -> None:
-        rows = values.tolist()
+        rows = [row[:-1] for row in values.tolist()]
         if all(row == rows[0] for row in rows):
             return
         self._shapes = []

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh, new_group_of
 
@@ -33,8 +34,8 @@ class Freezing:
         ledger: Of the whole model.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
-        always_asks: Whether stages ask each other before each schedule even if everything is trained, because gradients
-            that are made cannot be dropped.
+        replicas: Their buffers may be laid out for what was trained at the start. With ZeRO stages ask each other before each
+            schedule even if everything is trained, because gradients that are made cannot be dropped.
 
     Attributes:
         group: The stages, for messages over host memory.
@@ -46,10 +47,9 @@ class Freezing:
         ledger: Ledger,
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
-        *,
-        always_asks: bool,
+        replicas: Replicas,
     ) -> None:
-        self._model, self._parameters, self._always_asks = model, dict(parameters), always_asks
+        self._model, self._parameters, self._replicas = model, dict(parameters), replicas
         # A tied parameter may have been changed under a name that only one of its stages has.
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         self.group = mesh.pp_group
@@ -127,7 +127,7 @@ class Freezing:
             return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
-        words = [int(bool(changed)), int(self._always_asks or not all(now.values()))]
+        words = [int(bool(changed)), int(self._replicas.partitions or not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
@@ -138,8 +138,18 @@ class Freezing:
             if name in self._parameters and state != SAME:
                 self._parameters[name].requires_grad_(state == UNFROZEN)
         self._freeze_spare()
+        self._refuse_fixed()
         self._trained = self._now()
         self._forget = True
+
+    def _refuse_fixed(self) -> None:
+        """Refuse changes that come too late, on every stage alike; collective over the pipeline."""
+        now = self._now()
+        frozen = [name for name, was_trained in self._trained.items() if was_trained and not now[name]]
+        unfrozen = [name for name, was_trained in self._trained.items() if not was_trained and now[name]]
+        found: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(found, self._replicas.fixed(frozen, unfrozen), group=self.group)
+        self._replicas.refuse(list(dict.fromkeys(name for names in found for name in names)))
 
     def _freeze_spare(self) -> None:
         """What is here only because it could not be taken out is trained elsewhere."""

@@ -7,7 +7,8 @@ average, the same tensors are right: every rank has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -71,12 +72,30 @@ def _marked(value: Any) -> Any:
     return value.as_subclass(PartTensor) if type(value) is Tensor else value
 
 
-def mark_parts(model: nn.Module, take_whole: Callable[[dict[str, Any], str], None]) -> None:
+def _name_all(
+    names_of_tied: Sequence[Sequence[str]], module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Give a tied tensor all the names that it has in one process, as one object.
+
+    Code that averages name by name meets it there as often as it has names, and a deep copy of the state dict keeps it one
+    tensor: such an average moves twice a step.
+    """
+    for names in names_of_tied:
+        keys = [prefix + name for name in names]
+        held = next((state[key] for key in keys if key in state), None)
+        if held is not None:
+            state.update(dict.fromkeys(keys, held))
+
+
+def mark_parts(
+    model: nn.Module, take_whole: Callable[[dict[str, Any], str], None], names_of_tied: Sequence[Sequence[str]] = ()
+) -> None:
     """Mark what the state dicts of a model and its modules have from now on; let the model take a whole one.
 
     Args:
         model: Of which this rank holds a part.
         take_whole: Puts this rank's part in the place of whole tensors; given a state dict to change and the prefix of its keys.
+        names_of_tied: Of each tensor here that has several names in the whole model, all of them.
     """
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -84,6 +103,7 @@ def mark_parts(model: nn.Module, take_whole: Callable[[dict[str, Any], str], Non
 
     for module in model.modules():
         module.register_state_dict_post_hook(_mark)
+    model.register_state_dict_post_hook(functools.partial(_name_all, names_of_tied))
     model.register_load_state_dict_pre_hook(take)
 
 

@@ -62,7 +62,7 @@ class StateOfPart(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-class _Shown(MutableMapping[Any, Any]):
+class Shown(MutableMapping[Any, Any]):
     """A dict whose values user code sees in another form; what it changes is changed there."""
 
     def __init__(self, real: MutableMapping[Any, Any], form: Callable[[Any, Any], Any]) -> None:
@@ -96,7 +96,7 @@ class _Shown(MutableMapping[Any, Any]):
         self.real.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(dict(self.real), memo)
+        return deepcopy(dict(self.items()), memo)
 
     def __repr__(self) -> str:
         return repr(dict(self.real))
@@ -115,9 +115,9 @@ def shown_states(states: MutableMapping[Any, Any], is_part: Callable[[Any], bool
         return value.as_subclass(StateOfPart) if wrapped else value
 
     def of_parameter(parameter: Any, state: Any) -> Any:
-        return _Shown(state, of_key) if isinstance(state, dict) and is_part(parameter) else state
+        return Shown(state, of_key) if isinstance(state, dict) and is_part(parameter) else state
 
-    return _Shown(states, of_parameter)
+    return Shown(states, of_parameter)
 
 
 class PartStates(defaultdict[Any, Any]):

@@ -80,6 +80,7 @@ class Record:
     flops: dict[int, float]  # matmul FLOPs by epoch, forward
     traffic: dict[int, float]  # bytes of activations that ops without FLOPs read and write, by epoch, forward
     saved: dict[int, int]  # bytes that autograd keeps for the backward, parameters and buffers left out, by epoch
+    early: frozenset[str]  # modules of `zero_outputs` that are called before the first block only
     has_scalars: bool = False
 
 
@@ -199,6 +200,7 @@ class _Watcher:
         self.blocks: dict[int, BlockTrace] = {}
         self.zero_outputs: dict[str, str] = {}
         self._varied: set[str] = set()
+        self.called: dict[str, set[int]] = {}  # a table or projection -> epochs
         self._before: dict[Path, int] = {}
         self._hooked: list[HookedCall] = []
         self._handles: list[RemovableHandle] = []
@@ -270,6 +272,7 @@ class _Watcher:
 
     def _shape(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
+            self.called.setdefault(name, set()).add(self.log.epoch)
             kind = _zero_kind(module, args, out)
             if kind is None or self.zero_outputs.get(name, kind) != kind or name in self._varied:
                 self.zero_outputs.pop(name, None)
@@ -387,5 +390,6 @@ def record_forward(
         flops=log.flops,
         traffic=log.traffic,
         saved=log.saved,
+        early=frozenset(name for name, epochs in watcher.called.items() if epochs == {0}),
         has_scalars=with_scalars,
     )

@@ -65,6 +65,7 @@ class _Slice:
     crossings: dict[int, tuple[int, str]]  # storage -> (block, op that made it)
     needed: frozenset[int]  # storages of parameters and buffers that are really used
     touched: frozenset[int]  # those read by any code the stage executes, used or not
+    early: frozenset[int]  # storages that are read before the stage's first block for what it sends or returns
 
 
 class PipelinePlan:
@@ -188,6 +189,11 @@ class PipelinePlan:
         touched = self._slice(span).touched
         return any(self._storage.get(alias) in touched for alias in self._aliases.get(name, (name,)))
 
+    def looks_up_for_nothing(self, span: Span, module: str) -> bool:
+        """Whether a stage calls a table or projection before its first block and has no use for what that returns."""
+        storage = self._storage.get(f"{module}.weight")
+        return module in self.record.early and span.lo > 0 and storage not in self._slice(span).early
+
     def is_read(self, name: str) -> bool:
         """Whether anything in the whole forward reads the parameter."""
         return any(self._storage.get(alias) in self._read for alias in self._aliases.get(name, (name,)))
@@ -303,6 +309,7 @@ class PipelinePlan:
         needed: set[int] = set(self._outputs) if hi is None else set()
         used: set[int] = set()
         touched: set[int] = set()
+        early: set[int] = set()
         crossings: dict[int, tuple[int, str]] = {}
         for op in reversed(self._ops):
             if op.epoch >= end:
@@ -313,12 +320,13 @@ class PipelinePlan:
             if op.epoch >= 2 * lo or (outside and op.writes & needed):
                 needed |= op.reads
                 used |= op.reads
+                early |= op.reads if op.epoch < 2 * lo else set()
             elif not outside and not op.is_view:
                 for storage in op.writes & needed:
                     if storage not in self._names_of:
                         crossings.setdefault(storage, ((op.epoch - 1) // 2, op.name))
         owned = self._names_of.keys()
-        return _Slice(crossings, frozenset(used & owned), frozenset(touched & owned))
+        return _Slice(crossings, frozenset(used & owned), frozenset(touched & owned), frozenset(early & owned))
 
     def _keys_at(self, boundary: int) -> tuple[CrossingKey, ...] | str:
         """The crossing keys, or why there are none."""

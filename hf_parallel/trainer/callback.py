@@ -239,14 +239,28 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
 
 
 def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
-    """Say that noise on embeddings, as dropout, is drawn anew for each microbatch."""
-    if args.neftune_noise_alpha is not None and config.pp_size > 1 and args.process_index == 0:
-        logger.warning(
-            "hf_parallel: neftune_noise_alpha=%s with pp_size=%d: the noise of each microbatch is drawn from a stream of its own, "
-            "like dropout. It has the size that it has in one process, from other random numbers, so that losses differ by it.",
-            args.neftune_noise_alpha,
-            config.pp_size,
+    """Say that noise on embeddings, as dropout, is drawn from other streams than in one process."""
+    if args.neftune_noise_alpha is None or args.process_index != 0:
+        return
+    if config.pp_size > 1:
+        where, why = (
+            f"pp_size={config.pp_size}",
+            "that of each microbatch is drawn from a stream of its own, like dropout",
         )
+    elif config.tp_size > 1 and config.tensor_parallel.sequence_parallel:
+        where, why = (
+            "sequence_parallel: true",
+            "each block takes a number of the stream that it is drawn from, for its dropout",
+        )
+    else:
+        return
+    logger.warning(
+        "hf_parallel: neftune_noise_alpha=%s with %s: %s. It has the size that it has in one process, from other random numbers, so "
+        "that losses differ by it.",
+        args.neftune_noise_alpha,
+        where,
+        why,
+    )
 
 
 def _without_effect(args: TrainingArguments) -> list[str]:

@@ -44,7 +44,9 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
     if save is not None:
         vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
     if engine.mesh.shape.mp_size > 1 or engine.gradients.replicas.sharded is not None:
-        mark_parts(engine.model, functools.partial(take_whole, engine))
+        held = engine.attachment.ledger.held_by(engine.mesh.pp_rank)
+        tied = [entry.aliases for entry in held if len(entry.aliases) > 1]
+        mark_parts(engine.model, functools.partial(take_whole, engine), tied)
 
 
 @torch.no_grad()
@@ -62,20 +64,19 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
         name for name, _ in (*engine.model.named_parameters(remove_duplicate=False), *engine.model.named_buffers())
     }
     for entry in attachment.ledger:
-        found = {
-            name: state[prefix + name] for name in entry.aliases if isinstance(state.get(prefix + name), torch.Tensor)
-        }
-        if not found:
+        given = [state[prefix + name] for name in entry.aliases if isinstance(state.get(prefix + name), torch.Tensor)]
+        if not given:
             continue
-        tensor, whole = held.get(entry.name), next(iter(found.values()))
+        tensor, mine = held.get(entry.name), given[-1]  # torch copies one after the other, and the last one stays
         for name in entry.aliases:
             if name not in here:
                 state.pop(prefix + name, None)
-        if tensor is None or tuple(whole.shape) != entry.shape or isinstance(whole, DTensor):
+        if tensor is None:
             continue
-        part = whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
-        local_of(tensor).copy_(rows_of(tensor, part))
-        mine = tensor.detach()
+        if tuple(mine.shape) == entry.shape and not isinstance(mine, DTensor):
+            part = mine if entry.spec is None else entry.spec.shard(mine, mesh.shape.tp_size, mesh.tp_rank)
+            local_of(tensor).copy_(rows_of(tensor, part))
+            mine = tensor.detach()
         for name in here.intersection(entry.aliases):
             state[prefix + name] = mine
 

@@ -171,10 +171,10 @@ EXPECTED: dict[str, dict[str, str]] = {
     "normalised": {"dp2": "", "pp2": CROSSES},
     "lars": {"dp2": "", "pp2": ""},
     "hooked": {"dp2": "", "zero1": "", "zero2": "", "zero3": "", "pp2": "", "tp2": ""},
-    "through_groups": {"dp2": "", "zero1": "flat parts of all parameters", "zero3": "", "pp2": "", "tp2": ""},
+    "through_groups": {"dp2": "", "zero1": "", "zero3": "", "pp2": "", "tp2": ""},
     "noisy": {"dp2": "", "zero1": "", "pp2": "its values differ there"},
     "noisy_by_name": {"dp2": "", "zero1": "", "pp2": ""},
-    "reset": {"dp2": "", "zero1": "one state a part", "zero3": "", "pp2": ""},
+    "reset": {"dp2": "", "zero1": "", "zero1_offload": "", "zero3": "", "pp2": ""},
     "reset_all": {"zero1": "", "zero3": "", "pp2": "", "tp2": ""},
 }
 CASES = [(name, layout) for name, layouts in EXPECTED.items() for layout in layouts]

@@ -128,15 +128,16 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def through_groups(change: Callable[[Any], Any], first: int = 0) -> Callable[[Loop], None]:
-    """Weights are changed where the optimizer has its parameters, from a step on."""
+def through_groups(change: Callable[[Any], Any], first: int = 0, *, inner: bool = False) -> Callable[[Loop], None]:
+    """Weights are changed where the optimizer, or the one that it was made of, has its parameters, from a step on."""
 
     def body(loop: Loop) -> None:
         loop.prepare()
+        optimizer = loop.optimizers[0].optimizer if inner else loop.optimizers[0]
         for step in range(STEPS):
             loop.backward(step)
             loop.step()
-            for group in loop.optimizers[0].param_groups:
+            for group in optimizer.param_groups:
                 for parameter in group["params"] if step >= first else ():
                     change(parameter)
 
@@ -195,29 +196,33 @@ BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (am
 BODIES |= {f"{name}_gradient": rows(change, of_gradient=True) for name, change in ROWS.items()}
 BODIES |= {f"{name}_weight": rows(change, of_gradient=False) for name, change in ROWS.items()}
 BODIES |= {name: through_groups(change) for name, change in CHANGES.items()}
+BODIES |= {f"{name}_inside": through_groups(change, inner=True) for name, change in CHANGES.items()}
 BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
+BODIES |= {"clamped_last_inside": through_groups(CHANGES["clamped"], STEPS - 1, inner=True)}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
 OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
+# Changes where the optimizer has flat parts, and what is said of them.
+IN_GROUPS = {
+    "changed_in_place": OF_PART,
+    "scaled": OF_PART,
+    "exchanged": "p.data = ... was called",
+    "shrunk_together": OF_PART,
+}
 # Name -> layout -> what the error says, or nothing where the loop is right.
 EXPECTED: dict[str, dict[str, str]] = {
     "amplified": {"zero1": "", "zero2": "", "zero3": ""},
     "swapped": {"zero3": ""},
     "plain": {"zero3": "Assign what is computed from the tensor itself"},
-    "clamped": {
-        "zero1": OF_PART,
-        "zero2": OF_PART,
-        "zero1_offload": OF_PART,
-        "zero3": "",
-        "tp2": "",
-    },
-    "clamped_last": {"zero1": OF_PART, "zero1_offload": OF_PART, "zero3": "", "tp2": ""},
+    "clamped": {"zero1": "", "zero2": "", "zero1_offload": "", "zero3": "", "tp2": ""},
+    "clamped_inside": {"zero1": OF_PART, "zero2": OF_PART, "zero1_offload": OF_PART, "zero3": "", "tp2": ""},
+    "clamped_last": {"zero1": "", "zero1_offload": "", "zero3": "", "tp2": ""},
+    "clamped_last_inside": {"zero1": OF_PART, "zero1_offload": OF_PART, "zero3": "", "tp2": ""},
     "clamped_in_hook": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
-    "changed_in_place": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
-    "scaled": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
-    "exchanged": {"zero1": "p.data = ... was called", "zero1_offload": "p.data = ... was called", "tp2": ""},
-    "shrunk_together": {"zero1": OF_PART, "zero1_offload": OF_PART, "tp2": ""},
+    **{name: {"zero1": "", "zero1_offload": "", "tp2": ""} for name in IN_GROUPS},
+    **{f"{name}_inside": {"zero1": text, "zero1_offload": text, "tp2": ""} for name, text in IN_GROUPS.items()},
     "looked_at": {"zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
+    "looked_at_inside": {"zero1": "", "tp2": ""},
     "pruned": {"dp2": "", "zero1": IS_PART, "zero2": IS_PART, "tp2": IS_PART, "zero3": "", "pp2": ""},
     "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},

@@ -5,6 +5,8 @@ If a row fails, the message that compares batches while the model computes is ju
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import tiny
 import torch
 from rank_runner import RankError, run_ranks
 from user_steps import ENV
+
+from hf_parallel.errors import RankMismatchError
 
 
 pytestmark = pytest.mark.long
@@ -120,3 +124,15 @@ def test_another_shape_is_refused_with_one_text_though_one_rank_is_in_its_layers
     assert len(said) == 2
     assert len(set(said)) == 1
     assert "rank 1 (tp 1 of 2) read a different batch than rank 0 (tp 0 of 2)" in said[0]
+
+
+def swallowed(rank: int, world_size: int) -> None:
+    """User code goes on after the error of the rank with another shape; the other one is in its layers."""
+    with contextlib.suppress(RankMismatchError):
+        other_shape(rank, world_size)
+    threading.Event().wait(60)
+
+
+def test_a_job_ends_if_user_code_goes_on_after_another_shape(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"exited with code 86 and no report\nrank \d: exited with code 86"):
+        run_ranks(swallowed, 2, tmp_path=tmp_path, env=ENV, grace=5.0, timeout=30)

@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, runs_and_references
 from transformers import TrainerCallback
 
+from hf_parallel.errors import UnsupportedError
+
 
 pytestmark = pytest.mark.long
 
@@ -159,6 +161,33 @@ def refused_main(rank: int, world_size: int, parallel: dict[str, Any], folder: s
 def test_what_was_laid_out_for_other_parameters_refuses_them(parallel: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=text):
         run_ranks(refused_main, 2, parallel, str(tmp_path / "out"), tmp_path=tmp_path, env=ENV)
+
+
+def staged_main(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> str:
+    case = Case("staged", "head_llama", steps=4, arguments=NO_NOISE, user_optimizer=True, parallel=parallel)
+    trainer = make_trainer(case, Path(folder), world_size, [Gradual("step")])
+    with pytest.raises(UnsupportedError) as refused:
+        trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    assert trainer.state.global_step == 1
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"zero": {"stage": 1}}, "was unfrozen after zero.stage=1"),
+        ({"local_sgd": {"sync_every": 2}}, "was unfrozen after local_sgd.sync_every=2"),
+    ],
+    ids=["zero1", "local"],
+)
+def test_stages_without_the_unfrozen_parameters_refuse_them_in_the_same_words(
+    more: Any, text: str, tmp_path: Path
+) -> None:
+    said = run_ranks(staged_main, 4, {**PP2, **more}, str(tmp_path / "out"), tmp_path=tmp_path, env=ENV)
+    assert len(set(said)) == 1, said
+    assert said[0].startswith("model.layers.2.")
+    assert text in said[0]
 
 
 def resumed_main(rank: int, world_size: int, folder: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,7 @@ def load_training_state(folder: Path, holdings: Holdings, optimizer: torch.optim
             f"{folder / DESCRIPTION}: the state is that of {description['optimizer']}, this run uses "
             f"{type(optimizer).__name__}. Resume with the optimizer it was saved with."
         )
+    _check_parameters(folder, description["parameters"], holdings.ledger)
     index = TensorIndex(folder / TENSORS)
     missing = sorted(set(description["tensors"]) - index.tensors.keys())
     if missing:
@@ -213,6 +214,24 @@ def load_training_state(folder: Path, holdings: Holdings, optimizer: torch.optim
     order = restore(holdings.view(optimizer), saved, groups)
     _load_replicas(description, index, holdings, place)
     return Resumed(order, description["dropout_step"])
+
+
+def _check_parameters(folder: Path, saved: Sequence[str] | None, ledger: Ledger) -> None:
+    """Refuse a state of other parameters: those that this model has not would be left out without a word.
+
+    Raises:
+        CheckpointError: Names the first that only one of the two has.
+    """
+    here = {entry.name for entry in ledger if entry.kind == "param"}
+    odd = sorted(here.symmetric_difference(here if saved is None else saved))
+    if odd:
+        has, lacks = (
+            ("this run's model", "the checkpoint's") if odd[0] in here else ("the checkpoint's model", "this run's")
+        )
+        raise CheckpointError(
+            f"{folder / DESCRIPTION}: {has} has a parameter {odd[0]} and {lacks} has none of that name ({len(odd)} differ; of tied "
+            "parameters the first name counts). Build the model that the checkpoint was saved of."
+        )
 
 
 def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings: Holdings, place: Place) -> None:

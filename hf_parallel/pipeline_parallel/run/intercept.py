@@ -78,7 +78,7 @@ class Calls:
                 hooks[key] = hooks.pop(key)
 
     def install_skipped(self, block: nn.Module, stages: Collection[int]) -> None:
-        """`block` (or an embedding) has all that it was cut with; `stages` skip it."""
+        """`block` (or an embedding) has all that it was cut with; `stages` skip it, or have no use for what it returns."""
         self._skipped.append(_Late(block, stages))
 
     @contextmanager
@@ -102,7 +102,7 @@ class _Late:
     """What was put on a block after the cut, hooks and a forward around ours, and all its hooks of the backward pass."""
 
     def __init__(self, block: nn.Module, stages: Collection[int]) -> None:
-        self.block, self.stages, self.forward = block, frozenset(stages), block.forward
+        self.block, self.stages, self.forward = block, frozenset(stages), vars(block).get("forward")
         *forward, before_backward, backward = module_hooks(block)
         self._hooks = [(hooks, frozenset(hooks)) for hooks in forward]
         # Gradients of a skipped block have passed its hooks, or will, where it runs.
@@ -121,17 +121,20 @@ class _Late:
         self._taken = [{key: hooks[key] for key in hooks if key not in cut} for hooks, cut in self._hooks]
         for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
             hooks.update(dict.fromkeys(taken, _nothing))  # in their places: a handle may be removed meanwhile
-        self._replaced = vars(self.block).get("forward")
-        self.block.forward = self.forward
+        self._replaced = self._put(self.forward)
 
     def give_back(self) -> None:
         for (hooks, _), taken in zip(self._hooks, self._taken, strict=True):
             hooks.update({key: hook for key, hook in taken.items() if key in hooks})
-        if self._replaced is None:
-            del self.block.forward
-        else:
-            self.block.forward = self._replaced
+        self._put(self._replaced)
         self._taken, self._replaced = [], None
+
+    def _put(self, forward: Any) -> Any:
+        """Give the block a forward, or with None that of its class; what it had."""
+        before = vars(self.block).pop("forward", None)
+        if forward is not None:
+            self.block.forward = forward
+        return before
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -317,8 +320,11 @@ def intercept(model: nn.Module, plan: PipelinePlan, parts: Sequence[Part]) -> Ca
             _intercept_block(calls, plan, parts, index, block)
     for name in plan.zero_outputs:
         module = model.get_submodule(name)
-        if isinstance(vars(module).get("forward"), ZeroOutput):  # what it returns is none of the model's values
-            calls.install_skipped(module, [part.index for part in parts])
+        # What it returns is none of the model's values there, or goes nowhere (a table that is the head, too).
+        dropped = isinstance(vars(module).get("forward"), ZeroOutput)
+        skips = [part.index for part in parts if dropped or plan.looks_up_for_nothing(part.span, name)]
+        if skips:
+            calls.install_skipped(module, skips)
     return calls
 
 

@@ -142,11 +142,16 @@ class OnParts(TorchFunctionMode):
 
 
 def _asked_by_user() -> bool:
-    """Whether the function outside of torch that called is neither ours nor of a library that works on parts."""
+    """Whether the function outside of torch that called is neither ours nor of a library that works on parts.
+
+    Torch itself works on parts where it loads a state dict, which has parts.
+    """
     frame = sys._getframe(2)
     while frame.f_back is not None and (frame.f_globals.get("__name__", "") + ".").startswith(
         ("torch.", "contextlib.")
     ):
+        if frame.f_code.co_name == "_load_from_state_dict":
+            return False
         frame = frame.f_back
     return not (frame.f_globals.get("__name__", "") + ".").startswith(LIBRARIES)
 
