@@ -11,7 +11,7 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.nn.modules.conv import _ConvNd as ConvModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "ConvModule",
     "DropoutModule",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "WeakStorage",
