@@ -206,6 +206,7 @@ def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]
             "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
             "synchronize": waits("torch.cuda.synchronize"),
             "default_generators": (generator,) * 8,
+            "is_current_stream_capturing": lambda: False,
             "get_rng_state": lambda device=None: generator.get_state(),
             "set_rng_state": lambda state, device=None: generator.set_state(state),
             **dict.fromkeys(("device", "stream"), inside),

@@ -79,8 +79,9 @@ def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tru
 
 
 def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Names of two tensors that are two objects in one memory; None if there are none."""
-    unique = {id(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
+    """Names of two tensors that are two objects in one memory; None if there are none. Fake tensors are at no address."""
+    real = ((name, tensor) for name, tensor in named if tensor.numel() and not isinstance(tensor, FakeTensor))
+    unique = {id(tensor): (name, tensor) for name, tensor in real}
     spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in unique.values())
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:

@@ -7,6 +7,7 @@ the host stays real where a fake device is metered: the values of counts and fla
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -61,6 +62,7 @@ class Meter(TorchDispatchMode):
         self._axis_of = axis_of
         self._axes: dict[str, str] = {}
         self._blocks: dict[int, Block] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # of real storages: addresses
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
@@ -138,6 +140,9 @@ class Meter(TorchDispatchMode):
             return _made_up(name, fakes[0])
         if name == "aten::copy_" and fakes and not isinstance(args[0], FakeTensor):
             return args[0].zero_()  # what a device said to the host: nothing differs, nothing happened
+        if name == "c10d::allreduce_" and not fakes:
+            for tensor in given:
+                tensor.zero_()  # what ranks compare in parts of their own would differ
         if name == "aten::record_stream":
             return None
         if name == "aten::_pin_memory":
@@ -147,6 +152,7 @@ class Meter(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if not fakes and _stays_real(args, kwargs, given):
             return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_without_values, fake), (args, kwargs))
         with fake:
             return func(*args, **kwargs)
 
@@ -199,7 +205,7 @@ class Meter(TorchDispatchMode):
             return
         storage = local.untyped_storage()
         key = id_of_storage(storage)
-        if key in self._blocks:
+        if key in self._blocks or (self.fake is None and self._is_inside(storage)):
             return
         block = self._blocks[key] = Block(self.phase)
         if storage.nbytes() >= TOLD_BYTES:
@@ -209,9 +215,18 @@ class Meter(TorchDispatchMode):
         self.memory.resize(block, storage.nbytes())
         weakref.finalize(storage, self._free, key, block).atexit = False
 
+    def _is_inside(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a real storage is a part of another one."""
+        start = storage.data_ptr()
+        if any(begin <= start < end for begin, end in self._places.values()):
+            return True
+        self._places[id_of_storage(storage)] = start, start + storage.nbytes()
+        return False
+
     def _free(self, key: int, block: Block) -> None:
         if self._blocks.get(key) is block:
             del self._blocks[key]
+            self._places.pop(key, None)
         self.memory.resize(block, 0)
 
     def _caller(self) -> tuple[str, str]:
@@ -243,8 +258,16 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _without_values(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor as a fake one that no value is known of: torch would compute with those it knows."""
+    made = tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)
+    if isinstance(made, FakeTensor):
+        made.constant = None
+    return made
+
+
 def _made_up(name: str, read: Tensor) -> Any:
-    """What the host reads from a fake device: nothing differs, counts are 1."""
+    """What the host reads from a fake device: nothing differs, nothing happened; numbers are 1."""
     if name in ("aten::nonzero", "aten::masked_select"):
         shape = (0, read.ndim) if name == "aten::nonzero" else (0,)
         return read.new_empty(shape, dtype=torch.int64 if name == "aten::nonzero" else read.dtype)
@@ -252,7 +275,7 @@ def _made_up(name: str, read: Tensor) -> Any:
         return True
     if name == "aten::is_nonzero" or read.dtype == torch.bool:
         return False
-    return 1.0 if read.is_floating_point() else 1
+    return 1.0 if read.is_floating_point() else 0
 
 
 def _attention_kernel(args: Any, kwargs: dict[str, Any]) -> int:

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,7 @@ from hf_parallel.batches import split_rows
 from hf_parallel.compat.fake_cuda import fake_cuda
 from hf_parallel.compat.fake_ranks import fake_ranks
 from hf_parallel.compat.torch_tools import FakeTensorMode
+from hf_parallel.data_parallel import flat
 from hf_parallel.dry_run.memory.terms import Precision, Work
 from hf_parallel.dry_run.rank.meter import Meter
 from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, give_memory, plan_alone
@@ -147,6 +150,9 @@ def _world(job: Job, meter: Meter) -> Iterator[None]:
         backend = "nccl" if job.on_gpu else "gloo"
         stack.enter_context(fake_ranks(job.rank, job.world_size, job.ranks_per_node, backend))
         stack.enter_context(meter.following_resizes())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")  # all are 0
+        stack.enter_context(mock.patch.object(flat, "place_in", _view_of))
         yield
 
 
@@ -183,9 +189,17 @@ def autocast_of(job: Job) -> Callable[[], contextlib.AbstractContextManager[Any]
     return functools.partial(torch.autocast, job.device.type, dtype=job.compute)
 
 
+def _view_of(whole: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """As `flat.place_in`, of a tensor without memory of which parts could be told."""
+    return whole[offset : offset + math.prod(shape)].view(tuple(shape))
+
+
 def _new(
     fake: FakeTensorMode, meter: Meter, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
+    """A tensor of a batch; on the host with values, which ranks compare."""
+    if device.type == "cpu":
+        return torch.ones(shape, dtype=dtype)
     with fake:
         made = torch.empty(shape, dtype=dtype, device=device)
     meter.follow(made, "batch")
@@ -198,21 +212,26 @@ class _Payloads:
     def __init__(self, job: Job, planned: Planned, fake: FakeTensorMode) -> None:
         self._job, self._planned, self._fake = job, planned, fake
         self._found: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
+        self._rows = self._rows_of_microbatches()
         self._untouched = copy.deepcopy(planned.model)
+        self._find()
 
     def header_of(self, message: Any) -> tuple[TensorSpec, ...]:
         """Shapes of the payload of an action of another rank."""
-        rows = self._rows_of(message.microbatch)
-        key = (message.stage, rows)
-        if key not in self._found:
-            self._found[key] = self._run(message.stage, rows)
-        return self._found[key]
+        return self._found[message.stage, self._rows[message.microbatch % len(self._rows)]]
 
-    def _rows_of(self, microbatch: int) -> int:
+    def _find(self) -> None:
+        """Run what comes before each stage of this rank."""
+        cut, pp_rank = self._planned.plans.cut, self._job.shape.coordinates(self._job.rank)[1]
+        for stage in cut.schedule.stages_of_ranks[pp_rank] if cut is not None else ():
+            if cut is not None and stage and cut.schedule.placement[stage - 1] != pp_rank:
+                self._found |= {(stage - 1, rows): self._run(stage - 1, rows) for rows in set(self._rows)}
+
+    def _rows_of_microbatches(self) -> list[int]:
         work, cut = self._job.work, self._planned.plans.cut
         parts = 1 if cut is None or cut.loss_kind == "whole" else cut.schedule.num_microbatches
-        sizes = [len(part["rows"]) for part in split_rows({"rows": torch.zeros(work.rows, 1)}, min(parts, work.rows))]
-        return sizes[microbatch % len(sizes)]
+        batch = {"input_ids": torch.empty(work.rows, 1, device="meta")}
+        return [len(part["input_ids"]) for part in split_rows(batch, min(parts, work.rows))]
 
     def _run(self, stage: int, rows: int) -> tuple[TensorSpec, ...]:
         """Run stages 0 to `stage` as one, without metering."""

@@ -102,6 +102,8 @@ class Training:
         zero = self.engine.gradients.replicas.zero
         for shard in zero.shards if zero is not None else ():
             self.meter.mark(shard.master, "optimizer state", "")
+        for parameter in self.engine.model.parameters():  # of which masters in fp32 are views
+            self.meter.mark(parameter, "weights", "")
 
 
 @contextmanager
