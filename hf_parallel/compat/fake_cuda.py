@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from hf_parallel.errors import UnsupportedError
 
@@ -147,6 +149,9 @@ class _Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __enter__(self) -> _Stream:
         return self
 
@@ -213,7 +218,47 @@ def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]
             **dict.fromkeys(("_lazy_init", "init", "set_device", "set_stream", "empty_cache", "manual_seed"), nothing),
         },
     )
+    yield (
+        torch.accelerator,
+        {
+            "current_stream": lambda device=None: stream,
+            "current_device_index": lambda: 0,
+            "synchronize": waits("torch.accelerator.synchronize"),
+        },
+    )
     yield torch, {"tensor": _tensor(torch.tensor)}
+    yield functional, {"scaled_dot_product_attention": _attention(functional.scaled_dot_product_attention)}
+
+
+def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`scaled_dot_product_attention` with the kernel that a GPU would choose, for which torch asks the device."""
+
+    def attend(  # noqa: PLR0913 - as stock
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if query.device.type != "cuda":
+            return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (one.to(dtype) for one in (query, key, value))
+        if attn_mask is None and query.dtype.itemsize == 2:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        if enable_gqa:  # which this kernel does not know
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)  # what is added to the scores
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+    return attend
 
 
 def _tensor(stock: Callable[..., Any]) -> Callable[..., Any]:

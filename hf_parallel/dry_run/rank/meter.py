@@ -99,10 +99,13 @@ class Meter(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             found = stock(storage, size)
-            block = meter._blocks.get(id_of_storage(storage))
+            key = id_of_storage(storage)
+            block = meter._blocks.get(key)
             if block is not None:
                 block.kind = "gathered parameters"
                 meter.memory.resize(block, size)
+            if meter._places.pop(key, None) is not None and size:
+                meter._places[key] = storage.data_ptr(), storage.data_ptr() + size
             return found
 
         with replaced(torch.UntypedStorage, resize_=resize_):
@@ -217,10 +220,11 @@ class Meter(TorchDispatchMode):
 
     def _is_inside(self, storage: torch.UntypedStorage) -> bool:
         """Whether a real storage is a part of another one."""
-        start = storage.data_ptr()
+        start = storage.data_ptr() if storage.nbytes() else 0
         if any(begin <= start < end for begin, end in self._places.values()):
             return True
-        self._places[id_of_storage(storage)] = start, start + storage.nbytes()
+        if start:
+            self._places[id_of_storage(storage)] = start, start + storage.nbytes()
         return False
 
     def _free(self, key: int, block: Block) -> None:

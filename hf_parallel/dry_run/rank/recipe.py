@@ -84,7 +84,7 @@ def dry_run_recipe(
         Job(
             config=checked.config,
             model=config,
-            work=Work(rows, length, accumulation_of(checked, accumulation)),
+            work=Work(rows, length, accumulation=accumulation_of(checked, accumulation)),
             rank=rank,
             world_size=layout.num_processes,
             ranks_per_node=layout.ranks_per_node,
