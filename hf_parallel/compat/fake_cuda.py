@@ -233,7 +233,7 @@ def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]
 def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`scaled_dot_product_attention` with the kernel that a GPU would choose, for which torch asks the device."""
 
-    def attend(  # noqa: PLR0913 - as stock
+    def attend(
         query: Tensor,
         key: Tensor,
         value: Tensor,

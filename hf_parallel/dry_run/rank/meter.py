@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import sys
 import weakref
 from collections import Counter
@@ -24,6 +25,7 @@ from hf_parallel.compat.fake_ranks import group_named, ranks_of_group
 from hf_parallel.compat.private_torch import id_of_storage, name_of_op
 from hf_parallel.compat.torch_tools import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from hf_parallel.dry_run.rank.ledger import Block, MemoryLedger
+from hf_parallel.model.tensors import tensors_in
 
 
 SMALL: Final = 1 << 16  # elements of host tensors that are real
@@ -71,14 +73,24 @@ class Meter(TorchDispatchMode):
         for counter in (self.messages, self.message_bytes, self.waits):
             counter.clear()
 
+    def counts(self) -> tuple[Counter[Any], ...]:
+        """What was counted since `begin`, memory left out."""
+        return self.messages.copy(), self.message_bytes.copy(), self.waits.copy()
+
+    def repeat(self, without: tuple[Counter[Any], ...], times: int) -> None:
+        """Count what came on top of `without` some times more."""
+        for counter, before in zip((self.messages, self.message_bytes, self.waits), without, strict=True):
+            for key in counter:
+                counter[key] += times * max(0, counter[key] - before[key])
+
     def name(self, model: nn.Module) -> None:
         """Tell the names of a model's modules."""
-        self._names.update({module: name for name, module in model.named_modules()})
+        self._names.update({module: of_any_block(name) for name, module in model.named_modules()})
 
     def follow(self, tensor: Tensor, kind: str, where: str = "") -> None:
         """Count the memory of a tensor that was made before."""
         self._track(tensor, "aten::empty")
-        self.mark(tensor, kind, where)
+        self.mark(tensor, kind, of_any_block(where))
 
     def mark(self, tensor: Tensor | None, kind: str, where: str = "") -> None:
         """Say what the memory of a tensor is."""
@@ -116,7 +128,7 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # its own ops on the local part are counted
         kwargs = kwargs or {}
         name = name_of_op(func)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_in((args, kwargs))
         if name.startswith(MESSAGES):
             self._message(name, args, kwargs, given)
         if name in COPIES:
@@ -127,9 +139,8 @@ class Meter(TorchDispatchMode):
                 self._read(name, given)
         else:
             found = self._run(self.fake, func, name, args, kwargs, given)
-        for leaf in pytree.tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._track(leaf, name)
+        for tensor in tensors_in(found):
+            self._track(tensor, name)
         return found
 
     # -- running ops ---------------------------------------------------------------------------------------------
@@ -155,7 +166,8 @@ class Meter(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if not fakes and _stays_real(args, kwargs, given):
             return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_without_values, fake), (args, kwargs))
+        if len(fakes) < len(given) or any(one.constant is not None for one in fakes):
+            args, kwargs = pytree.tree_map_only(Tensor, functools.partial(_without_values, fake), (args, kwargs))
         with fake:
             return func(*args, **kwargs)
 
@@ -249,6 +261,11 @@ class Meter(TorchDispatchMode):
 
 
 SKIPPED: Final = ("/torch/", "dry_run/rank/meter", "compat/fake_", "<", "contextlib.py", "weakref.py", "functools.py")
+
+
+def of_any_block(name: str) -> str:
+    """The name of a module or parameter without the numbers of its block and expert: what all of them have in common."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _shortened(path: str) -> str:

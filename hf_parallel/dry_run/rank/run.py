@@ -48,6 +48,8 @@ from hf_parallel.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+RUN = 2  # batches of a step without a pipeline: each one more does what the last one did
+
 
 @dataclass(frozen=True)
 class Job:
@@ -109,14 +111,19 @@ def run_dry(job: Job) -> DryRun:
     with _world(job, meter):
         payloads = _Payloads(job, planned, fake) if planned.plans.cut is not None else None
         training, count = _prepare(job, planned, meter, fake)
-        batches = batches_of(job.work, mask=job.mask, new=functools.partial(_new, fake, meter, job.device))
+        work = replace(job.work, accumulation=min(job.work.accumulation, RUN)) if payloads is None else job.work
+        batches = batches_of(work, mask=job.mask, new=functools.partial(_new, fake, meter, job.device))
         with contextlib.ExitStack() as stack:
             if payloads is not None:
                 stack.enter_context(mock.patch.object(Receiver, "_receive_header", payloads.header_of))
             stack.enter_context(meter)
+            meter.begin()
             training.step(batches[:1])  # makes the optimizer's state
+            alone = meter.counts()
             meter.begin()
             training.step(batches)
+            if len(batches) < job.work.accumulation:
+                meter.repeat(alone, job.work.accumulation - len(batches))
         return report_of(job.shape.describe(job.rank), meter, count)
 
 
