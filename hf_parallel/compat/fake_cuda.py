@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,6 @@ NUM_TYPES = 22
 # Of a table of C++ methods: two entries of type information, then destructors and `isBuilt`, `isAvailable`, `hasPrimaryContext`.
 HEAD, ANSWERS, NUM_METHODS = 2, (2, 3, 4), 64
 MEMORY_BYTES: Final = 80 * 10**9
-_KEPT: list[object] = []  # torch keeps pointers to them
 
 
 @contextlib.contextmanager
@@ -78,29 +78,36 @@ def _unlike(what: str) -> UnsupportedError:
     )
 
 
-@contextlib.contextmanager
-def _device_guard() -> Iterator[None]:
-    """Register a guard of CUDA devices that is written in Python."""
+@functools.cache
+def _guards() -> tuple[Any, int, object]:
+    """Torch's table of device guards, by device type, and the address of one for CUDA that is written in Python.
+
+    It is made once and kept, because torch keeps a pointer to it.
+    """
     try:
-        registry = (ctypes.c_void_p * NUM_TYPES).in_dll(
-            _library("libc10"), "_ZN3c104impl26device_guard_impl_registryE"
-        )
+        table = (ctypes.c_void_p * NUM_TYPES).in_dll(_library("libc10"), "_ZN3c104impl26device_guard_impl_registryE")
 
         class Guard(torch._C._acc.DeviceGuard):
             def type_(self) -> Any:
                 return torch._C._autograd.DeviceType.CUDA
 
-        before, own = registry[CUDA], registry[PRIVATE_USE]
-        guard = Guard()
+        before, guard = table[PRIVATE_USE], Guard()
         torch._C._acc.register_python_privateuseone_device_guard(guard)
     except (AttributeError, ValueError) as error:
         raise _unlike(f"has no place for a device guard ({error})") from error
-    _KEPT.append(guard)
-    registry[CUDA], registry[PRIVATE_USE] = registry[PRIVATE_USE], own
+    made, table[PRIVATE_USE] = table[PRIVATE_USE], before
+    return table, made, guard
+
+
+@contextlib.contextmanager
+def _device_guard() -> Iterator[None]:
+    """Inside, CUDA devices have a guard."""
+    table, made, _ = _guards()
+    before, table[CUDA] = table[CUDA], made
     try:
         yield
     finally:
-        registry[CUDA] = before
+        table[CUDA] = before
 
 
 @contextlib.contextmanager
@@ -119,7 +126,6 @@ def _accelerator_hooks() -> Iterator[None]:
     methods = kind(*kind.from_address(stock - HEAD * size))
     for place in ANSWERS:
         methods[HEAD + place] = ctypes.cast(answer, ctypes.c_void_p).value
-    _KEPT.append((answer, methods))
     table.value = ctypes.addressof(methods) + HEAD * size
     try:
         if str(torch.accelerator.current_accelerator()) != "cuda":

@@ -105,7 +105,7 @@ def run_dry(job: Job) -> DryRun:
     shares = job.config.zero.shards_parameters
     refuse_model(model, job.shape.mp_size, tp_size=job.shape.tp_size, shares_parameters=shares)
     planned = plan_alone(model, job.model, job.config, schedule, job.shape)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # first: it imports what must find torch.cuda as it is
     meter = Meter(job.device.type, functools.partial(axis_of, job.shape), fake)
     meter.name(model)
     with _world(job, meter):
