@@ -23,10 +23,11 @@ from hf_parallel.settings.file import parse_json, read_bounded
 VERSION: Final = 1
 MAX_BYTES: Final = 1 << 20
 TIMEOUT: Final = timedelta(seconds=120)
-REPEATS: Final = 5
+REPEATS: Final = 3
 # A block that stands for what training runs between products; large enough that its ops are not launches alone.
 BLOCK: Final = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
-BLOCK_ROWS: Final = (4, 256)  # rows and tokens of them
+BLOCK_LENGTH: Final = 256
+BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Calibration:
         attention: FLOP/s of causal attention, of the pairs that are attended to.
         moved: Bytes per second that one operation on large tensors reads and writes.
         kernel_s: Of a small operation, its call from Python included.
-        block_s: Forward and backward of one block of `BLOCK`.
+        blocks_s: Forward and backward of one block of `BLOCK`, for each number of `BLOCK_ROWS`.
         update: Parameters per second that AdamW updates.
         reduce_s: An all-reduce of next to nothing; 0 for one rank.
         reduce_bytes_s: Of a large all-reduce, by the size of its tensor.
@@ -60,7 +61,7 @@ class Calibration:
     attention: float
     moved: float
     kernel_s: float
-    block_s: float
+    blocks_s: tuple[float, ...]
     update: float
     reduce_s: float = 0.0
     reduce_bytes_s: float = 0.0
@@ -85,8 +86,11 @@ class Calibration:
             raise ConfigError(
                 f"{file}: expected a report of version {VERSION}. Write one with `hf-parallel calibrate`."
             )
-        found = cls(**{name: content[name] for name in names})
-        odd = [name for name in names - {"device", "name"} if not _is_number(getattr(found, name))]
+        blocks = content["blocks_s"]
+        if not isinstance(blocks, list) or len(blocks) != len(BLOCK_ROWS) or not all(map(_is_number, blocks)):
+            raise ConfigError(f"{file}: blocks_s has an odd value. Measure again.")
+        found = cls(**{name: content[name] for name in names} | {"blocks_s": tuple(blocks)})
+        odd = [name for name in names - {"device", "name", "blocks_s"} if not _is_number(getattr(found, name))]
         if odd or found.device not in ("cpu", "cuda"):
             raise ConfigError(f"{file}: {', '.join(sorted(odd)) or 'device'} has an odd value. Measure again.")
         return found
@@ -129,13 +133,14 @@ def calibrate(ranks: int, *, on_gpu: bool, threads: int = 1) -> Calibration:
 
 
 def _slowest(reports: list[Calibration]) -> Calibration:
-    values = {
+    values: dict[str, Any] = {
         one.name: (max if one.name.endswith("_s") and not one.name.endswith("bytes_s") else min)(
             getattr(report, one.name) for report in reports
         )
         for one in fields(Calibration)
     }
-    return Calibration(**values)
+    blocks = zip(*(report.blocks_s for report in reports), strict=True)
+    return Calibration(**values | {"blocks_s": tuple(map(max, blocks))})
 
 
 def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> None:
@@ -154,8 +159,9 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> 
         )
     clock = _Clock(device, ranks)
     found = _computation(clock) | (_messages(clock, rank, ranks) if ranks > 1 else {})
+    blocks = tuple(_block_seconds(clock, rows) for rows in BLOCK_ROWS)
     name = torch.cuda.get_device_name(device) if on_gpu else ""
-    Calibration(device.type, name, ranks, threads, **found).write(Path(folder, f"{rank}.json"))
+    Calibration(device.type, name, ranks, threads, **found, blocks_s=blocks).write(Path(folder, f"{rank}.json"))
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -210,7 +216,6 @@ def _computation(clock: _Clock) -> dict[str, float]:
 
     found["kernel_s"] = clock(launches) / 200
     found["update"] = _update_rate(clock)
-    found["block_s"] = _block_seconds(clock)
     return found
 
 
@@ -223,7 +228,7 @@ def _update_rate(clock: _Clock) -> float:
     return parameter.numel() / clock(optimizer.step)
 
 
-def _block_seconds(clock: _Clock) -> float:
+def _block_seconds(clock: _Clock, rows: int) -> float:
     import torch
     from transformers import LlamaConfig, LlamaModel
 
@@ -232,7 +237,7 @@ def _block_seconds(clock: _Clock) -> float:
     for layers in (1, 2):  # the difference is one block
         config.num_hidden_layers = layers
         model = LlamaModel(config).to(clock.device)
-        ids = torch.zeros(BLOCK_ROWS, dtype=torch.long, device=clock.device)
+        ids = torch.zeros(rows, BLOCK_LENGTH, dtype=torch.long, device=clock.device)
 
         def train(model: Any = model, ids: Any = ids) -> None:
             model(input_ids=ids).last_hidden_state.sum().backward()

@@ -127,8 +127,12 @@ class Cluster:
         """The table's entry."""
         return gpu_table()[self.gpu]
 
-    def constants(self) -> Constants:
-        """What the costs of a run on it are computed with."""
+    def constants(self, tokens: float) -> Constants:
+        """What the costs of a run on it are computed with.
+
+        Args:
+            tokens: Of a rank and pass.
+        """
         return constants()
 
     @property

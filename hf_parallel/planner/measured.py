@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.calibrate import BLOCK, BLOCK_ROWS, Calibration
+from hf_parallel.planner.calibrate import BLOCK, BLOCK_LENGTH, BLOCK_ROWS, Calibration
 from hf_parallel.planner.constants import Constants, constants
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster, Gpu
@@ -62,13 +64,13 @@ class MeasuredCluster(Cluster):
             source="hf-parallel calibrate",
         )
 
-    def constants(self) -> Constants:
+    def constants(self, tokens: float) -> Constants:
         """Those of the fit on published runs, with those that were measured in their place."""
-        return _constants(self.calibration, self.card)
+        return _constants(self.calibration, self.card, tokens)
 
 
-@functools.lru_cache(maxsize=8)
-def _constants(found: Calibration, card: Gpu) -> Constants:
+@functools.lru_cache(maxsize=64)
+def _constants(found: Calibration, card: Gpu, tokens: float) -> Constants:
     n = max(2, found.ranks)
     latency = found.reduce_s / 2 / (n - 1)
     link = card.nvlink or card.pcie
@@ -86,21 +88,31 @@ def _constants(found: Calibration, card: Gpu) -> Constants:
         t_call=0.0 if on_cpu else constants().t_call,
         t_message=0.0,
         # Threads that compute and threads that send share the cores.
-        **({"dp_overlapped": 0.0, "gamma": 1.0} if on_cpu else {}),
+        **({"dp_overlapped": 0.0, "gamma": 1.0, "thin": 0.0, "few": 0.0} if on_cpu else {}),
     )
-    return replace(measured, e_bw=_part_of_bandwidth(found, card, measured))
+    return replace(measured, e_bw=_part_at(tokens, found, card, measured))
 
 
-def _part_of_bandwidth(found: Calibration, card: Gpu, c: Constants) -> float:
+def _part_at(tokens: float, found: Calibration, card: Gpu, c: Constants) -> float:
+    """The part of the memory's rate that passes of some tokens reach, between those that were measured."""
+    sizes = [math.log(rows * BLOCK_LENGTH) for rows in BLOCK_ROWS]
+    parts = [_part_of_bandwidth(*pair, card, c) for pair in zip(BLOCK_ROWS, found.blocks_s, strict=True)]
+    place = min(max(math.log(tokens), sizes[0]), sizes[-1])
+    for (low, high), (before, after) in zip(itertools.pairwise(sizes), itertools.pairwise(parts), strict=True):
+        if place <= high:
+            return before + (after - before) * (place - low) / (high - low)
+    return parts[-1]
+
+
+def _part_of_bandwidth(rows: int, seconds: float, card: Gpu, c: Constants) -> float:
     """The part of the memory's rate with which a block takes as long as the measured one did."""
     profile = _block_profile()
-    rows, length = BLOCK_ROWS
     cluster = _Alone(card)
     low, high = 1e-3, 10.0
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, length, replace(c, e_bw=middle))  # type: ignore[arg-type]
-        if block_pass(profile, profile.kinds[0], place).both > found.block_s:
+        place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, BLOCK_LENGTH, replace(c, e_bw=middle))  # type: ignore[arg-type]
+        if block_pass(profile, profile.kinds[0], place).both > seconds:
             low = middle
         else:
             high = middle

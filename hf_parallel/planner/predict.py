@@ -128,7 +128,8 @@ def estimate(
     exact: bool = True,
 ) -> Estimate:
     """`predict` of a checked layout."""
-    step = step_of(profile, cluster, spec, seq_len, c or cluster.constants(), exact=exact)
+    c = c or cluster.constants(spec.micro_batch * seq_len / spec.sp)
+    step = step_of(profile, cluster, spec, seq_len, c, exact=exact)
     total, tokens = step.total, spec.global_batch * seq_len
     low, high = BAND if _is_fitted(profile, cluster, spec) else WIDE
     work = profile.flops(seq_len) * tokens

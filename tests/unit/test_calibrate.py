@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.calibrate import BLOCK, BLOCK_ROWS, Calibration
+from hf_parallel.planner.calibrate import BLOCK, BLOCK_LENGTH, BLOCK_ROWS, Calibration
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -35,7 +35,7 @@ REPORT = Calibration(
     attention=40e9,
     moved=8e9,
     kernel_s=4e-6,
-    block_s=0.12,
+    blocks_s=(0.12, 0.25, 0.52, 1.1),
     update=2e8,
     reduce_s=1e-4,
     reduce_bytes_s=1e9,
@@ -44,12 +44,13 @@ REPORT = Calibration(
 )
 
 
-def test_a_measured_block_takes_as_long_as_it_did() -> None:
+@pytest.mark.parametrize(("rows", "seconds"), zip(BLOCK_ROWS, REPORT.blocks_s, strict=True))
+def test_a_measured_block_takes_as_long_as_it_did(rows: int, seconds: float) -> None:
     cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
-    rows, length = BLOCK_ROWS
     profile = profile_of(LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64))
-    place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, length, cluster.constants())
-    assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(REPORT.block_s, rel=1e-3)
+    constants = cluster.constants(rows * BLOCK_LENGTH)
+    place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, BLOCK_LENGTH, constants)
+    assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(seconds, rel=1e-3)
 
 
 def test_slower_links_make_slower_steps() -> None:
@@ -59,7 +60,7 @@ def test_slower_links_make_slower_steps() -> None:
         report = dataclasses.replace(REPORT, reduce_bytes_s=rate)
         cluster = MeasuredCluster(1, 2, "cpu", calibration=report)
         steps.append(predict(CONFIG, cluster, layout, seq_len=128).step_s)
-    hidden = 2 * 4 * 4 * 4 * 128 * 256 * 4  # all-reduces of 4 blocks: bytes
+    hidden = 4 * 4 * (4 * 128 * 256 * 4)  # bytes: four all-reduces of each of 4 blocks
     assert steps[1] - steps[0] == pytest.approx(hidden * (1e-8 - 1e-9), rel=0.2)
 
 
@@ -83,6 +84,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"version": 2}, "expected a report of version 1. Write one with `hf-parallel calibrate`"),
         ({"products": "fast"}, "products has an odd value. Measure again"),
         ({"moved": -1}, "moved has an odd value"),
+        ({"blocks_s": [1.0]}, "blocks_s has an odd value. Measure again"),
         ({"device": "tpu"}, "device has an odd value"),
     ],
 )
@@ -109,4 +111,6 @@ def test_the_command_measures_two_ranks(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = Calibration.read(path)
     assert (found.device, found.ranks) == ("cpu", 2)
-    assert min(found.products, found.moved, found.block_s, found.reduce_s, found.reduce_bytes_s, found.hop_bytes_s) > 0
+    assert (
+        min(found.products, found.moved, *found.blocks_s, found.reduce_s, found.reduce_bytes_s, found.hop_bytes_s) > 0
+    )

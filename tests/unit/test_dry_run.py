@@ -184,3 +184,12 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, command).output
     assert "peak" in text
     assert "weights" in text
+
+
+def test_a_sharded_head_keeps_its_logits_local(tmp_path: Path) -> None:
+    """The first call asks all ranks whether that fits: what they would answer is that it does."""
+    config = LlamaConfig(**SIZES | {"vocab_size": 8192})
+    found = dry_run_recipe(recipe(tmp_path, "{tp_size: 2}"), config, rows=2, length=128)
+    whole = 2 * 128 * 8192 * 4
+    assert all(one.total_bytes < whole / 2 for one in found.messages if one.operation == "allgather")
+    assert max(size // count for size, count, *_ in found.peak.largest) <= whole // 2 + 4096 * 256 * 4

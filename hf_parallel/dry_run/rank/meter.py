@@ -288,7 +288,7 @@ def _without_values(fake: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def _made_up(name: str, read: Tensor) -> Any:
-    """What the host reads from a fake device: nothing differs, nothing happened; numbers are 1."""
+    """What the host reads from a fake device: nothing differs, nothing happened."""
     if name in ("aten::nonzero", "aten::masked_select"):
         shape = (0, read.ndim) if name == "aten::nonzero" else (0,)
         return read.new_empty(shape, dtype=torch.int64 if name == "aten::nonzero" else read.dtype)
@@ -296,7 +296,7 @@ def _made_up(name: str, read: Tensor) -> Any:
         return True
     if name == "aten::is_nonzero" or read.dtype == torch.bool:
         return False
-    return 1.0 if read.is_floating_point() else 0
+    return 0.0 if read.is_floating_point() else 0
 
 
 def _attention_kernel(args: Any, kwargs: dict[str, Any]) -> int:
