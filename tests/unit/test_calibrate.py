@@ -44,7 +44,7 @@ REPORT = Calibration(
 )
 
 
-@pytest.mark.parametrize(("rows", "seconds"), zip(BLOCK_ROWS, REPORT.blocks_s, strict=True))
+@pytest.mark.parametrize(("rows", "seconds"), list(zip(BLOCK_ROWS, REPORT.blocks_s, strict=True)))
 def test_a_measured_block_takes_as_long_as_it_did(rows: int, seconds: float) -> None:
     cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
     profile = profile_of(LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64))
@@ -105,6 +105,7 @@ def test_a_report_of_a_cpu_says_nothing_of_a_gpu(tmp_path: Path) -> None:
     assert "gpu=h100 with a report of device cpu" in result.output
 
 
+@pytest.mark.long
 def test_the_command_measures_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = CliRunner().invoke(app, ["calibrate", str(path), "--ranks", "2", "--use-cpu"])
