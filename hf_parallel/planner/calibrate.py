@@ -25,7 +25,12 @@ MAX_BYTES: Final = 1 << 20
 TIMEOUT: Final = timedelta(seconds=120)
 REPEATS: Final = 3
 # A block that stands for what training runs between products; large enough that its ops are not launches alone.
-BLOCK: Final = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 8}
+BLOCK: Final[dict[str, Any]] = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
 BLOCK_LENGTH: Final = 256
 BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
 
@@ -153,9 +158,9 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> 
     if on_gpu:
         torch.cuda.set_device(device)
     if ranks > 1:
-        store = dist.FileStore(str(Path(folder, "store")), ranks)
+        place = f"file://{Path(folder, 'store')}"
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=ranks, timeout=TIMEOUT
+            "nccl" if on_gpu else "gloo", init_method=place, rank=rank, world_size=ranks, timeout=TIMEOUT
         )
     clock = _Clock(device, ranks)
     found = _computation(clock) | (_messages(clock, rank, ranks) if ranks > 1 else {})

@@ -79,7 +79,8 @@ class Meter(TorchDispatchMode):
 
     def repeat(self, without: tuple[Counter[Any], ...], times: int) -> None:
         """Count what came on top of `without` some times more."""
-        for counter, before in zip((self.messages, self.message_bytes, self.waits), without, strict=True):
+        counters: tuple[Counter[Any], ...] = (self.messages, self.message_bytes, self.waits)
+        for counter, before in zip(counters, without, strict=True):
             for key in counter:
                 counter[key] += times * max(0, counter[key] - before[key])
 
@@ -200,8 +201,9 @@ class Meter(TorchDispatchMode):
         self.message_bytes[key] += 0 if largest is None else largest.nbytes
 
     def _axis(self, leaves: list[Any], *, functional: bool) -> str:
+        kind: Any = str if functional else torch.ScriptObject
         for leaf in leaves:
-            if not isinstance(leaf, torch.ScriptObject if not functional else str):
+            if not isinstance(leaf, kind):
                 continue
             try:
                 name, ranks = ranks_of_group(group_named(leaf) if functional else leaf)

@@ -173,6 +173,6 @@ def _value(module: nn.Module, attribute: str) -> Any:
 
 
 def _tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    every = {"remove_duplicate": False}
+    every: Any = {"remove_duplicate": False}
     named = [*model.named_parameters(**every), *model.named_buffers(**every)]
     return {name: tuple(tensor.shape) for name, tensor in named}
