@@ -50,7 +50,6 @@ class Calibration:
         moved: Bytes per second that one operation on large tensors reads and writes.
         kernel_s: Of a small operation, its call from Python included.
         blocks_s: Forward and backward of one block of `BLOCK`, for each number of `BLOCK_ROWS`.
-        update: Parameters per second that AdamW updates.
         reduce_s: An all-reduce of next to nothing; 0 for one rank.
         reduce_bytes_s: Of a large all-reduce, by the size of its tensor.
         hop_s: A message of next to nothing to another rank.
@@ -67,7 +66,6 @@ class Calibration:
     moved: float
     kernel_s: float
     blocks_s: tuple[float, ...]
-    update: float
     reduce_s: float = 0.0
     reduce_bytes_s: float = 0.0
     hop_s: float = 0.0
@@ -220,17 +218,7 @@ def _computation(clock: _Clock) -> dict[str, float]:
         out.sum().backward()
 
     found["kernel_s"] = clock(launches) / 200
-    found["update"] = _update_rate(clock)
     return found
-
-
-def _update_rate(clock: _Clock) -> float:
-    import torch
-
-    parameter = torch.nn.Parameter(torch.randn(2**26 if clock.device.type == "cuda" else 2**22, device=clock.device))
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return parameter.numel() / clock(optimizer.step)
 
 
 def _block_seconds(clock: _Clock, rows: int) -> float:

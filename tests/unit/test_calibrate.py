@@ -36,7 +36,6 @@ REPORT = Calibration(
     moved=8e9,
     kernel_s=4e-6,
     blocks_s=(0.12, 0.25, 0.52, 1.1),
-    update=2e8,
     reduce_s=1e-4,
     reduce_bytes_s=1e9,
     hop_s=5e-5,
