@@ -64,10 +64,10 @@ class HFParallelConfig(Section):
     """Every setting of hf_parallel.
 
     Args:
-        layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
-            checkpoint and monitor may be given besides.
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
+        layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
+            checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
         pipeline: Stages, microbatches and schedule.
@@ -84,12 +84,12 @@ class HFParallelConfig(Section):
         ConfigError: With every problem, one a line: key and value, rule, fix.
     """
 
+    tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
+    pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
     layout: Annotated[
         Literal["given", "auto"],
         Field(description="'given' (by the other settings) or 'auto' (planned when training starts)"),
     ] = "given"
-    tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
-    pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
     gradient_accumulation_steps: Annotated[
         Literal["auto"] | Count,
         BeforeValidator(number),
