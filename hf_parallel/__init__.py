@@ -16,6 +16,7 @@ from hf_parallel.logs import show_start_up_lines
 
 if TYPE_CHECKING:
     from hf_parallel.checkpoints.weights.from_pretrained import from_pretrained, sharded_loading
+    from hf_parallel.dry_run.rank.recipe import dry_run_recipe
     from hf_parallel.errors import (
         CheckpointError,
         ConfigError,
@@ -70,6 +71,7 @@ __all__ = [
     "TensorParallelConfig",
     "UnsupportedError",
     "ZeroConfig",
+    "dry_run_recipe",
     "from_pretrained",
     "list_recipes",
     "load_recipe",
@@ -90,6 +92,7 @@ _HOMES = {
     "LocalSgdConfig": "settings.replica_sections",
     "Plan": "planner.search",
     "ZeroConfig": "settings.replica_sections",
+    "dry_run_recipe": "dry_run.rank.recipe",
     "from_pretrained": "checkpoints.weights.from_pretrained",
     "list_recipes": "settings.recipes",
     "load_recipe": "settings.recipes",

@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_parallel.cli.calibrate import calibrate
 from hf_parallel.cli.doctor import doctor
+from hf_parallel.cli.dry_run import dry_run
 from hf_parallel.cli.export import export
 from hf_parallel.cli.merge import merge
 from hf_parallel.cli.plan import plan
@@ -33,6 +35,8 @@ app.command()(doctor)
 app.command()(merge)
 app.command()(validate)
 app.command()(plan)
+app.command()(calibrate)
+app.command(name="dry-run")(dry_run)
 app.command()(prebuild)
 
 T = TypeVar("T", int, str, bool)

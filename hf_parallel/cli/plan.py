@@ -36,20 +36,30 @@ def plan(  # noqa: PLR0913 - the options are the interface
     adapters: Annotated[int, typer.Option(help="Parameters that are trained instead of the model's (LoRA).")] = 0,
     why: Annotated[str | None, typer.Option(help="Predict this layout alone, such as tp=2,pp=4,dp=1.")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show the speed-up over 1, 2, 4 and more GPUs.")] = False,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Rates that `hf-parallel calibrate` measured on such a machine.")
+    ] = None,
     write: Annotated[Path | None, typer.Option(help="Write the first plan as a recipe.")] = None,
     top: Annotated[int, typer.Option(help="Plans to show.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
     from hf_parallel.cli import plan_tables as tables
+    from hf_parallel.planner.calibrate import Calibration
     from hf_parallel.planner.hardware import Cluster
+    from hf_parallel.planner.measured import MeasuredCluster
     from hf_parallel.planner.scaling import scaling as scaled
     from hf_parallel.planner.search import plan as search
 
     try:
         given = _mapping(layout) | ({"adapters": adapters} if adapters else {})
         sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
-        cluster = Cluster(nodes, gpus_per_node, gpu, **sizes, gpu_memory_gb=gpu_memory_gb, ram_gb=ram_gb)
+        sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}
+        if calibrate is None:
+            cluster = Cluster(nodes, gpus_per_node, gpu, **sizes)
+        else:
+            measured = Calibration.read(calibrate)
+            cluster = MeasuredCluster(nodes, gpus_per_node, gpu, calibration=measured, **sizes)
         if scaling:
             tables.show_scaling(scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given), as_json)
             return

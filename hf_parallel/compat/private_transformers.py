@@ -282,3 +282,15 @@ def weights_left_out(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     if tied is None:
         raise UnsupportedError(f"transformers does not tell which weights are tied: install {wanted('transformers')}.")
     return list(getattr(model, "_keys_to_ignore_on_save", None) or ()), tied(model)
+
+
+def set_train_batch_size(trainer: Trainer, rows: int) -> None:
+    """Give a Trainer that is made already another number of rows of a batch.
+
+    Raises:
+        UnsupportedError: It keeps the number elsewhere.
+    """
+    if not isinstance(vars(trainer).get("_train_batch_size"), int):
+        raise UnsupportedError(f"this Trainer keeps its batch size elsewhere: install {wanted('transformers')}.")
+    trainer.args.per_device_train_batch_size = rows
+    vars(trainer)["_train_batch_size"] = rows

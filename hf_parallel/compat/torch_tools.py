@@ -11,7 +11,7 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.nn.modules.conv import _ConvNd as ConvModule
 from torch.nn.modules.dropout import _DropoutNd as DropoutModule
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "ConvModule",
     "DropoutModule",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "WeakStorage",
@@ -78,8 +79,9 @@ def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tru
 
 
 def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Names of two tensors that are two objects in one memory; None if there are none."""
-    unique = {id(tensor): (name, tensor) for name, tensor in named if tensor.numel()}
+    """Names of two tensors that are two objects in one memory; None if there are none. Fake tensors are at no address."""
+    real = ((name, tensor) for name, tensor in named if tensor.numel() and not isinstance(tensor, FakeTensor))
+    unique = {id(tensor): (name, tensor) for name, tensor in real}
     spans = sorted((str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in unique.values())
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:

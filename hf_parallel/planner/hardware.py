@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import all_of, choose, optional, whole
+from hf_parallel.planner.constants import Constants, constants
 
 
 TABLE: Final = Path(__file__).parent / "hardware.json"
@@ -127,6 +128,14 @@ class Cluster:
     def card(self) -> Gpu:
         """The table's entry."""
         return gpu_table()[self.gpu]
+
+    def constants(self, tokens: float) -> Constants:
+        """What the costs of a run on it are computed with.
+
+        Args:
+            tokens: Of a rank and pass.
+        """
+        return constants()
 
     @property
     def num_gpus(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import all_of, whole
 from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way
-from hf_parallel.planner.constants import Constants, constants
+from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec, layout_of
@@ -149,7 +149,8 @@ def estimate(
     exact: bool = True,
 ) -> Estimate:
     """`predict` of a checked layout."""
-    step = step_of(profile, cluster, spec, seq_len, c or constants(), exact=exact)
+    c = c or cluster.constants(spec.micro_batch * seq_len / spec.sp)
+    step = step_of(profile, cluster, spec, seq_len, c, exact=exact)
     total, tokens = step.total, spec.global_batch * seq_len
     low, high = BAND if _is_fitted(profile, cluster, spec) else WIDE
     slower = high * total + SLOWER * math.log2(step.nodes) * step.reduction

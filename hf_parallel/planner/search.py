@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.candidates import Request, candidates, even_bytes, smaller_clusters
 from hf_parallel.planner.checks import all_of, choose, whole
-from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
 from hf_parallel.planner.predict import Estimate, estimate, step_of
@@ -107,12 +106,13 @@ def _smallest(request: Request) -> Request:
 
 def _fitting(request: Request, objective: Objective, most: int) -> list[Plan]:
     """Plans of the layouts that fit, the best by closed forms first, at least `most` of them if there are as many."""
-    c, limit, by_time = constants(), request.cluster.gpu_bytes, objective != "memory"
+    limit, by_time = request.cluster.gpu_bytes, objective != "memory"
     profile, cluster, seq_len = request.profile, request.cluster, request.seq_len
     fitting: list[tuple[float, LayoutSpec]] = []
     for spec in candidates(request):
         size = even_bytes(request, spec)
         if size <= limit:
+            c = cluster.constants(spec.micro_batch * seq_len / spec.sp)
             step = step_of(profile, cluster, spec, seq_len, c, exact=False).total if by_time else size
             fitting.append((step, spec))
     fitting.sort(key=lambda pair: pair[0])

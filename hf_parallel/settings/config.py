@@ -52,6 +52,9 @@ PIPELINE_ONLY = (
 # Settings that nothing reads when no layer is shared.
 TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "reduce_dtype", "on_fallback")
 
+# What may stand beside `layout: auto`; all else is for the plan to say.
+BESIDE_AUTO = ("layout", "checkpoint", "monitor")
+
 
 def _section(model: type[Section]) -> Any:
     return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
@@ -63,6 +66,8 @@ class HFParallelConfig(Section):
     Args:
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
+        layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
+            checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
         pipeline: Stages, microbatches and schedule.
@@ -81,6 +86,10 @@ class HFParallelConfig(Section):
 
     tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
     pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
+    layout: Annotated[
+        Literal["given", "auto"],
+        Field(description="'given' (by the other settings) or 'auto' (planned when training starts)"),
+    ] = "given"
     gradient_accumulation_steps: Annotated[
         Literal["auto"] | Count,
         BeforeValidator(number),
@@ -129,6 +138,7 @@ class HFParallelConfig(Section):
                 for name, value in recompute.model_dump(exclude_defaults=True).items()
             ]
         problems += [
+            *self._beside_auto(),
             *self._uncompiled(),
             *self._without_effect(),
             *self.gradient_compression.problems("gradient_compression"),
@@ -137,6 +147,16 @@ class HFParallelConfig(Section):
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
+
+    def _beside_auto(self) -> list[str]:
+        """Settings that a plan would replace."""
+        if self.layout != "auto":
+            return []
+        return [
+            f"{name}={spelled(value)} with layout=auto: the plan says it. Leave {name} out, or set layout to given."
+            for name, value in self.model_dump(exclude_defaults=True).items()
+            if name not in BESIDE_AUTO
+        ]
 
     def _schedule_problems(self) -> list[str]:
         """Settings of the schedule that contradict each other."""

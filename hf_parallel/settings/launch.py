@@ -19,7 +19,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.recipes import FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
+from hf_parallel.settings.recipes import AUTO, FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
 from hf_parallel.settings.sections import spelled
 
 
@@ -83,7 +83,7 @@ def resolve_config(
     """Return the settings of this process and a sentence that says which layout was chosen and why.
 
     Args:
-        config: The settings, a mapping of them, a file, a recipe name, or None: the environment variable
+        config: The settings, a mapping of them, a file, a recipe name, "auto" (planned when training starts), or None: the environment variable
             HF_PARALLEL_CONFIG, else the file given to `accelerate launch`, else pure data parallelism.
         overrides: Settings that replace those found, as in `HFParallelConfig.with_overrides`.
 
@@ -92,10 +92,12 @@ def resolve_config(
             under a launcher that knows no config file.
     """
     refuse_unconnected_task()
-    launch = find_launch(config if isinstance(config, str | Path) else None)
+    launch = find_launch(config if isinstance(config, str | Path) and config != AUTO else None)
     accelerate: Mapping[str, Any] | None = None
     if isinstance(config, HFParallelConfig):
         found, origin = config, "the HFParallelConfig given in code"
+    elif config == AUTO:
+        found, origin = HFParallelConfig(layout="auto"), "'auto' given in code"
     elif isinstance(config, Mapping):
         # What a mapping leaves open the overrides may say: only together are they settings.
         source = f"config with overrides {', '.join(overrides)}" if overrides else "config"
@@ -263,6 +265,8 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
     dp_size = config.dp_size(world_size)
     if world_size == 1:
         layout = "nothing is parallel (one process)"
+    elif config.layout == AUTO:
+        layout = f"a layout of {world_size} processes that is planned when training starts"
     elif config.zero.engine == "deepspeed":
         layout = f"DeepSpeed ZeRO-{config.zero.stage} over {world_size} processes"
     elif config.model_parallel_size == 1:

@@ -20,6 +20,7 @@ from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
 
 SECTION = "parallelism_config"
 KEY = "hf_parallel"
+AUTO = "auto"  # stands for {layout: auto}, in a file and in code
 ONE_PROCESS_TYPES = ("NO", "MULTI_CPU")
 SECTIONS = (
     SECTION,
@@ -108,9 +109,11 @@ def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping
         _refuse_misspelled_key(path, accelerate.get(SECTION))
         return None, accelerate
     section = accelerate[SECTION][KEY]
+    if section == AUTO:
+        return {"layout": AUTO}, accelerate
     if section is not None and not isinstance(section, dict):
         raise ConfigError(
-            f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping. Write its keys on lines below it."
+            f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping, or auto. Write its keys on lines below it."
         )
     return section or {}, accelerate
 
@@ -262,6 +265,7 @@ def read_recipe(name_or_path: str | Path) -> tuple[HFParallelConfig, Mapping[str
 def replica_settings(config: HFParallelConfig) -> list[str]:
     """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
     given = {
+        f"layout={config.layout}": config.layout == AUTO,
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,
         f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
         != "none",

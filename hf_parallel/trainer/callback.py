@@ -38,6 +38,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.trainer.accelerator import attach_accelerator
+from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.plugin import HFParallelPlugin
@@ -51,8 +52,8 @@ class HFParallelCallback(TrainerCallback):
     """Makes a stock `Trainer` parallel.
 
     Args:
-        config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, or an
-            `HFParallelConfig`.
+        config: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping, an `HFParallelConfig`, or
+            "auto": the layout is planned for the machines of the run, see `hf_parallel.plan`.
         sample: A small batch of the kind you train on, such as `collator([data[0], data[1]])`, for models that need more
             than text (images, cross-attention states) or take other inputs; None plans with made-up text.
         **overrides: Settings that win over `config`, such as `pp_size=2` or `num_microbatches=8`.
@@ -100,6 +101,8 @@ class HFParallelCallback(TrainerCallback):
             logger.info("hf_parallel: %s", self.explanation)
             _save_for_any_layout(trainer, self.config)
             return
+        if self.config.layout == "auto":
+            self._plan(trainer)
         trainer_internals()
         refuse_arguments(trainer, self.config)
         warn_of_draws(args, self.config)
@@ -118,6 +121,11 @@ class HFParallelCallback(TrainerCallback):
         self.session = Session.start(self.config, self._schedule, self.explanation)
         self.session.sample = self.sample
         attach_trainer(trainer, self.session)
+
+    def _plan(self, trainer: Trainer) -> None:
+        """Take the layout that is planned for this run."""
+        self.config, self.explanation = plan_layout(trainer, self.config, self.sample)
+        self._schedule = ScheduleChoice(self.config.pipeline, self.config.pp_size)
 
     def _hand_over(self, trainer: Trainer) -> None:
         """DeepSpeed drives this run; the Trainer stays as it is."""

@@ -62,6 +62,11 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
                 "Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=FILE)) with the FILE that `hf-parallel export --to "
                 "deepspeed` writes."
             )
+        if self.config.layout == "auto":
+            raise UnsupportedError(
+                "layout=auto in a loop of your own: its batches are not known when the Accelerator is made. Plan with `hf-parallel "
+                "plan --write FILE` and give that file, or use a Trainer."
+            )
         self._sample = sample
         self._session: Session | None = None
         self._of_trainer = False

@@ -80,7 +80,7 @@ def test_folders_on_the_page_of_the_house_exist() -> None:
 def test_commands_exist() -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands}
     for page in PAGES:
-        named = re.findall(r"(?:`|^|\()hf-parallel ([a-z]+)", page.read_text(), flags=re.MULTILINE)
+        named = re.findall(r"(?:`|^|\()hf-parallel ([a-z-]+)", page.read_text(), flags=re.MULTILINE)
         assert set(named) <= commands, page.name
 
 

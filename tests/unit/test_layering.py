@@ -31,6 +31,7 @@ FLOORS = [
     {"pipeline_parallel.run", "tensor_parallel.plan"},
     {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
     {"checkpoints.state", "engine", "planner"},
+    {"dry_run.rank"},
     {"cli", "trainer"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

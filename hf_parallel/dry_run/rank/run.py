@@ -1,0 +1,259 @@
+"""The dry run of one rank: the real plan, cut, shard, schedule, backward, reduction and optimizer on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.batches import split_rows
+from hf_parallel.compat.fake_cuda import fake_cuda
+from hf_parallel.compat.fake_ranks import fake_ranks
+from hf_parallel.compat.torch_tools import FakeTensorMode
+from hf_parallel.data_parallel import flat
+from hf_parallel.dry_run.memory.terms import Precision, Work
+from hf_parallel.dry_run.rank.meter import Meter
+from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, give_memory, plan_alone
+from hf_parallel.dry_run.rank.report import DryRun, report_of
+from hf_parallel.dry_run.rank.step import Training, batches_of
+from hf_parallel.engine.attach import attach
+from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.transform import (
+    checkpoint_activations,
+    cut_into_stages,
+    shard_layers,
+    shard_over_replicas,
+    shard_sequence,
+)
+from hf_parallel.guards import buffers
+from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.model.support import refuse_model
+from hf_parallel.pipeline_parallel.run.messages import Receiver
+from hf_parallel.pipeline_parallel.run.stage import cut_stages
+from hf_parallel.pipeline_parallel.run.transport import TensorSpec
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.watchdog import Watchdog
+
+
+logger = logging.getLogger(__name__)
+
+RUN = 2  # batches of a step without a pipeline: each one more does what the last one did
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run dry.
+
+    Args:
+        config: Validated settings.
+        model: A transformers config.
+        work: Rows, tokens and batches of a step of one model copy.
+        rank: Of the world.
+        world_size: Of it.
+        ranks_per_node: Of it on each machine.
+        on_gpu: Whether ranks have GPUs and NCCL; else CPU and gloo.
+        precision: Of the parameters.
+        compute: What forward passes are autocast to; None without autocast.
+        mask: Whether batches come with an attention mask.
+    """
+
+    config: HFParallelConfig
+    model: Any
+    work: Work
+    rank: int
+    world_size: int
+    ranks_per_node: int
+    on_gpu: bool = True
+    precision: Precision = "fp32"
+    compute: torch.dtype | None = None
+    mask: bool = False
+
+    @property
+    def shape(self) -> MeshShape:
+        """Of the mesh."""
+        return MeshShape(self.config.dp_size(self.world_size), self.config.pp_size, self.config.tp_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rank."""
+        return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+
+def run_dry(job: Job) -> DryRun:
+    """Train two steps of one rank on fake tensors and count the second.
+
+    Raises:
+        PlanError, ConfigError, UnsupportedError: As of a run with these settings.
+    """
+    job = replace(job, config=_steady(job.config))
+    schedule = ScheduleChoice(job.config.pipeline, job.config.pp_size)
+    dtype = torch.float32
+    if job.precision == "half":
+        dtype = job.compute or torch.bfloat16
+    model = build(job.model, dtype)
+    shares = job.config.zero.shards_parameters
+    refuse_model(model, job.shape.mp_size, tp_size=job.shape.tp_size, shares_parameters=shares)
+    planned = plan_alone(model, job.model, job.config, schedule, job.shape)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # first: it imports what must find torch.cuda as it is
+    meter = Meter(job.device.type, functools.partial(axis_of, job.shape), fake)
+    meter.name(model)
+    with _world(job, meter):
+        payloads = _Payloads(job, planned, fake) if planned.plans.cut is not None else None
+        training, count = _prepare(job, planned, meter, fake)
+        work = replace(job.work, accumulation=min(job.work.accumulation, RUN)) if payloads is None else job.work
+        batches = batches_of(work, mask=job.mask, new=functools.partial(_new, fake, meter, job.device))
+        with contextlib.ExitStack() as stack:
+            if payloads is not None:
+                stack.enter_context(mock.patch.object(Receiver, "_receive_header", payloads.header_of))
+            stack.enter_context(meter)
+            meter.begin()
+            training.step(batches[:1])  # makes the optimizer's state
+            alone = meter.counts()
+            meter.begin()
+            training.step(batches)
+            if len(batches) < job.work.accumulation:
+                meter.repeat(alone, job.work.accumulation - len(batches))
+        return report_of(job.shape.describe(job.rank), meter, count)
+
+
+def axis_of(shape: MeshShape, ranks: list[int]) -> str:
+    """What a group of world ranks is along: "tp", "dp+pp" and so on."""
+    coordinates = zip(*map(shape.coordinates, ranks), strict=True)
+    return "+".join(name for name, one in zip(("dp", "pp", "tp"), coordinates, strict=True) if len(set(one)) > 1)
+
+
+def _steady(config: HFParallelConfig) -> HFParallelConfig:
+    """The settings of a step in the middle of a run: what only its first steps compare is left out."""
+    section = config.to_yaml_section()
+    section.setdefault("monitor", {})["batch_check_steps"] = 0
+    pipeline = section.setdefault("pipeline", {})
+    if config.pipeline.costs == "measured":
+        logger.warning("hf_parallel: pipeline.costs=measured: a dry run computes nothing, so the cut is by formula.")
+        pipeline["costs"] = "analytic"
+    if config.pipeline.compile_blocks != "none":
+        logger.warning("hf_parallel: pipeline.compile_blocks: a dry run compiles nothing and counts eager blocks.")
+        pipeline["compile_blocks"] = "none"
+    return HFParallelConfig.from_mapping(section, source="dry run")
+
+
+@contextlib.contextmanager
+def _world(job: Job, meter: Meter) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if job.on_gpu:
+            stack.enter_context(fake_cuda(meter.waited))
+        backend = "nccl" if job.on_gpu else "gloo"
+        stack.enter_context(fake_ranks(job.rank, job.world_size, job.ranks_per_node, backend))
+        stack.enter_context(meter.following_resizes())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*data pointer of FakeTensor")  # all are 0
+        stack.enter_context(mock.patch.object(buffers, "LOOKS", 0))  # of the first passes of a run
+        stack.enter_context(mock.patch.object(flat, "place_in", _view_of))
+        yield
+
+
+def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> tuple[Training, int]:
+    """Make the planned model this rank's, as `parallelize` does; its training, and how many parameters it holds."""
+    config, plans, model = job.config, planned.plans, planned.model
+    shard_size = config.zero.dp_shard_size
+    mesh = Mesh.build(
+        job.shape,
+        timeout=timedelta(seconds=60),
+        dp_shard_size=None if shard_size == "auto" or job.world_size == 1 else shard_size,
+    )
+    names = [job.shape.describe(rank) for rank in range(job.world_size)]
+    watchdog = Watchdog(None, job.rank, names, FOREVER_S)
+    setup = Setup(model, config, planned.setup.schedule, mesh, job.device, watchdog)
+    sequence = shard_sequence(setup, plans)
+    stages = cut_into_stages(setup, plans)
+    checkpoint_activations(setup, plans, sequence)
+    shard_layers(setup, plans, stages)
+    give_memory(model, job.device, fake, meter.follow)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    with meter:
+        meter.phase = "weights"
+        replicas = shard_over_replicas(setup, plans.units, job.compute)
+        engine = attach(setup, plans, stages, replicas)
+        engine.autocast = autocast_of(job)
+        return Training.of(engine, meter), count
+
+
+def autocast_of(job: Job) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What forward passes run in."""
+    if job.compute is None:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, job.device.type, dtype=job.compute)
+
+
+def _view_of(whole: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """As `flat.place_in`, of a tensor without memory of which parts could be told."""
+    return whole[offset : offset + math.prod(shape)].view(tuple(shape))
+
+
+def _new(
+    fake: FakeTensorMode, meter: Meter, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A tensor of a batch; on the host with values, which ranks compare."""
+    if device.type == "cpu":
+        return torch.ones(shape, dtype=dtype)
+    with fake:
+        made = torch.empty(shape, dtype=dtype, device=device)
+    meter.follow(made, "batch")
+    return made
+
+
+class _Payloads:
+    """What the stages before those of a rank send, found by running all that comes before them."""
+
+    def __init__(self, job: Job, planned: Planned, fake: FakeTensorMode) -> None:
+        self._job, self._planned, self._fake = job, planned, fake
+        self._found: dict[tuple[int, int], tuple[TensorSpec, ...]] = {}
+        self._rows = self._rows_of_microbatches()
+        self._untouched = copy.deepcopy(planned.model)
+        self._find()
+
+    def header_of(self, message: Any) -> tuple[TensorSpec, ...]:
+        """Shapes of the payload of an action of another rank."""
+        return self._found[message.stage, self._rows[message.microbatch % len(self._rows)]]
+
+    def _find(self) -> None:
+        """Run what comes before each stage of this rank."""
+        cut, pp_rank = self._planned.plans.cut, self._job.shape.coordinates(self._job.rank)[1]
+        for stage in cut.schedule.stages_of_ranks[pp_rank] if cut is not None else ():
+            if cut is not None and stage and cut.schedule.placement[stage - 1] != pp_rank:
+                self._found |= {(stage - 1, rows): self._run(stage - 1, rows) for rows in set(self._rows)}
+
+    def _rows_of_microbatches(self) -> list[int]:
+        work, cut = self._job.work, self._planned.plans.cut
+        parts = 1 if cut is None or cut.loss_kind == "whole" else cut.schedule.num_microbatches
+        batch = {"input_ids": torch.empty(work.rows, 1, device="meta")}
+        return [len(part["input_ids"]) for part in split_rows(batch, min(parts, work.rows))]
+
+    def _run(self, stage: int, rows: int) -> tuple[TensorSpec, ...]:
+        """Run stages 0 to `stage` as one, without metering."""
+        job, cut = self._job, self._planned.plans.cut
+        if cut is None:
+            raise LookupError(stage)
+        model: nn.Module = copy.deepcopy(self._untouched)
+        bounds = [0, cut.bounds[stage + 1], cut.bounds[-1]]
+        before = cut_stages(model, cut.stages, bounds, [0], model.forward)[0]
+        give_memory(model, job.device, self._fake)
+        batch = batches_of(
+            replace(job.work, rows=rows, accumulation=1),
+            mask=job.mask,
+            new=functools.partial(_new, self._fake, Meter("none", str), job.device),
+        )[0]
+        with Meter("none", str, self._fake), autocast_of(job)():
+            payload = before(**batch, use_cache=False)
+        return tuple(TensorSpec.of(tensor) for tensor in payload)

@@ -1,0 +1,261 @@
+"""What this machine does in a few seconds of work: rates of products, memory and messages, for the planner to use.
+
+Ranks run at the same time, as in training, so that they share cores, memory and links as they will.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.file import parse_json, read_bounded
+
+
+VERSION: Final = 1
+MAX_BYTES: Final = 1 << 20
+TIMEOUT: Final = timedelta(seconds=120)
+REPEATS: Final = 3
+# A block that stands for what training runs between products; large enough that its ops are not launches alone.
+BLOCK: Final[dict[str, Any]] = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+BLOCK_LENGTH: Final = 256
+BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured, of the slowest rank; FLOP/s, bytes per second, seconds.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        name: Of the GPU, or of nothing.
+        ranks: That ran at the same time.
+        threads: Of each on the host.
+        products: FLOP/s of large products in fp32.
+        half_products: The same in bf16; that of fp32 on a CPU.
+        attention: FLOP/s of causal attention, of the pairs that are attended to.
+        moved: Bytes per second that one operation on large tensors reads and writes.
+        kernel_s: Of a small operation, its call from Python included.
+        blocks_s: Forward and backward of one block of `BLOCK`, for each number of `BLOCK_ROWS`.
+        reduce_s: An all-reduce of next to nothing; 0 for one rank.
+        reduce_bytes_s: Of a large all-reduce, by the size of its tensor.
+        hop_s: A message of next to nothing to another rank.
+        hop_bytes_s: Of a large one.
+    """
+
+    device: str
+    name: str
+    ranks: int
+    threads: int
+    products: float
+    half_products: float
+    attention: float
+    moved: float
+    kernel_s: float
+    blocks_s: tuple[float, ...]
+    reduce_s: float = 0.0
+    reduce_bytes_s: float = 0.0
+    hop_s: float = 0.0
+    hop_bytes_s: float = 0.0
+
+    def write(self, path: Path) -> None:
+        """As a JSON report."""
+        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Of a report that `hf-parallel calibrate` wrote.
+
+        Raises:
+            ConfigError: It is none.
+        """
+        file = Path(path)
+        content = parse_json(read_bounded(file, MAX_BYTES, "a report of hf-parallel calibrate"), file)
+        names = {one.name for one in fields(cls)}
+        if not isinstance(content, dict) or content.get("version") != VERSION or names - content.keys():
+            raise ConfigError(
+                f"{file}: expected a report of version {VERSION}. Write one with `hf-parallel calibrate`."
+            )
+        blocks = content["blocks_s"]
+        if not isinstance(blocks, list) or len(blocks) != len(BLOCK_ROWS) or not all(map(_is_number, blocks)):
+            raise ConfigError(f"{file}: blocks_s has an odd value. Measure again.")
+        found = cls(**{name: content[name] for name in names} | {"blocks_s": tuple(blocks)})
+        odd = [name for name in names - {"device", "name", "blocks_s"} if not _is_number(getattr(found, name))]
+        if odd or found.device not in ("cpu", "cuda"):
+            raise ConfigError(f"{file}: {', '.join(sorted(odd)) or 'device'} has an odd value. Measure again.")
+        return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def calibrate(ranks: int, *, on_gpu: bool, threads: int = 1) -> Calibration:
+    """Measure with several processes of this machine at once; takes less than a minute.
+
+    Args:
+        ranks: Processes, each with a GPU of its own if `on_gpu`.
+        on_gpu: Measure GPUs and NCCL; else the CPU and gloo.
+        threads: Of each process on the host.
+
+    Raises:
+        ConfigError: A process failed; says how.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            context.Process(target=_measure, args=(rank, ranks, on_gpu, threads, folder), daemon=True)
+            for rank in range(ranks)
+        ]
+        for one in started:
+            one.start()
+        for one in started:
+            one.join(TIMEOUT.total_seconds())
+        failed = [rank for rank, one in enumerate(started) if one.exitcode != 0]
+        for one in started:
+            one.kill()
+        if failed:
+            raise ConfigError(
+                f"calibrate: processes {failed} failed or hung. Look at their messages, or give fewer ranks."
+            )
+        reports = [Calibration.read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
+    return _slowest(reports)
+
+
+def _slowest(reports: list[Calibration]) -> Calibration:
+    values: dict[str, Any] = {
+        one.name: (max if one.name.endswith("_s") and not one.name.endswith("bytes_s") else min)(
+            getattr(report, one.name) for report in reports
+        )
+        for one in fields(Calibration)
+    }
+    blocks = zip(*(report.blocks_s for report in reports), strict=True)
+    return Calibration(**values | {"blocks_s": tuple(map(max, blocks))})
+
+
+def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> None:
+    """A process: measure, all ranks at once, and write a report."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        place = f"file://{Path(folder, 'store')}"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", init_method=place, rank=rank, world_size=ranks, timeout=TIMEOUT
+        )
+    clock = _Clock(device, ranks)
+    found = _computation(clock) | (_messages(clock, rank, ranks) if ranks > 1 else {})
+    blocks = tuple(_block_seconds(clock, rows) for rows in BLOCK_ROWS)
+    name = torch.cuda.get_device_name(device) if on_gpu else ""
+    Calibration(device.type, name, ranks, threads, **found, blocks_s=blocks).write(Path(folder, f"{rank}.json"))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+class _Clock:
+    """Seconds of a piece of work, the median of some, which all ranks begin together."""
+
+    def __init__(self, device: Any, ranks: int) -> None:
+        self.device, self.ranks = device, ranks
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        import torch
+        import torch.distributed as dist
+
+        work()
+        times = []
+        for _ in range(REPEATS):
+            if self.ranks > 1:
+                dist.barrier()
+            begun = time.perf_counter()
+            work()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[REPEATS // 2]
+
+
+def _computation(clock: _Clock) -> dict[str, float]:
+    import torch
+    from torch.nn import functional
+
+    device = clock.device
+    large = device.type == "cuda"
+    size = 8192 if large else 768
+    found = {}
+    for name, dtype in (("products", torch.float32), ("half_products", torch.bfloat16 if large else torch.float32)):
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        found[name] = 2 * size**3 / clock(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    wide = torch.randn(2**28 if large else 2**23, device=device)
+    found["moved"] = 3 * wide.nbytes / clock(lambda: wide + wide) * 2 / 3  # read once, written once
+    rows, length, heads, width = (8, 2048, 16, 128) if large else (2, 512, 8, 64)
+    q = torch.randn(rows, heads, length, width, device=device, dtype=torch.bfloat16 if large else torch.float32)
+    seconds = clock(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    found["attention"] = 4 * rows * heads * width * length * (length + 1) / 2 / seconds
+    small = torch.zeros(16, device=device, requires_grad=True)
+
+    def launches() -> None:
+        out = small
+        for _ in range(100):
+            out = out + 1
+        out.sum().backward()
+
+    found["kernel_s"] = clock(launches) / 200
+    return found
+
+
+def _block_seconds(clock: _Clock, rows: int) -> float:
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64, use_cache=False)
+    times = []
+    for layers in (1, 2):  # the difference is one block
+        config.num_hidden_layers = layers
+        model = LlamaModel(config).to(clock.device)
+        ids = torch.zeros(rows, BLOCK_LENGTH, dtype=torch.long, device=clock.device)
+
+        def train(model: Any = model, ids: Any = ids) -> None:
+            model(input_ids=ids).last_hidden_state.sum().backward()
+
+        times.append(clock(train))
+    return max(times[1] - times[0], 1e-6)
+
+
+def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    small, large = (torch.zeros(n, device=clock.device) for n in (2, 2**24 if clock.device.type == "cuda" else 2**20))
+    latency, whole = (clock(lambda t=t: dist.all_reduce(t)) for t in (small, large))  # type: ignore[misc]
+
+    def hop(tensor: Any) -> None:
+        if rank > 1:
+            return
+        dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+        dist.recv(tensor, 1) if rank == 0 else dist.send(tensor, 0)
+
+    there, far = (clock(lambda t=t: hop(t)) / 2 for t in (small, large))  # type: ignore[misc]
+    return {
+        "reduce_s": latency,
+        "reduce_bytes_s": large.nbytes / max(whole - latency, 1e-9),
+        "hop_s": there,
+        "hop_bytes_s": large.nbytes / max(far - there, 1e-9),
+    }

@@ -1,0 +1,100 @@
+"""The peak of a dry run is that of the run: live bytes counted on real ranks, op by op."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runner import run_ranks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_parallel.dry_run.memory.terms import Work
+from hf_parallel.dry_run.rank.meter import Meter
+from hf_parallel.dry_run.rank.run import Job, axis_of, run_dry
+from hf_parallel.dry_run.rank.step import Training, batches_of
+from hf_parallel.engine.session import Session
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.settings.config import HFParallelConfig
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+QUIET = {"monitor": {"batch_check_steps": 0}}
+WORK = Work(rows=4, length=128, accumulation=2)
+SECTIONS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp_size": 2, "pipeline": {"num_microbatches": 4}},
+    "tp2": {"tp_size": 2},
+    "zero1": {"zero": {"stage": 1}},
+    "zero3": {"zero": {"stage": 3}},
+    "recomputed": {"activation_checkpointing": {"every": 1}},
+}
+
+
+def counted(
+    rank: int, world_size: int, section: dict[str, Any]
+) -> tuple[int, dict[str, int], dict[str, tuple[int, int]]]:
+    """Bytes at the peak of a real step, by kind, and calls and bytes of messages by operation and axis."""
+    torch.manual_seed(0)
+    config = HFParallelConfig.from_mapping(section | QUIET)
+    session = Session.start(config, ScheduleChoice(config.pipeline, config.pp_size), "a test")
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    device = torch.device("cpu")
+    engine = session.attach(model, device)
+    meter = Meter("cpu", functools.partial(axis_of, session.mesh.shape))
+    for tensor in (*model.parameters(), *model.buffers()):
+        meter.follow(tensor, "weights")
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.ones(shape, dtype=dtype)
+        meter.follow(made, "batch")
+        return made
+
+    batches = batches_of(WORK, mask=False, new=new)
+    with meter, meter.following_resizes():
+        training = Training.of(engine, meter)
+        for _ in range(2):
+            meter.begin()
+            training.step(batches)
+    found = meter.memory.peak()
+    return found.total_bytes, dict(found.by_kind), messages(meter.messages, meter.message_bytes)
+
+
+def messages(calls: Any, sizes: Any) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for (operation, axis, _), count in calls.items():
+        before = found.get(f"{operation} {axis}", (0, 0))
+        found[f"{operation} {axis}"] = before[0] + count, before[1]
+    for (operation, axis, _), size in sizes.items():
+        before = found[f"{operation} {axis}"]
+        found[f"{operation} {axis}"] = before[0], before[1] + size
+    return found
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_peak_is_that_of_a_real_run(name: str, tmp_path: Path) -> None:
+    section = SECTIONS[name]
+    real = run_ranks(counted, 2, section, tmp_path=tmp_path)
+    config = HFParallelConfig.from_mapping(section | QUIET)
+    for rank, (peak_bytes, by_kind, sent) in enumerate(real):
+        found = run_dry(Job(config, LlamaConfig(**SIZES), WORK, rank, 2, 2, on_gpu=False))
+        assert found.peak_bytes == pytest.approx(peak_bytes, rel=0.03), (rank, dict(found.peak.by_kind), by_kind)
+        large = {key: value for key, value in sent.items() if value[1] > 10_000}
+        here = {
+            key: value
+            for key, value in messages(
+                {(m.operation, m.axis, m.dtype): m.calls for m in found.messages},
+                {(m.operation, m.axis, m.dtype): m.total_bytes for m in found.messages},
+            ).items()
+            if value[1] > 10_000
+        }
+        assert here == large

@@ -1,0 +1,116 @@
+"""A machine is measured, its report is read back, and the planner plans with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from hf_parallel.cli.main import app
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.calibrate import BLOCK, BLOCK_LENGTH, BLOCK_ROWS, Calibration
+from hf_parallel.planner.cost import Place, block_pass
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.measured import MeasuredCluster
+from hf_parallel.planner.predict import predict
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.search import plan
+
+
+CONFIG = LlamaConfig(
+    hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
+)
+REPORT = Calibration(
+    device="cpu",
+    name="",
+    ranks=2,
+    threads=1,
+    products=60e9,
+    half_products=60e9,
+    attention=40e9,
+    moved=8e9,
+    kernel_s=4e-6,
+    blocks_s=(0.12, 0.25, 0.52, 1.1),
+    reduce_s=1e-4,
+    reduce_bytes_s=1e9,
+    hop_s=5e-5,
+    hop_bytes_s=1.5e9,
+)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), list(zip(BLOCK_ROWS, REPORT.blocks_s, strict=True)))
+def test_a_measured_block_takes_as_long_as_it_did(rows: int, seconds: float) -> None:
+    cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
+    profile = profile_of(LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64))
+    constants = cluster.constants(rows * BLOCK_LENGTH)
+    place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, BLOCK_LENGTH, constants)
+    assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(seconds, rel=1e-3)
+
+
+def test_slower_links_make_slower_steps() -> None:
+    layout = {"tp": 2, "micro_batch": 4, "dtype": "fp32"}
+    steps = []
+    for rate in (1e9, 1e8):
+        report = dataclasses.replace(REPORT, reduce_bytes_s=rate)
+        cluster = MeasuredCluster(1, 2, "cpu", calibration=report)
+        steps.append(predict(CONFIG, cluster, layout, seq_len=128).step_s)
+    hidden = 4 * 4 * (4 * 128 * 256 * 4)  # bytes: four all-reduces of each of 4 blocks
+    assert steps[1] - steps[0] == pytest.approx(hidden * (1e-8 - 1e-9), rel=0.2)
+
+
+def test_the_search_works_on_a_measured_cluster() -> None:
+    cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
+    for objective in ("tokens", "min-gpus"):
+        plans = plan(CONFIG, cluster, seq_len=128, global_batch=8, objective=objective, layout={"dtype": "fp32"})
+        assert plans[0].cluster.card.fp32 == REPORT.products
+    stock = predict(CONFIG, Cluster(1, 2, "cpu"), {"dp": 2, "dtype": "fp32"}, seq_len=128)
+    assert stock.step_s != predict(CONFIG, cluster, {"dp": 2, "dtype": "fp32"}, seq_len=128).step_s
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    REPORT.write(tmp_path / "report.json")
+    assert Calibration.read(tmp_path / "report.json") == REPORT
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"version": 2}, "expected a report of version 1. Write one with `hf-parallel calibrate`"),
+        ({"products": "fast"}, "products has an odd value. Measure again"),
+        ({"moved": -1}, "moved has an odd value"),
+        ({"blocks_s": [1.0]}, "blocks_s has an odd value. Measure again"),
+        ({"device": "tpu"}, "device has an odd value"),
+    ],
+)
+def test_what_is_no_report_is_refused(change: dict[str, object], match: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    REPORT.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=match):
+        Calibration.read(path)
+
+
+def test_a_report_of_a_cpu_says_nothing_of_a_gpu(tmp_path: Path) -> None:
+    REPORT.write(tmp_path / "report.json")
+    CONFIG.save_pretrained(tmp_path)
+    options = ["--seq", "128", "--batch", "8", "--calibrate", str(tmp_path / "report.json")]
+    result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "h100", *options])
+    assert result.exit_code == 1
+    assert "gpu=h100 with a report of device cpu" in result.output
+
+
+@pytest.mark.long
+def test_the_command_measures_two_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["calibrate", str(path), "--ranks", "2", "--use-cpu"])
+    assert result.exit_code == 0, result.output
+    found = Calibration.read(path)
+    assert (found.device, found.ranks) == ("cpu", 2)
+    assert (
+        min(found.products, found.moved, *found.blocks_s, found.reduce_s, found.reduce_bytes_s, found.hop_bytes_s) > 0
+    )

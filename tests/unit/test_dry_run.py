@@ -1,0 +1,195 @@
+"""A dry run counts what a rank's step takes, and refuses what a run would refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from hf_parallel import dry_run_recipe
+from hf_parallel.cli.main import app
+from hf_parallel.dry_run.rank.ledger import Block, MemoryLedger
+from hf_parallel.dry_run.rank.twin import widened
+from hf_parallel.errors import ConfigError
+from hf_parallel.tensor_parallel.plan.plan_for import plan_for
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+
+
+def recipe(tmp_path: Path, section: str, processes: int = 2, extra: str = "") -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: {processes}\n{extra}"
+        f"parallelism_config:\n  hf_parallel: {section}\n"
+    )
+    return path
+
+
+def test_the_peak_is_what_was_there_when_most_was() -> None:
+    ledger, first, second = MemoryLedger(), Block("weights"), Block("activations")
+    ledger.resize(first, 1000)  # rounded up to 1024
+    ledger.begin()
+    ledger.resize(second, 512)
+    second.kind = "logits"  # may be said later
+    ledger.resize(first, 0)
+    ledger.resize(Block("gradients"), 400)
+    found = ledger.peak()
+    assert found.total_bytes == 1536
+    assert dict(found.by_kind) == {"weights": 1024, "logits": 512}
+    assert ledger.now_bytes == 1024
+    ledger.begin()
+    assert ledger.peak().total_bytes == 1024  # what is there stays
+
+
+@pytest.mark.parametrize("section", ["{}", "{zero: {stage: 1}}", "{zero: {stage: 3}}", "{pp_size: 2}", "{tp_size: 2}"])
+def test_a_rank_holds_the_bytes_of_the_formulas(section: str, tmp_path: Path) -> None:
+    """fp32: 4 bytes of weights and 8 of Adam's state for each parameter, shared out as the layout says."""
+    found = dry_run_recipe(recipe(tmp_path, section), LlamaConfig(**SIZES), rows=2, length=128)
+    kinds = found.peak.by_kind
+    parameters = 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 2 * 1000 * 256 + 256
+    share = 0.5 if "stage: 1" in section or "stage: 3" in section else 1.0
+    assert kinds["optimizer state"] == pytest.approx(8 * found.parameters * share, rel=0.05)
+    if section == "{}":
+        assert found.parameters == parameters
+        assert kinds["weights"] == pytest.approx(4 * parameters, rel=0.01)
+    elif "size: 2" in section:
+        assert found.parameters == pytest.approx(parameters / 2, rel=0.02)
+    assert found.after_bytes < found.peak_bytes
+
+
+def test_messages_are_counted_by_axis(tmp_path: Path) -> None:
+    found = dry_run_recipe(
+        recipe(tmp_path, "{pp_size: 2, pipeline: {num_microbatches: 4}}"), LlamaConfig(**SIZES), rows=4, length=128
+    )
+    sent = next(one for one in found.messages if one.operation == "send")
+    assert (sent.axis, sent.calls, sent.total_bytes) == ("pp", 4, 4 * 128 * 256 * 4)
+    found = dry_run_recipe(recipe(tmp_path, "{}"), LlamaConfig(**SIZES), length=128)
+    reduced = [one for one in found.messages if one.operation == "allreduce" and one.axis == "dp"]
+    assert sum(one.total_bytes for one in reduced) == pytest.approx(4 * found.parameters, rel=0.01)
+
+
+def test_the_later_stage_gets_what_the_first_one_sends(tmp_path: Path) -> None:
+    file = recipe(tmp_path, "{pp_size: 2, pipeline: {num_microbatches: 2}}", extra="mixed_precision: bf16\n")
+    found = dry_run_recipe(file, LlamaConfig(**SIZES), rank=1, rows=4, length=128)
+    got = next(one for one in found.messages if one.operation == "recv")
+    assert (got.axis, got.calls) == ("pp", 2)
+    assert found.rank == "rank 1 (pp 1 of 2)"
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = vars(torch.cuda).copy()
+    dry_run_recipe(recipe(tmp_path, "{tp_size: 2}"), LlamaConfig(**SIZES), length=64)
+    assert vars(torch.cuda) == before
+    assert not dist.is_initialized()
+    assert torch.accelerator.current_accelerator() is None or torch.cuda.is_available()
+    weight = torch.ones(2, requires_grad=True)
+    (weight * 3).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_narrow_plan_is_the_wide_one() -> None:
+    """A plan does not depend on the widths but for its sizes."""
+    wide = LlamaConfig(**SIZES)
+    narrow = LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 172})
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        models = LlamaForCausalLM(narrow), LlamaForCausalLM(wide)
+    made = widened(plan_for(narrow, 2, sequence=True), *models)
+    expected = plan_for(wide, 2, sequence=True)
+    for one in (made, expected):
+        one.flops.clear()
+    assert made.to_json() == expected.to_json()
+
+
+def test_a_wide_model_needs_no_memory(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=2,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=4096,
+    )
+    found = dry_run_recipe(
+        recipe(tmp_path, "{tp_size: 8}", 8, "mixed_precision: bf16\n"), config, length=512, precision="half"
+    )
+    assert found.parameters * 8 == pytest.approx(
+        2 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 2 * 4096 * 8192, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "match"),
+    [
+        ("{pp_size: 3}", {}, "num_processes=2 is below tp_size . pp_size"),
+        ("{tp_sise: 2}", {}, "tp_sise"),
+        ("{zero: {stage: 1, engine: deepspeed}}", {}, "zero.engine=deepspeed: it trains with code of its own"),
+        ("{pp_size: 2}", {"rank": 2}, "rank=2: the file starts 2 processes. Give a rank from 0 to 1"),
+        ("{pp_size: 2}", {"rows": 0}, "rows=0: it is 1 or more"),
+        ("{pp_size: 2}", {"precision": "int3"}, "dtype='int3': expected one of fp32, half, autocast"),
+        ("auto", {}, "layout=auto: there is no layout before training starts"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(section: str, options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        dry_run_recipe(recipe(tmp_path, section), LlamaConfig(**SIZES), **options)
+
+
+def test_the_command_tells_what_validate_tells_of_a_bad_file(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
+    path = str(recipe(tmp_path, "{pp_size: 3, tp_sise: 2}"))
+    told = [
+        CliRunner().invoke(app, [*command, path, "--model", str(tmp_path / "model")])
+        for command in (["validate"], ["dry-run"])
+    ]
+    assert [one.exit_code for one in told] == [1, 1]
+    assert told[1].output.strip() in told[0].output.strip()
+
+
+def test_the_command_prints_json(tmp_path: Path) -> None:
+    LlamaConfig(**SIZES).save_pretrained(tmp_path / "model")
+    command = [
+        "dry-run",
+        str(recipe(tmp_path, "{tp_size: 2}")),
+        "--model",
+        str(tmp_path / "model"),
+        "--length",
+        "128",
+        "--rank",
+        "1",
+    ]
+    told = CliRunner().invoke(app, [*command, "--json"])
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.output)
+    assert found["rank"] == "rank 1 (tp 1 of 2)"
+    assert found["peak_bytes"] == sum(found["peak_by_kind"].values())
+    assert {one["axis"] for one in found["messages"]} >= {"tp"}
+    text = CliRunner().invoke(app, command).output
+    assert "peak" in text
+    assert "weights" in text
+
+
+def test_a_sharded_head_keeps_its_logits_local(tmp_path: Path) -> None:
+    """The first call asks all ranks whether that fits: what they would answer is that it does."""
+    config = LlamaConfig(**SIZES | {"vocab_size": 8192})
+    found = dry_run_recipe(recipe(tmp_path, "{tp_size: 2}"), config, rows=2, length=128)
+    whole = 2 * 128 * 8192 * 4
+    assert all(one.total_bytes < whole / 2 for one in found.messages if one.operation == "allgather")
+    assert max(size // count for size, count, *_ in found.peak.largest) <= whole // 2 + 4096 * 256 * 4
