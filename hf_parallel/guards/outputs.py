@@ -76,7 +76,12 @@ class _ExplainsMissing:
 
     def _own(self) -> list[str]:
         """What it holds itself."""
-        return list(OrderedDict.__iter__(self))  # type: ignore[arg-type]
+        held: Any = self
+        return list(OrderedDict.__iter__(held))
+
+    def _held(self, name: str) -> Any:
+        held: Any = self
+        return OrderedDict.__getitem__(held, name)
 
     def _places(self) -> Sequence[str]:
         """Names in the order of the model's own output."""
@@ -94,21 +99,24 @@ class _ExplainsMissing:
     def __contains__(self, key: object) -> bool:
         return key in self._own() or key in vars(self).get("_listed", ())
 
-    def keys(self) -> KeysView[str]:
+    def keys(self) -> Any:
         """As of the model's own output."""
-        return KeysView(self)  # type: ignore[arg-type]
+        held: Any = self
+        return KeysView(held)
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         """As of the model's own output; reads what it passes."""
-        return ItemsView(self)  # type: ignore[arg-type]
+        held: Any = self
+        return ItemsView(held)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         """As of the model's own output; reads what it passes."""
-        return ValuesView(self)  # type: ignore[arg-type]
+        held: Any = self
+        return ValuesView(held)
 
     def __repr__(self) -> str:
         """What it holds itself: who prints it on one rank must not wait for the others."""
-        held = ", ".join(f"{name}={OrderedDict.__getitem__(self, name)!r}" for name in self._own())  # type: ignore[arg-type]
+        held = ", ".join(f"{name}={self._held(name)!r}" for name in self._own())
         return f"{type(self).__name__}({held})"
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +139,7 @@ class _ExplainsMissing:
         if self._has(key):
             return self._other(key)
         if key in self._own():
-            return OrderedDict.__getitem__(self, key)  # type: ignore[arg-type]
+            return self._held(key)
         raise MissingOutput(self._why_not(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
