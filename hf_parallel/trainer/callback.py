@@ -40,6 +40,7 @@ from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.of_trl import problems_of
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.worker import prepare_engine
 
@@ -265,7 +266,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     Raises:
         ConfigError: Every problem with its fix, one a line.
     """
-    args, problems = trainer.args, _without_effect(trainer.args)
+    args, problems = trainer.args, [*_without_effect(trainer.args), *problems_of(trainer, config)]
     if args.auto_find_batch_size:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:
