@@ -21,9 +21,12 @@ def keep_trainable(model: nn.Module) -> None:
 
 
 def forget_scales(module: Any) -> None:
-    """Let go of what belongs to the quantised weight of a module, after it was taken out."""
+    """Let go of what a layer keeps of its quantised weight (scales; in 8 bit the values too), after that was taken out."""
     if vars(module).get("quant_state") is not None:
         module.quant_state = None
+    state = vars(module).get("state")
+    if getattr(state, "CB", None) is not None:
+        state.CB = state.SCB = None
 
 
 def quantised_elements(module: nn.Module) -> int:

@@ -36,7 +36,7 @@ EQUAL = 0.9  # of whole numbers and flags (is the label the most likely token?),
 OWN = "gradient of the own loss"
 NO_ROWS = (
     "it is not made of the rows of the batch one by one, and a pipeline computes microbatches apart. Set "
-    "pipeline.num_microbatches to 1, or compute it from other outputs."
+    "pipeline.num_microbatches to 1, or compute it from other outputs. trainer.evaluate(ignore_keys=[...]) passes it over."
 )
 NOT_NOW = "this call gives none, or microbatches of another shape. Read it where the model gives it in one shape."
 

@@ -172,6 +172,7 @@ class Session:
         Raises:
             UnsupportedError: Names the first parameter.
         """
+        self._whole.discard(model)  # it was prepared for inference before it is trained
         whole = {id(parameter) for other in self._whole for parameter in other.parameters()}
         shared = [name for name, parameter in model.named_parameters() if id(parameter) in whole]
         if shared:

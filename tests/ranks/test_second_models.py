@@ -187,8 +187,9 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
 
     accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
     student, teacher = tiny.llama(), tiny.gpt2().requires_grad_(False)
-    shared = tiny.llama().requires_grad_(False)
+    shared = tiny.llama()
     shared.model.embed_tokens = student.model.embed_tokens
+    shared.requires_grad_(False)
     refused("shared", lambda: accelerator.prepare(shared, student))
     accelerator.hf_parallel._whole.clear()
     accelerator.prepare(teacher, student)
@@ -248,11 +249,13 @@ def test_another_model_may_be_prepared_after_free_memory(tmp_path: Path) -> None
 # -- quantised weights -----------------------------------------------------------------------------------------------
 
 
-def quantised(folder: str) -> Any:
+def quantised(folder: str, bits: int) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    kind = BitsAndBytesConfig(load_in_8bit=True)
+    if bits == 4:
+        kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32)
     torch.manual_seed(1)
     model = get_peft_model(
@@ -264,13 +267,21 @@ def quantised(folder: str) -> Any:
     return model
 
 
-def qlora_main(rank: int, world_size: int, layouts: list[Any], base: str, folder: str) -> list[Any]:
+def kept_of_weights(model: Any) -> int:
+    """Layers that keep something of a quantised weight beside it."""
+    kept = [
+        vars(module).get("quant_state") or getattr(vars(module).get("state"), "CB", None) for module in model.modules()
+    ]
+    return sum(one is not None for one in kept)
+
+
+def qlora_main(rank: int, world_size: int, jobs: list[tuple[int, Any]], base: str, folder: str) -> list[Any]:
     from hf_parallel import ParallelError
 
     found: list[Any] = []
-    for index, parallel in enumerate(layouts):
+    for index, (bits, parallel) in enumerate(jobs):
         try:
-            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base))
+            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base, bits))
             counts = trainer.model.get_nb_trainable_parameters()
             if parallel is not None and "pp_size" in parallel:
                 trainer.evaluate()  # what bitsandbytes does to the weights in it must not last
@@ -278,10 +289,7 @@ def qlora_main(rank: int, world_size: int, layouts: list[Any], base: str, folder
             losses = [entry for entry in logged(trainer) if len(entry) > 1]
             assert trainer.model.get_nb_trainable_parameters() == counts
             trainer.save_model(f"{folder}/{index}/model")
-            held = sum(
-                hasattr(module, "quant_state") and module.quant_state is not None for module in trainer.model.modules()
-            )
-            found.append((losses, held))
+            found.append((losses, kept_of_weights(trainer.model)))
         except ParallelError as error:
             found.append(str(error))
     return found
@@ -290,22 +298,24 @@ def qlora_main(rank: int, world_size: int, layouts: list[Any], base: str, folder
 def test_adapters_on_quantised_weights_train_as_on_one_process(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     tiny.llama().save_pretrained(tmp_path / "base")
-    base = str(tmp_path / "base")
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, PP2, {**PP2, "schedule": "zbv_zero_bubble"}, ZERO3, TP2]
-    args = (base, str(tmp_path / "out"))
-    expected = run_ranks(qlora_main, 1, [None], *args, tmp_path=tmp_path, init_group=False, env=ENV)[0][0][0]
-    adapter = load_file(tmp_path / "out" / "0" / "model" / "adapter_model.safetensors")
-    results = run_ranks(qlora_main, 2, layouts, *args, tmp_path=tmp_path, timeout=150, env=ENV)
-    for index, (losses, _) in enumerate(results[0][:5]):
-        for here, there in zip(losses, expected, strict=True):
-            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), layouts[index]
-        saved = load_file(tmp_path / "out" / str(index) / "model" / "adapter_model.safetensors")
+    jobs: list[tuple[int, Any]] = [(4, {}), (4, ZERO1), (4, {"zero": {"stage": 2}}), (4, PP2), (8, {}), (8, PP2)]
+    jobs += [(4, {**PP2, "schedule": "zbv_zero_bubble"})]
+    refused = [(4, ZERO3), (4, TP2)]
+    one, out = [(4, None), (8, None)], [(str(tmp_path / "base"), str(tmp_path / name)) for name in ("one", "more")]
+    expected = run_ranks(qlora_main, 1, one, *out[0], tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    results = run_ranks(qlora_main, 2, jobs + refused, *out[1], tmp_path=tmp_path, timeout=150, env=ENV)
+    for index, (bits, parallel) in enumerate(jobs):
+        reference = next(at for at, (each, _) in enumerate(one) if each == bits)
+        for here, there in zip(results[0][index][0], expected[reference][0], strict=True):
+            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), (bits, parallel)
+        saved, adapter = (
+            load_file(tmp_path / name / str(at) / "model" / "adapter_model.safetensors")
+            for name, at in (("more", index), ("one", reference))
+        )
         assert saved.keys() == adapter.keys()
         for key, value in adapter.items():
             assert (saved[key] - value).norm() <= 1e-5 * value.norm(), key
-    assert [result[3][1] for result in results] == [
-        14,
-        14,
-    ]  # of 28 quantised layers each rank keeps those of its blocks
-    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][5]
-    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][6]
+    for index in (3, 5):  # of 28 quantised layers each rank keeps those of its blocks
+        assert [result[index][1] for result in results] == [14, 14]
+    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][-2]
+    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][-1]

@@ -36,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "sft_llama": ("sft", "llama", "sft", {}),
     "sft_gpt2": ("sft", "gpt2", "sft", {}),
+    "packed": ("sft", "llama", "sft", {"packing": True, "max_length": 32}),
+    "sft_adapter": ("sft", "gpt2", "completions", {"adapter": True}),
     "dpo_llama": ("dpo", "llama", "dpo", {"precompute_ref_log_probs": True}),
 }
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
@@ -57,7 +59,9 @@ PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
-UNCOMPARED = re.compile(r"runtime|per_second|total_flos|epoch|^step$|^train_")  # times, and what stock counts by rank
+UNCOMPARED = re.compile(
+    r"runtime|step_time|per_second|total_flos|epoch|^step$|^train_"
+)  # times, and what stock counts by rank
 
 
 def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tuple[str, str, str, dict[str, Any]]]:
@@ -227,6 +231,70 @@ def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: 
     # Of an evaluation, and without counts over all replicas, the loss is the mean of theirs, as under stock DDP.
     of_replicas = layout == "pp2_dp2" and (name in ("completions", "counted_alone") or name in PREFERENCES)
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")
+
+
+def generating_main(rank: int, world_size: int, layouts: list[str], base: str, data: str) -> dict[str, Any]:
+    """What trainers log that sample text from the model in every step."""
+    from datasets import load_from_disk
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    from hf_parallel import HFParallelCallback
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    found = {}
+    for layout in layouts:
+        for kind, settings in ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)):
+            arguments = settings(
+                output_dir=f"{data}/out",
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=8,
+                beta=0.0,
+                max_steps=3,
+                logging_steps=1,
+                learning_rate=1e-3,
+                adam_epsilon=1e-4,
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                disable_tqdm=True,
+                save_strategy="no",
+                gradient_checkpointing=False,
+            )
+            parallel = LAYOUTS[layout][1]
+            trainer = kind(
+                model=base,
+                reward_funcs=reward,
+                args=arguments,
+                train_dataset=load_from_disk(f"{data}/dpo"),
+                processing_class=tokenizer(),
+                callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
+            )
+            trainer.train()
+            found[f"{layout} {kind.__name__}"] = [
+                {key: value for key, value in entry.items() if not UNCOMPARED.search(key)}
+                for entry in trainer.state.log_history
+            ]
+            if parallel is not None:
+                trainer.hf_parallel_session.watchdog.stop()
+    return found
+
+
+def test_trainers_that_generate_train_on_replicas_as_on_stock_ones(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    tiny.llama().save_pretrained(tmp_path / "base")
+    arguments = (str(tmp_path / "base"), str(tmp_path))
+    stock, mine = (
+        run_ranks(generating_main, 2, layouts, *arguments, tmp_path=tmp_path, timeout=150, env=ENV)[0]
+        for layouts in (["ddp2"], ["dp2", "zero1"])
+    )
+    for name, steps in mine.items():
+        reference = stock[f"ddp2 {name.split()[1]}"]
+        assert len(reference) >= 3
+        for found, expected in zip(steps, reference, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
 def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
