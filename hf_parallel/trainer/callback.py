@@ -40,7 +40,7 @@ from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
-from hf_parallel.trainer.of_trl import problems_of
+from hf_parallel.trainer.of_trl import packed_sample, problems_of
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.worker import prepare_engine
 
@@ -117,7 +117,7 @@ class HFParallelCallback(TrainerCallback):
         dynamo = trainer.accelerator.state.dynamo_plugin
         self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
         self.session = Session.start(self.config, self._schedule, self.explanation)
-        self.session.sample = self.sample
+        self.session.sample = self.sample or packed_sample(trainer, self.config)
         attach_trainer(trainer, self.session)
 
     def _hand_over(self, trainer: Trainer) -> None:

@@ -1,8 +1,8 @@
-"""Trainers of TRL, which bring losses, models and loops of their own: those that stages and shards cannot serve."""
+"""Trainers of TRL, which bring losses, models and batches of their own: what stages and shards can do with them."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from transformers import Trainer
 
@@ -41,6 +41,20 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
             "parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or pp_size and tp_size to 1 "
             "and zero.stage to 2 or less."
         )
+    return found
+
+
+def packed_sample(trainer: Trainer, config: HFParallelConfig) -> dict[str, Any] | None:
+    """A batch of packed rows to plan stages with, where TRL's collator makes such; else None.
+
+    It gives the model the ends of the rows beside their positions, which made-up text has not.
+    """
+    collator: Any = trainer.data_collator
+    of_trl = type(collator).__module__.partition(".")[0] == "trl"
+    if config.pp_size == 1 or not of_trl or not getattr(collator, "padding_free", False):
+        return None
+    rows = [{"input_ids": list(range(1, 1 + length))} for length in (7, 5)]
+    found: dict[str, Any] = collator(rows)
     return found
 
 
