@@ -126,6 +126,7 @@ def scripts() -> list[Script]:
             Script("sft-completion", place / "sft.py", "gpt2", "completion", ("--gradient_accumulation_steps", "2")),
             Script("sft-lora", place / "sft.py", data="text", more=LORA),
             Script("dpo", place / "dpo.py", data="preference"),
+            Script("dpo-lora", place / "dpo.py", data="preference", more=LORA),
             Script("kto", place / "kto.py", data="unpaired"),
             Script("reward", place / "reward.py", "reward", "preference"),
         ]
@@ -262,7 +263,7 @@ def compare(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[fl
     where = (0.0, "")
     for index, (here, there) in enumerate(zip(mine, other, strict=True)):
         for key, value in there.items():
-            if UNCOMPARED.search(key) or not isinstance(value, (int, float)):
+            if UNCOMPARED.search(key) or not isinstance(value, (int, float)) or is_tie(key, there):
                 continue
             found = abs(here[key] - value) / max(abs(value), 0.1) if key in here else math.inf
             found = math.inf if math.isnan(found) else found
@@ -270,6 +271,12 @@ def compare(mine: list[dict[str, Any]], other: list[dict[str, Any]]) -> tuple[fl
             worst[is_loss] = max(worst[is_loss], found)
             where = max(where, (found, f"{key} of entry {index}: {here.get(key)} instead of {value}"))
     return worst[True], worst[False], where[1]
+
+
+def is_tie(key: str, entry: dict[str, Any]) -> bool:
+    """Whether rounding decides which of two rewards is larger: a reference model that equals the model gives none."""
+    what, margins = "rewards/accuracies", "rewards/margins"
+    return key.endswith(what) and abs(entry.get(key.replace(what, margins), 1.0)) <= TOLERANCE / 10
 
 
 def refusal(log: str) -> str:

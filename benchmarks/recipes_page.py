@@ -18,14 +18,23 @@ from hf_parallel.dry_run.fit import Verdict, accumulation_of, judge, layout_of_f
 from hf_parallel.dry_run.memory.report import GB, zero_table
 from hf_parallel.dry_run.memory.shape import shape_of_config
 from hf_parallel.dry_run.memory.terms import Memory, ModelShape, Precision, Work
-from hf_parallel.machine.facts import Machine
+from hf_parallel.machine.facts import Gpu, Machine
 from hf_parallel.settings.recipes import list_recipes, recipes_folder
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
 ANYWHERE = Machine((), 0)  # what a recipe needs does not depend on where this runs
+WITH_T4 = Machine(
+    (Gpu("T4", 16 * 10**9, (7, 5)),) * 2, 0
+)  # fp16 needs a GPU, and on one that has bf16 it is warned of
 LLAMA: dict[str, dict[str, Any]] = {
     "Llama 2 7B": {},
+    "Llama 2 13B": {
+        "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+    },
+    "LLaMA 33B": {
+        "hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52,
+    },
     "Llama of 48 blocks": {"num_hidden_layers": 48},
     "Llama 3 70B": {
         "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -54,6 +63,7 @@ class Run:
         gpu_gb: Of a GPU (of RAM for each process on a CPU), in 1e9 bytes.
         host_gb: RAM of a machine.
         adapters: Parameters that are trained on top of the model instead of it.
+        bits: Of a frozen parameter of a block, if it is quantised.
     """
 
     model: str
@@ -62,15 +72,22 @@ class Run:
     gpu_gb: float
     host_gb: float
     adapters: int = 0
+    bits: float = 0.0
 
 
+# NF4 with double quantisation: 8 bits a group of 64, and 32 a group of 256 of these. Source: QLoRA (arXiv:2305.14314), 3.
+NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 # LoRA of rank 16 on the seven matrices of each block: rank * (inputs + outputs).
 LORA_7B = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
+LORA_13B = 40 * 16 * (4 * (5120 + 5120) + 3 * (5120 + 13824))
+LORA_33B = 60 * 16 * (4 * (6656 + 6656) + 3 * (6656 + 17920))
 ON_A_CPU = Run("SmolLM2 135M", Work(4, 256), "fp32", 16, 32)
 RUNS: dict[str, Run] = {
     "budget_3090": Run("Llama of 48 blocks", Work(1, 2048), "half", 24, 256),
     "budget_3090_7b": Run("Llama 2 7B", Work(1, 2048), "half", 24, 192),
     "budget_3090_lora": Run("Llama 2 7B", Work(1, 2048), "half", 24, 64, adapters=LORA_7B),
+    "qlora_2x24gb": Run("LLaMA 33B", Work(8, 2048), "half", 24, 64, adapters=LORA_33B, bits=NF4),
+    "qlora_2xt4": Run("Llama 2 13B", Work(8, 1024), "half", 15, 30, adapters=LORA_13B, bits=NF4),
     "llama2_7b_4xa100": Run("Llama 2 7B", Work(4, 2048), "half", 80, 256),
     "llama_70b_64xh100": Run("Llama 3 70B", Work(1, 4096), "half", 80, 2048),
     "gpt3_175b_1024gpu": Run("GPT-3 175B", Work(16, 2048), "half", 80, 4096),
@@ -92,12 +109,19 @@ def config_of(run: Run) -> Any:
 
 @cache
 def shape_of_run(run: Run) -> ModelShape:
-    return dataclasses.replace(shape_of_config(config_of(run), run.precision), adapters=run.adapters)
+    return dataclasses.replace(
+        shape_of_config(config_of(run), run.precision), adapters=run.adapters, block_bits=run.bits
+    )
+
+
+def machine_of(name: str) -> Machine:
+    """One whose GPUs have the precision of the recipe."""
+    return WITH_T4 if name.endswith("t4") else ANYWHERE
 
 
 @cache
 def checked_recipe(name: str) -> Checked:
-    checked = check_file(recipes_folder() / f"{name}.yaml", ANYWHERE)
+    checked = check_file(recipes_folder() / f"{name}.yaml", machine_of(name))
     if checked.errors:
         raise ValueError("\n".join(map(str, checked.errors)))
     return checked
@@ -116,7 +140,10 @@ def counted_for(name: str) -> str:
     shape, work = shape_of_run(run), run.work
     adapters = f" and {run.adapters / 1e6:.0f}e6 of adapters" if run.adapters else ""
     rows = f"{work.rows} row{'s' * (work.rows > 1)} of {work.length} tokens a batch of a model copy"
-    return f"{run.model} ({shape.parameters / 1e9:.4g}e9 parameters{adapters}), {rows}, {LOADED[run.precision]}."
+    loaded = (
+        f"blocks in NF4 ({run.bits:.3g} bits with scales), all else in 16 bit" if run.bits else LOADED[run.precision]
+    )
+    return f"{run.model} ({shape.parameters / 1e9:.4g}e9 parameters{adapters}), {rows}, {loaded}."
 
 
 def gpu_line(name: str, memory: Memory) -> str:
@@ -134,6 +161,9 @@ def ram_line(name: str, memory: Memory) -> str:
     each = loading * GB / parameters / on_node
     load = f"{each:g} bytes * {count} * {on_node} ranks = {loading:.4g} GB while every rank loads the whole model"
     parts = layout.tp_size * layout.pp_size
+    if run.bits:  # each rank quantises what it reads, on its GPU
+        whole = loading / on_node
+        return f"Before the cut: each GPU holds the whole quantised model, {whole:.1f} GB of {run.gpu_gb:g}; nothing is in RAM."
     if parts > 1:
         load += f", {loading / parts:.4g} GB where it reads its own part (hf_parallel.sharded_loading)"
     if not memory.host:

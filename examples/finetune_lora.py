@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -73,6 +73,9 @@ def parse_arguments() -> tuple[LoraArguments, TrainingArguments]:
     return lora, training
 
 
+Loads: TypeAlias = Callable[[LoraArguments], tuple[Any, Callable[[str], list[int]], list[str]]]
+
+
 def load(lora: LoraArguments) -> tuple[Any, Callable[[str], list[int]], list[str]]:
     """Return the frozen model, what turns a text into tokens, and the texts."""
     if lora.demo:
@@ -83,15 +86,24 @@ def load(lora: LoraArguments) -> tuple[Any, Callable[[str], list[int]], list[str
             LlamaConfig(vocab_size=256, max_position_embeddings=128, num_attention_heads=4, **sizes)
         )
         return model, lambda text: list(text.encode()), [topics[name] for name in sorted(topics)]
-    name = str(lora.model_name_or_path)
-    tokenizer, base = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, dtype=lora.dtype)
+    base = AutoModelForCausalLM.from_pretrained(str(lora.model_name_or_path), dtype=lora.dtype)
+    return base, *load_texts(lora)
+
+
+def load_texts(lora: LoraArguments) -> tuple[Callable[[str], list[int]], list[str]]:
+    """Return what turns a text into tokens, and the texts."""
+    tokenizer = AutoTokenizer.from_pretrained(str(lora.model_name_or_path))
     lines = Path(str(lora.train_file)).read_text(encoding="utf-8").splitlines()
     texts = [str(json.loads(line)["text"]) for line in lines if line.strip()]
-    return base, lambda text: [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], texts
+    return lambda text: [*tokenizer(text)["input_ids"], tokenizer.eos_token_id], texts
 
 
-def main() -> None:
-    """Load, adapt, train, export."""
+def main(load: Loads = load) -> None:
+    """Load, adapt, train, export.
+
+    Args:
+        load: Gives the frozen model, what turns a text into tokens, and the texts.
+    """
     lora, training = parse_arguments()
     set_seed(training.seed)
     model, tokenize, texts = load(lora)

@@ -204,9 +204,11 @@ def finished(trainer: Trainer, folder: Path) -> dict[str, Any]:
     if session is not None:
         session.watchdog.stop()
     keys = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_rows", "learning_rate")
+    counts = getattr(trainer.model, "get_nb_trainable_parameters", None)
     return {
         "folder": str(folder),
         "history": [{key: entry[key] for key in keys if key in entry} for entry in history],
+        "counts": list(counts()) if counts is not None else None,
     }
 
 
@@ -263,6 +265,7 @@ def runs_and_references(
 
 
 def compare(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert mine["counts"] == reference["counts"], "trained parameters, and all"
     assert len(mine["history"]) == len(reference["history"])
     for step, (here, there) in enumerate(zip(mine["history"], reference["history"], strict=True)):
         assert here.keys() == there.keys()

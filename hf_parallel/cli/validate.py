@@ -31,6 +31,7 @@ class _Request:
     accumulation: int | None
     global_batch: int | None
     adapters: int
+    bits: float
     gpu_gb: float | None
     host_gb: float | None
     dtype: Precision | None
@@ -52,6 +53,12 @@ def validate(  # noqa: PLR0913 - each is an option
     adapters: Annotated[
         int, typer.Option(min=0, help="Parameters that are trained on top of the model instead of it (LoRA).")
     ] = 0,
+    bits: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Bits of a frozen parameter of a block, with its scales: 4.13 of NF4.  [default: of --dtype]"
+        ),
+    ] = 0.0,
     gpu_gb: Annotated[float | None, typer.Option(min=0, help="GB (1e9) of a GPU.  [default: this machine's]")] = None,
     host_gb: Annotated[
         float | None, typer.Option(min=0, help="GB (1e9) of RAM of a node.  [default: this machine's]")
@@ -64,8 +71,14 @@ def validate(  # noqa: PLR0913 - each is an option
     """Check a config file; exit with 1 and every problem, with its line, if it cannot work."""
     if dtype not in (None, *DTYPES):
         raise typer.BadParameter(f"{dtype!r}: expected one of {', '.join(DTYPES)}.", param_hint="--dtype")
+    if bits and not adapters:
+        raise typer.BadParameter(
+            f"{bits:g} without --adapters: quantised weights are not trained.", param_hint="--bits"
+        )
     precision: Any = dtype
-    request = _Request(model, Work(rows, length), accumulation, global_batch, adapters, gpu_gb, host_gb, precision)
+    request = _Request(
+        model, Work(rows, length), accumulation, global_batch, adapters, bits, gpu_gb, host_gb, precision
+    )
     try:
         checked, verdict = _answer(find_recipe(file), request)
     except ParallelError as error:
@@ -87,7 +100,7 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
         gpu_bytes = machine.gpu_bytes if request.gpu_gb is None else request.gpu_gb * GB
         host_bytes = machine.ram_bytes if request.host_gb is None else request.host_gb * GB
         shape = shape_of(request.model, layout_of_file(checked, request.dtype).precision)
-        shape = dataclasses.replace(shape, adapters=request.adapters)
+        shape = dataclasses.replace(shape, adapters=request.adapters, block_bits=request.bits)
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]

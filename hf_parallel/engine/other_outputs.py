@@ -36,7 +36,7 @@ EQUAL = 0.9  # of whole numbers and flags (is the label the most likely token?),
 OWN = "gradient of the own loss"
 NO_ROWS = (
     "it is not made of the rows of the batch one by one, and a pipeline computes microbatches apart. Set "
-    "pipeline.num_microbatches to 1, or compute it from other outputs."
+    "pipeline.num_microbatches to 1, or compute it from other outputs. trainer.evaluate(ignore_keys=[...]) passes it over."
 )
 NOT_NOW = "this call gives none, or microbatches of another shape. Read it where the model gives it in one shape."
 
@@ -48,7 +48,7 @@ class CallKind:
     Attributes:
         gives: Name of each tensor -> whether it had a graph when it was last looked at.
         absent: Outputs that are None.
-        has_logits: Whether there are logits.
+        names: All outputs that are not None, in the model's order.
         refused: Outputs that microbatches cannot make, with the reason; None if nobody has looked.
         is_read: Whether user code reads any, so that they are sent without being asked for.
         in_two_passes: Whether losses were computed from them that the fused step cannot serve.
@@ -57,11 +57,16 @@ class CallKind:
 
     gives: dict[str, bool]
     absent: frozenset[str]
-    has_logits: bool
+    names: tuple[str, ...]
     refused: dict[str, str] | None = None
     is_read: bool = False
     in_two_passes: bool = False
     told: str = ""
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether there are logits."""
+        return "logits" in self.names
 
 
 @dataclass
@@ -74,7 +79,7 @@ class Caught:
         own: Name of the one output that the model's own loss is computed from, and its gradient.
         gives: As of `CallKind`.
         absent: As of `CallKind`.
-        has_logits: As of `CallKind`.
+        names: As of `CallKind`.
     """
 
     looks_at_loss: bool = False
@@ -82,7 +87,7 @@ class Caught:
     own: dict[int, tuple[str, Tensor] | None] = field(default_factory=dict)
     gives: dict[str, bool] = field(default_factory=dict)
     absent: set[str] = field(default_factory=set)
-    has_logits: bool = True
+    names: tuple[str, ...] = ()
 
     def note(self, index: int, output: Any, loss: Tensor | None = None) -> None:
         """The last stage has computed a microbatch.
@@ -95,7 +100,9 @@ class Caught:
         found = _tensors(output)
         self.parts[index] = {name: tensor.detach() for name, tensor in found.items()}
         self.gives = {name: tensor.requires_grad for name, tensor in found.items()}
-        self.has_logits = isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor)
+        self.names = (
+            tuple(n for n, value in output.items() if value is not None) if isinstance(output, Mapping) else ()
+        )
         if dataclasses.is_dataclass(output):
             self.absent = {f.name for f in dataclasses.fields(output) if getattr(output, f.name) is None}
         if self.looks_at_loss and loss is not None and loss.requires_grad:
@@ -172,7 +179,7 @@ class OtherOutputs:
 
     def learn(self, batch: Mapping[str, Any], caught: Caught) -> CallKind:
         """Tell all stages what a call of a new kind gives; collective over the pipeline."""
-        _, told = self._last_stage.broadcast_named({}, (caught.gives, frozenset(caught.absent), caught.has_logits))
+        _, told = self._last_stage.broadcast_named({}, (caught.gives, frozenset(caught.absent), caught.names))
         kind = self._kinds[_flags(batch)] = CallKind(*told)
         return kind
 

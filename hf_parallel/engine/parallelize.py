@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.plans import agree, make_plans, summary
@@ -70,6 +71,7 @@ def parallelize(
     """
     shape, shares = mesh.shape, config.zero.shards_parameters
     refuse_model(model, shape.mp_size, tp_size=shape.tp_size, shares_parameters=shares)
+    keep_trainable(model)
     watchdog.runs("plans the stages and shards")
     setup = Setup(model, config, schedule, mesh, device, watchdog)
     probes = Probes(model, device, sample) if _needs_probes(config) else None

@@ -16,7 +16,7 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -100,6 +100,7 @@ class PipelineEngine(Engine):
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self._needs_logits = True
+        self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
 
     def _watch_direct(self) -> DirectGradients:
         entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
@@ -135,13 +136,20 @@ class PipelineEngine(Engine):
             yield
 
     @contextmanager
-    def without_logits(self) -> Iterator[None]:
-        """Inside, evaluation returns the loss only: full logits are not sent to the other stages."""
-        self._needs_logits = False
+    def predicting(self, *, loss_only: bool, needs_logits: bool, ignored: Collection[str]) -> Iterator[None]:
+        """Inside, a Trainer evaluates a batch.
+
+        Args:
+            loss_only: Whether it goes through all outputs and uses the loss alone.
+            needs_logits: Whether anybody reads logits; if not, they are not sent to the other stages.
+            ignored: Outputs that it passes over.
+        """
+        before = self._needs_logits, self._unlisted
+        self._needs_logits, self._unlisted = needs_logits, None if loss_only else ignored
         try:
             yield
         finally:
-            self._needs_logits = True
+            self._needs_logits, self._unlisted = before
 
     @property
     def is_running(self) -> bool:

@@ -58,7 +58,11 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
 def unserved_outputs(model: Any) -> list[str]:
     """What a model's config asks for beside loss and logits, and a pipeline does not give."""
     config: Any = getattr(model, "config", None)
-    asked = {"hidden_states": "output_hidden_states", "attentions": "output_attentions"}
+    asked = {
+        "hidden_states": "output_hidden_states",
+        "attentions": "output_attentions",
+        "router_logits": "output_router_logits",
+    }
     return [name for name, key in asked.items() if getattr(config, key, False)]
 
 

@@ -90,6 +90,7 @@ class ReadingPipelineEngine(PipelineEngine):
     def _add_others(self, output: PipelineOutput | PipelineTrainingOutput, reading: Reading) -> None:
         """Give `output` what else the model's forward returned; sent at once where user code has read some before."""
         kind = reading.kind
+        self._list(output, kind)
         if not (kind.gives or kind.absent):
             return
         found = self._values(reading) if kind.is_read else None
@@ -104,6 +105,13 @@ class ReadingPipelineEngine(PipelineEngine):
             return found
 
         output.has_more(list(kind.gives), kind.absent, read)
+
+    def _list(self, output: PipelineOutput | PipelineTrainingOutput, kind: CallKind) -> None:
+        """Give `output` the places of the model's own."""
+        if self._unlisted is None:
+            output.lists_own()
+        elif kind.names:
+            output.lists([name for name in kind.names if name not in self._unlisted])
 
     def _values(self, reading: Reading, loss: torch.Tensor | None = None) -> More:
         """Other outputs as user code gets them, or why it does not; with a graph where the model's own have one."""
@@ -204,6 +212,7 @@ class ReadingPipelineEngine(PipelineEngine):
         self._direct.watch()
         output = PipelineTrainingOutput(loss=found.pop("loss"))  # type: ignore[arg-type]
         output.has_more(list(kind.gives), kind.absent, lambda: found)
+        self._list(output, kind)
         return self._with_logits(output, kind, announced)
 
     def _backward_outputs(self, reading: Reading, gradients: dict[str, torch.Tensor]) -> None:

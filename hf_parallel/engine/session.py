@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,7 @@ class Session:
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
         self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
+        self._whole: WeakSet[nn.Module] = WeakSet()  # models beside the attached one
         self._before: set[int] = set()  # parameters of attached models, as they were before
         self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -137,10 +138,49 @@ class Session:
             raise UnsupportedError(
                 f"a second model ({type(model).__name__}) in one run: the stages and shards of this rank belong to the "
                 f"first ({type(self.engine.model).__name__}). Train one model a run, and trials of a search as runs of their "
-                "own; freeze a teacher or reference model (requires_grad_(False)) and use pp_size 1 and tp_size 1, or "
-                "precompute its outputs; call accelerator.free_memory() before a model that takes the first one's place."
+                "own; freeze a teacher or reference model (requires_grad_(False)) and prepare it together with the trained one or "
+                "after it, or precompute its outputs; call accelerator.free_memory() before a model that takes the first one's place."
             )
         return self.engine
+
+    def keep_whole(self, model: nn.Module, first: nn.Module | None) -> None:
+        """A model for inference stays as it is on every rank, beside one that is cut and sharded.
+
+        Args:
+            model: It.
+            first: The other one, if it is known already.
+
+        Raises:
+            UnsupportedError: They have parameters in common.
+        """
+        if model in self._whole:
+            return
+        self._whole.add(model)
+        if first is not None:
+            self.refuse_shared(first)
+        size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        if self.mesh.rank == 0:
+            logger.info(
+                "hf_parallel: %s, a model for inference, stays whole on every rank: %.2f GB of each. It is neither cut nor sharded.",
+                type(model).__name__,
+                size / 1e9,
+            )
+
+    def refuse_shared(self, model: nn.Module) -> None:
+        """Refuse a model that will be cut or sharded while another one, which stays whole, has parameters of it.
+
+        Raises:
+            UnsupportedError: Names the first parameter.
+        """
+        self._whole.discard(model)  # it was prepared for inference before it is trained
+        whole = {id(parameter) for other in self._whole for parameter in other.parameters()}
+        shared = [name for name, parameter in model.named_parameters() if id(parameter) in whole]
+        if shared:
+            raise UnsupportedError(
+                f"{shared[0]} ({len(shared)} parameters) belongs to the model that is trained and to one for inference, with "
+                f"pp_size={self.config.pp_size}, tp_size={self.config.tp_size}: cutting the first would take it from the second. "
+                "Load the second one apart (copy.deepcopy before both are prepared), or set pp_size and tp_size to 1."
+            )
 
     def holds(self, model: nn.Module) -> bool:
         """Whether `model` is parallelized already."""

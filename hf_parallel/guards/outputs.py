@@ -1,12 +1,14 @@
 """What a pipeline's model call returns, and clear words for what it does not have.
 
 A stock output answers an unknown name with a bare `AttributeError`, far from the reason: that a pipeline returns loss,
-logits and tensors with one entry a row only, and logits and others when they are asked for.
+logits and tensors with one entry a row only, and logits and others when they are asked for. By place, and in `items()`, it
+has what the model's own output has there, or refuses: a place that holds something else would be taken for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +22,11 @@ from hf_parallel.errors import UnsupportedError
 NONE_UNASKED = ("past_key_values", "hidden_states", "attentions")
 More: TypeAlias = dict[str, "torch.Tensor | str"]  # an output, or why there is none
 LOGITS = ("logits", 1)  # by name and by place behind a loss
+LACKING = (
+    "outputs by place, items() or to_tuple() of a call without labels with pp_size above 1: the model's config asks for {names} "
+    "too, which stages have in parts, so the places would not be those of one process. Read outputs.logits by name, or switch "
+    "output_hidden_states, output_attentions and output_router_logits of model.config off."
+)
 
 
 class MissingOutput(UnsupportedError, AttributeError, KeyError, IndexError):
@@ -35,6 +42,14 @@ class _ExplainsMissing:
     def lacks(self, names: Collection[str]) -> None:
         """Refuse these, which the model's config asks for, instead of being None: stages have a part of them."""
         vars(self)["_lacking"] = names
+
+    def lists(self, names: Sequence[str]) -> None:
+        """Have these, in this order, by place and when it is gone through."""
+        vars(self)["_listed"] = tuple(names)
+
+    def lists_own(self) -> None:
+        """Have what it holds itself: nobody looks at the places of others."""
+        vars(self)["_listed"] = tuple(self._own())
 
     def _is_none(self, name: Any) -> bool:
         asked = name in vars(self).get("_lacking", ())
@@ -59,6 +74,51 @@ class _ExplainsMissing:
             raise MissingOutput(f"outputs[{name!r}] with pp_size above 1: {found}")
         return found  # type: ignore[no-any-return]
 
+    def _own(self) -> list[str]:
+        """What it holds itself."""
+        held: Any = self
+        return list(OrderedDict.__iter__(held))
+
+    def _held(self, name: str) -> Any:
+        held: Any = self
+        return OrderedDict.__getitem__(held, name)
+
+    def _places(self) -> Sequence[str]:
+        """Names in the order of the model's own output."""
+        listed: Sequence[str] | None = vars(self).get("_listed")
+        if listed is None and vars(self).get("_lacking"):
+            raise MissingOutput(LACKING.format(names=", ".join(vars(self)["_lacking"])))
+        return self._own() if listed is None else listed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places())
+
+    def __len__(self) -> int:
+        return len(self._places())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._own() or key in vars(self).get("_listed", ())
+
+    def keys(self) -> Any:
+        """As of the model's own output."""
+        held: Any = self
+        return KeysView(held)
+
+    def items(self) -> Any:
+        """As of the model's own output; reads what it passes."""
+        held: Any = self
+        return ItemsView(held)
+
+    def values(self) -> Any:
+        """As of the model's own output; reads what it passes."""
+        held: Any = self
+        return ValuesView(held)
+
+    def __repr__(self) -> str:
+        """What it holds itself: who prints it on one rank must not wait for the others."""
+        held = ", ".join(f"{name}={self._held(name)!r}" for name in self._own())
+        return f"{type(self).__name__}({held})"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -69,21 +129,23 @@ class _ExplainsMissing:
         raise MissingOutput(self._why_not(name))
 
     def __getitem__(self, key: Any) -> Any:
-        held: Any = super()
-        if isinstance(key, str) and self._has(key):
+        if isinstance(key, slice):
+            return tuple(self[name] for name in self._places()[key])
+        if isinstance(key, int):
+            places = self._places()
+            if not -len(places) <= key < len(places):
+                raise MissingOutput(self._why_not(key))
+            return self[places[key]]
+        if self._has(key):
             return self._other(key)
-        try:
-            return held.__getitem__(key)
-        except (KeyError, IndexError):
-            raise MissingOutput(self._why_not(key)) from None
+        if key in self._own():
+            return self._held(key)
+        raise MissingOutput(self._why_not(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, for what a stock output may lack too; anything else is refused instead of being None."""
-        held: Any = super()
-        if key in self:  # type: ignore[attr-defined]
-            return held.__getitem__(key)
-        if self._has(key):
-            return self._other(key)
+        if key in self._own() or self._has(key):
+            return self[key]
         if key == "loss" or self._is_none(key):
             return default
         raise MissingOutput(self._why_not(key))
@@ -123,8 +185,7 @@ class PipelineTrainingOutput(_ExplainsMissing, ModelOutput):
         return self._logits() if name == "logits" and self._can_run_again() else super().__getattr__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        asked = isinstance(key, (str, int)) and key in LOGITS and self._can_run_again()
-        return self._logits() if asked else super().__getitem__(key)
+        return self._logits() if key == "logits" and self._can_run_again() else super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, with logits."""

@@ -41,10 +41,11 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
     method = getattr(model, "quantization_method", None)
     quantised = method is not None or bool(getattr(model, "is_quantized", False))
     named = getattr(method, "value", method) or "unknown method"
-    if quantised and mp_size > 1:
+    if quantised and tp_size > 1:
         raise UnsupportedError(
-            f"{name} has quantised weights ({named}) with {mp_size} ranks a copy (pp_size x tp_size): they cannot be cut and "
-            "sharded. Set pp_size and tp_size to 1 and train adapters on it, or load it without quantization_config."
+            f"{name} has quantised weights ({named}) with tp_size={tp_size}: their scales belong to groups of values, which shards "
+            "would cut through. Set tp_size to 1 and train adapters on it with pp_size or replicas, or load it without "
+            "quantization_config."
         )
     if quantised and shares_parameters:
         raise UnsupportedError(
@@ -74,9 +75,15 @@ def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:
     """Refuse adapters that stages and shards do not know."""
     ranks = f"with {mp_size} ranks a copy (pp_size x tp_size)"
     if len(model.peft_config) > 1:
+        fix = "Remove the others (model.delete_adapter)"
+        if "ref" in model.peft_config:
+            fix = (
+                "TRL copies the adapter of a PeftModel as its reference: give the trainer the base model and peft_config=LoraConfig(...) "
+                "instead, whose reference is the base itself, or set precompute_ref_log_probs=True and remove the copy"
+            )
         raise UnsupportedError(
             f"{name} has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}) {ranks}: one adapter is trained "
-            "and saved on stages and shards. Remove the others (model.delete_adapter), or set pp_size and tp_size to 1."
+            f"and saved on stages and shards. {fix}; or set pp_size and tp_size to 1."
         )
     for config in model.peft_config.values():
         if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):

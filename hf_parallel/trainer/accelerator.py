@@ -28,7 +28,7 @@ from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
-from hf_parallel.trainer.model_folder import install_saving, is_whole
+from hf_parallel.trainer.model_folder import counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 
@@ -73,7 +73,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             beside: Another model that is trained, if one is prepared together with it.
 
         Raises:
-            UnsupportedError: It would have to be cut or sharded beside another one.
+            UnsupportedError: It has parameters of the model that is cut or sharded.
         """
         session = self.hf_parallel
         first = beside if session.engine is None else session.engine.model
@@ -82,12 +82,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if first is None and session.raw_loop:
             return session.config.model_parallel_size == 1
         if session.config.model_parallel_size > 1:
-            raise UnsupportedError(
-                f"a model for inference ({type(model).__name__}) beside the one that is trained"
-                f"{f' ({type(first).__name__})' if first is not None else ''} with pp_size={session.config.pp_size}, "
-                f"tp_size={session.config.tp_size}: one model a run can be cut and sharded. Precompute what it gives (TRL: "
-                "precompute_ref_log_probs=True), or set pp_size and tp_size to 1."
-            )
+            session.keep_whole(model, first)
         return True
 
     def attach_model(self, model: nn.Module) -> Engine:
@@ -99,13 +94,17 @@ class HFParallelAccelerator(ReplicaViewMixin):
             if self.device_placement and not _is_on(model, self.device):
                 model.to(self.device)
             self._agree_on_skipped_steps()
+            self.hf_parallel.refuse_shared(model)
         options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
         casts = self.native_amp and options.pop("enabled", True)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
         self.hf_parallel.compute_dtype = dtype
+        counts = counts_of(model) if is_new else None
         engine = self.hf_parallel.attach(model, self.device)
         if is_new:
             install_saving(engine, save, self.hf_parallel.meeting)
+        if counts is not None:
+            install_counts(engine, counts)
         if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
         engine.scaler = self.scaler

@@ -41,6 +41,7 @@ from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.of_trl import packed_sample, problems_of
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.worker import prepare_engine
 
@@ -119,7 +120,7 @@ class HFParallelCallback(TrainerCallback):
         dynamo = trainer.accelerator.state.dynamo_plugin
         self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
         self.session = Session.start(self.config, self._schedule, self.explanation)
-        self.session.sample = self.sample
+        self.session.sample = self.sample or packed_sample(trainer, self.config)
         attach_trainer(trainer, self.session)
 
     def _plan(self, trainer: Trainer) -> None:
@@ -287,7 +288,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     Raises:
         ConfigError: Every problem with its fix, one a line.
     """
-    args, problems = trainer.args, _without_effect(trainer.args)
+    args, problems = trainer.args, [*_without_effect(trainer.args), *problems_of(trainer, config)]
     if args.auto_find_batch_size:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:

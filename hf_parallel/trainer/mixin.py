@@ -197,9 +197,14 @@ class HFParallelTrainerMixin(CheckpointMixin):
     ) -> Any:
         """As stock; full logits leave the last stage only if somebody needs them."""
         pipeline = self._pipeline
-        if pipeline is None or not prediction_loss_only or not self._has_stock_loss():
+        if pipeline is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        with pipeline.without_logits():
+        default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        with pipeline.predicting(
+            loss_only=prediction_loss_only,
+            needs_logits=not prediction_loss_only or not self._has_stock_loss(),
+            ignored=default if ignore_keys is None else ignore_keys,
+        ):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

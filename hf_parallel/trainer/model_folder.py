@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,34 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
         held = engine.attachment.ledger.held_by(engine.mesh.pp_rank)
         tied = [entry.aliases for entry in held if len(entry.aliases) > 1]
         mark_parts(engine.model, functools.partial(take_whole, engine), tied)
+
+
+def install_counts(engine: Engine, whole: tuple[int, frozenset[str]]) -> None:
+    """Let PEFT count the parameters of the whole model where a rank has a part of them (`print_trainable_parameters`).
+
+    Args:
+        engine: The model's engine.
+        whole: As of `counts_of`, before the model was cut and sharded.
+    """
+    total, trained = whole
+
+    def get_nb_trainable_parameters() -> tuple[int, int]:
+        attachment = engine.attachment
+        flags = {name: name in trained for name in attachment.ledger.entries}
+        flags |= {name: parameter.requires_grad for name, parameter in attachment.parameters.items()}
+        entries = attachment.ledger.entries
+        return sum(math.prod(entries[name].shape) for name, trains in flags.items() if trains), total
+
+    if engine.mesh.shape.mp_size > 1:
+        vars(engine.model)["get_nb_trainable_parameters"] = get_nb_trainable_parameters
+
+
+def counts_of(model: nn.Module) -> tuple[int, frozenset[str]] | None:
+    """All parameters of a whole PEFT model, as PEFT counts them, and the names of those that are trained; else None."""
+    if not has_adapters(model) or not hasattr(model, "get_nb_trainable_parameters"):
+        return None
+    names = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return int(model.get_nb_trainable_parameters()[1]), names  # type: ignore[operator]
 
 
 @torch.no_grad()

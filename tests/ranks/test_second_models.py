@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from rank_runner import run_ranks
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -121,7 +122,8 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
 
     found = []
     for parallel in layouts:
-        for how in ("together", "first", "evaluation"):
+        hows = ("together", "evaluation", "first")
+        for how in hows[: 2 if parallel in (PP2, TP2) else 3]:  # a first model that is alone would be cut
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
             options = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
@@ -153,16 +155,17 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
             if parallel is not None:
                 accelerator.hf_parallel.watchdog.stop()
             weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
-            found.append((history, weights))
+            found.append((history, weights, hows.index(how)))
     return found
 
 
 def test_a_frozen_teacher_stays_as_it_is_beside_the_student(tmp_path: Path) -> None:
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3]
+    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]
     expected = run_ranks(distil_main, 1, [None], tmp_path=tmp_path, init_group=False, env=ENV)[0]
     found = run_ranks(distil_main, 2, layouts, tmp_path=tmp_path, timeout=120, env=ENV)[0]
-    for index, (history, weights) in enumerate(found):
-        norms, reference = expected[index % 3]
+    assert len(found) == 4 * 3 + 2 * 2
+    for history, weights, how in found:
+        norms, reference, _ = expected[how]
         np.testing.assert_allclose(history, norms, rtol=1e-5)
         assert weights.keys() <= reference.keys()
         for key, tensor in weights.items():
@@ -184,9 +187,13 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
 
     accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
     student, teacher = tiny.llama(), tiny.gpt2().requires_grad_(False)
-    refused("together", lambda: accelerator.prepare(teacher, student))
-    accelerator.prepare(student)
-    refused("evaluation", lambda: accelerator.prepare_model(tiny.gpt2(), evaluation_mode=True))
+    shared = tiny.llama()
+    shared.model.embed_tokens = student.model.embed_tokens
+    shared.requires_grad_(False)
+    refused("shared", lambda: accelerator.prepare(shared, student))
+    accelerator.hf_parallel._whole.clear()
+    accelerator.prepare(teacher, student)
+    refused("shared later", lambda: accelerator.prepare_model(shared, evaluation_mode=True))
     refused("second", lambda: accelerator.prepare(tiny.gpt2()))
     alien = torch.nn.Linear(3, 3)
     refused(
@@ -198,12 +205,12 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path) -> None:
     for found in run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV):
-        assert (
-            "a model for inference (GPT2LMHeadModel) beside the one that is trained (LlamaForCausalLM)"
-            in found["together"]
-        )
-        assert "pp_size=1, tp_size=2" in found["evaluation"]
-        assert "set pp_size and tp_size to 1" in found["evaluation"]
+        for name in ("shared", "shared later"):
+            assert (
+                "model.embed_tokens.weight (1 parameters) belongs to the model that is trained and to one for"
+                in found[name]
+            )
+            assert "pp_size=1, tp_size=2" in found[name]
         assert "a second model (GPT2LMHeadModel)" in found["second"]
         assert "2 tensors (first of shape (3, 3)) that are no parameters of LlamaForCausalLM" in found["foreign"]
 
@@ -242,11 +249,13 @@ def test_another_model_may_be_prepared_after_free_memory(tmp_path: Path) -> None
 # -- quantised weights -----------------------------------------------------------------------------------------------
 
 
-def quantised(folder: str) -> Any:
+def quantised(folder: str, bits: int) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    kind = BitsAndBytesConfig(load_in_8bit=True)
+    if bits == 4:
+        kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32)
     torch.manual_seed(1)
     model = get_peft_model(
@@ -258,33 +267,55 @@ def quantised(folder: str) -> Any:
     return model
 
 
-def qlora_main(rank: int, world_size: int, layouts: list[Any], base: str, folder: str) -> list[Any]:
+def kept_of_weights(model: Any) -> int:
+    """Layers that keep something of a quantised weight beside it."""
+    kept = [
+        vars(module).get("quant_state") or getattr(vars(module).get("state"), "CB", None) for module in model.modules()
+    ]
+    return sum(one is not None for one in kept)
+
+
+def qlora_main(rank: int, world_size: int, jobs: list[tuple[int, Any]], base: str, folder: str) -> list[Any]:
     from hf_parallel import ParallelError
 
     found: list[Any] = []
-    for index, parallel in enumerate(layouts):
+    for index, (bits, parallel) in enumerate(jobs):
         try:
-            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base))
+            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base, bits))
+            counts = trainer.model.get_nb_trainable_parameters()
+            if parallel is not None and "pp_size" in parallel:
+                trainer.evaluate()  # what bitsandbytes does to the weights in it must not last
             trainer.train()
-            losses = logged(trainer)
+            losses = [entry for entry in logged(trainer) if len(entry) > 1]
+            assert trainer.model.get_nb_trainable_parameters() == counts
             trainer.save_model(f"{folder}/{index}/model")
-            found.append(losses)
+            found.append((losses, kept_of_weights(trainer.model)))
         except ParallelError as error:
             found.append(str(error))
     return found
 
 
-def test_adapters_on_quantised_weights_train_on_replicas_as_on_one_process(tmp_path: Path) -> None:
+def test_adapters_on_quantised_weights_train_as_on_one_process(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     tiny.llama().save_pretrained(tmp_path / "base")
-    base = str(tmp_path / "base")
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]
-    args = (base, str(tmp_path / "out"))
-    expected = run_ranks(qlora_main, 1, [None], *args, tmp_path=tmp_path, init_group=False, env=ENV)[0][0]
-    found = run_ranks(qlora_main, 2, layouts, *args, tmp_path=tmp_path, timeout=120, env=ENV)[0]
-    for losses in found[:3]:
-        for here, there in zip(losses, expected, strict=True):
-            assert here == pytest.approx(there, abs=1e-5)
-    assert "quantised weights (bitsandbytes) with zero.stage=3" in found[3]
-    for text in found[4:]:
-        assert "quantised weights (bitsandbytes) with 2 ranks a copy" in text
+    jobs: list[tuple[int, Any]] = [(4, {}), (4, ZERO1), (4, {"zero": {"stage": 2}}), (4, PP2), (8, {}), (8, PP2)]
+    jobs += [(4, {**PP2, "schedule": "zbv_zero_bubble"})]
+    refused = [(4, ZERO3), (4, TP2)]
+    one, out = [(4, None), (8, None)], [(str(tmp_path / "base"), str(tmp_path / name)) for name in ("one", "more")]
+    expected = run_ranks(qlora_main, 1, one, *out[0], tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    results = run_ranks(qlora_main, 2, jobs + refused, *out[1], tmp_path=tmp_path, timeout=150, env=ENV)
+    for index, (bits, parallel) in enumerate(jobs):
+        reference = next(at for at, (each, _) in enumerate(one) if each == bits)
+        for here, there in zip(results[0][index][0], expected[reference][0], strict=True):
+            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), (bits, parallel)
+        saved, adapter = (
+            load_file(tmp_path / name / str(at) / "model" / "adapter_model.safetensors")
+            for name, at in (("more", index), ("one", reference))
+        )
+        assert saved.keys() == adapter.keys()
+        for key, value in adapter.items():
+            assert (saved[key] - value).norm() <= 1e-5 * value.norm(), key
+    for index in (3, 5):  # of 28 quantised layers each rank keeps those of its blocks
+        assert [result[index][1] for result in results] == [14, 14]
+    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][-2]
+    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][-1]

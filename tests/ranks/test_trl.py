@@ -7,12 +7,15 @@ They patch the model's forward after the Trainer's constructor, read the head's 
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from trainer_cases import ENV
@@ -25,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "ddp2": (2, None),
     "tp2": (2, {"tp_size": 2}),
     "dp2": (2, {}),
+    "zero1": (2, {"zero": {"stage": 1}}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 2}),
     "pp2_dp2": (4, {"pp_size": 2, "num_microbatches": 2}),
 }
@@ -32,22 +36,40 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "sft_llama": ("sft", "llama", "sft", {}),
     "sft_gpt2": ("sft", "gpt2", "sft", {}),
+    "packed": ("sft", "llama", "sft", {"packing": True, "max_length": 32}),
+    "sft_adapter": ("sft", "gpt2", "completions", {"adapter": True}),
     "dpo_llama": ("dpo", "llama", "dpo", {"precompute_ref_log_probs": True}),
 }
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 # Losses that are no multiple of the model's own, and metrics of evaluations; for stages.
 STAGES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "completions": ("sft", "llama", "completions", {"eval_strategy": "steps", "eval_steps": 2}),
+    "completions": ("sft", "llama", "completions", EVALUATED),
     "dft": ("sft", "gpt2", "completions", {"loss_type": "dft"}),
     "smoothed": ("sft", "llama", "sft", {"label_smoothing_factor": 0.1}),
     "counted_alone": ("sft", "llama", "sft", {"average_tokens_across_devices": False}),
 }
+# With a reference beside the model: another one, or the model without its adapter. And those without a reference.
+PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "dpo_reference": ("dpo", "gpt2", "dpo", {"reference": True}),
+    "dpo_adapter": ("dpo", "llama", "dpo", {"adapter": True, **EVALUATED, "gradient_checkpointing": True}),
+    "kto_reference": ("kto", "llama", "kto", {"reference": True}),
+    "kto_adapter": ("kto", "gpt2", "kto", {"adapter": True}),
+    "cpo": ("cpo", "llama", "dpo", {}),
+    "orpo": ("orpo", "gpt2", "dpo", {}),
+}
+
+
+UNEVEN = ("packed",)  # its rows are no multiple of a batch: replicas repeat some at the end of an epoch
+UNCOMPARED = re.compile(
+    r"runtime|step_time|per_second|total_flos|epoch|^step$|^train_"
+)  # times, and what stock counts by rank
 
 
 def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tuple[str, str, str, dict[str, Any]]]:
     """What a layout runs; stock replicas are the reference of losses that replicas average."""
     if parallel is None:
-        return CASES | STAGES if world_size == 1 else STAGES
-    return CASES | STAGES if "pp_size" in parallel else CASES
+        return CASES | STAGES | PREFERENCES if world_size == 1 else STAGES | PREFERENCES | {"packed": CASES["packed"]}
+    return CASES | PREFERENCES | (STAGES if "pp_size" in parallel else {})
 
 
 def tokenizer() -> Any:
@@ -78,11 +100,31 @@ def write_data(folder: Path) -> None:
     Dataset.from_list(pairs).save_to_disk(folder / "dpo")
     completions = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
     Dataset.from_list(completions).save_to_disk(folder / "completions")
+    judged = [{**row, "label": index % 3 > 0} for index, row in enumerate(completions)]
+    Dataset.from_list(judged).save_to_disk(folder / "kto")
+
+
+def trainer_of(kind: str) -> tuple[Any, Any]:
+    """A trainer of TRL and its settings."""
+    import trl
+
+    if kind in ("cpo", "orpo"):
+        trl = importlib.import_module(f"trl.experimental.{kind}")
+    return getattr(trl, f"{kind.upper()}Trainer"), getattr(trl, f"{kind.upper()}Config")
+
+
+def other_than(model: Any) -> Any:
+    """A model near another one: with an equal one, rounding decides which row has the higher reward."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+    return model
 
 
 def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data: str, folder: str) -> dict[str, Any]:
     from datasets import load_from_disk
-    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+    from peft import LoraConfig
 
     from hf_parallel import HFParallelCallback
 
@@ -90,13 +132,21 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
     replicas = world_size // (sizes.get("tp_size", 1) * sizes.get("pp_size", 1))
     found = {}
     for name, (kind, model, rows, more) in cases_of(world_size, parallel).items():
-        trainer_kind, settings = (SFTTrainer, SFTConfig) if kind == "sft" else (DPOTrainer, DPOConfig)
+        trainer_kind, settings = trainer_of(kind)
+        more = dict(more)
+        options: dict[str, Any] = {}
+        if more.pop("reference", False):
+            options["ref_model"] = other_than(tiny.MODELS[model]())
+        if more.pop("adapter", False):
+            # Another seed: what the adapter begins as is drawn here.
+            options["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True)
+            torch.manual_seed(5)
         arguments = settings(
             output_dir=f"{folder}/{name}",
             per_device_train_batch_size=4 // replicas,
             per_device_eval_batch_size=4 // replicas,
             gradient_accumulation_steps=2,
-            max_steps=5,
+            max_steps=3 if name in PREFERENCES else 5,
             logging_steps=1,
             learning_rate=1e-3,
             adam_epsilon=1e-4,
@@ -105,8 +155,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             bf16=False,
             disable_tqdm=True,
             save_strategy="no",
-            gradient_checkpointing=False,
-            **more,
+            **{"gradient_checkpointing": False, **more},
         )
         dataset = load_from_disk(f"{data}/{rows}")
         trainer = trainer_kind(
@@ -115,13 +164,15 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             train_dataset=dataset,
             eval_dataset=dataset.select(range(16)) if "eval_strategy" in more else None,
             processing_class=tokenizer(),
+            **options,
             callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
         )
         trainer.train()
         trainer.save_model(f"{folder}/{name}/final")
-        keys = ("loss", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy", "rewards/margins")
-        keys += tuple(f"eval_{key}" for key in keys)
-        steps = [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
+        steps = [
+            {key: value for key, value in entry.items() if not UNCOMPARED.search(key)}
+            for entry in trainer.state.log_history
+        ]
         found[name] = [step for step in steps if step]
         if parallel is not None:
             trainer.hf_parallel_session.watchdog.stop()
@@ -155,24 +206,148 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[di
 
 def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any], Path]], other: str = "one") -> None:
     (mine, here), (stock, there) = run_of(layout), run_of(other)
-    assert len(stock[name]) >= 5
+    assert len(stock[name]) >= (3 if name in PREFERENCES else 5)
     for step, (found, expected) in enumerate(zip(mine[name], stock[name], strict=True)):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), f"entry {step}"
-    weights = [load_file(folder / name / "final" / "model.safetensors") for folder in (here, there)]
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            # What KTO calls so is a mean of differences of sums of log-probabilities, and much smaller than these.
+            size = abs(expected["logps/chosen"]) if key == "kl" else 0.1
+            assert found[key] == pytest.approx(value, rel=1e-5, abs=1e-5 * size), f"{key} of entry {step}"
+    file = "adapter_model.safetensors" if name.endswith("_adapter") else "model.safetensors"
+    weights = [load_file(folder / name / "final" / file) for folder in (here, there)]
     assert weights[0].keys() == weights[1].keys()
     for key, value in weights[1].items():
         assert (weights[0][key] - value).norm() <= 1e-5 * value.norm(), key
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "zero1"])
+@pytest.mark.parametrize("name", [*CASES, *PREFERENCES])
 def test_trl_trains_on_a_mesh_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
-    compare(name, layout, run_of)
+    of_replicas = layout != "tp2" and name in (*PREFERENCES, *UNEVEN)
+    compare(name, layout, run_of, "ddp2" if of_replicas else "one")
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2_dp2"])
-@pytest.mark.parametrize("name", [*CASES, *STAGES])
+@pytest.mark.parametrize("name", [*CASES, *STAGES, *PREFERENCES])
 def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
     # Of an evaluation, and without counts over all replicas, the loss is the mean of theirs, as under stock DDP.
-    of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone")
+    of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone", *PREFERENCES, *UNEVEN)
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")
+
+
+def generating_main(rank: int, world_size: int, layouts: list[str], base: str, data: str) -> dict[str, Any]:
+    """What trainers log that sample text from the model in every step."""
+    from datasets import load_from_disk
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    from hf_parallel import HFParallelCallback
+
+    def reward(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    found = {}
+    for layout in layouts:
+        for kind, settings in ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)):
+            arguments = settings(
+                output_dir=f"{data}/out",
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=8,
+                beta=0.0,
+                max_steps=3,
+                logging_steps=1,
+                learning_rate=1e-3,
+                adam_epsilon=1e-4,
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                disable_tqdm=True,
+                save_strategy="no",
+                gradient_checkpointing=False,
+            )
+            parallel = LAYOUTS[layout][1]
+            trainer = kind(
+                model=base,
+                reward_funcs=reward,
+                args=arguments,
+                train_dataset=load_from_disk(f"{data}/dpo"),
+                processing_class=tokenizer(),
+                callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
+            )
+            trainer.train()
+            found[f"{layout} {kind.__name__}"] = [
+                {key: value for key, value in entry.items() if not UNCOMPARED.search(key)}
+                for entry in trainer.state.log_history
+            ]
+            if parallel is not None:
+                trainer.hf_parallel_session.watchdog.stop()
+    return found
+
+
+def test_trainers_that_generate_train_on_replicas_as_on_stock_ones(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    tiny.llama().save_pretrained(tmp_path / "base")
+    arguments = (str(tmp_path / "base"), str(tmp_path))
+    stock, mine = (
+        run_ranks(generating_main, 2, layouts, *arguments, tmp_path=tmp_path, timeout=150, env=ENV)[0]
+        for layouts in (["ddp2"], ["dp2", "zero1"])
+    )
+    for name, steps in mine.items():
+        reference = stock[f"ddp2 {name.split()[1]}"]
+        assert len(reference) >= 3
+        for found, expected in zip(steps, reference, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+
+def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
+    """What is refused in the constructor; nothing has been trained then."""
+    from datasets import load_from_disk
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+    from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+
+    from hf_parallel import HFParallelCallback
+    from hf_parallel.errors import ParallelError
+
+    found: dict[str, str] = {}
+    plain: dict[str, Any] = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no"}
+    rows = load_from_disk(f"{data}/dpo")
+
+    def refused(name: str, kind: Any, settings: Any, model: Any, **options: Any) -> None:
+        try:
+            kind(
+                model=model,
+                args=settings,
+                train_dataset=rows,
+                processing_class=tokenizer(),
+                callbacks=[HFParallelCallback({}, **LAYOUTS["pp2"][1])],  # type: ignore[arg-type]
+                **options,
+            )
+        except ParallelError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    for name, kind, settings in (("grpo", GRPOTrainer, GRPOConfig), ("rloo", RLOOTrainer, RLOOConfig)):
+        made = settings("out", per_device_train_batch_size=4, num_generations=2, **plain)
+        refused(name, kind, made, tiny.llama(), reward_funcs=reward)
+    head = LlamaForSequenceClassification(LlamaConfig(**tiny.SMALL, num_hidden_layers=2, num_labels=1, pad_token_id=0))
+    refused("reward", RewardTrainer, RewardConfig("out", **plain), head)
+    dpo, config = trainer_of("dpo")
+    adapted = get_peft_model(tiny.llama(), LoraConfig(task_type="CAUSAL_LM"))
+    refused("adapters", dpo, config("out", **plain), adapted)
+    refused("synced", dpo, config("out", sync_ref_model=True, **plain), tiny.llama(), ref_model=tiny.llama())
+    return found
+
+
+def test_what_stages_cannot_serve_is_refused_in_the_constructor(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    for found in run_ranks(refusals_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV):
+        for name, kind in (("grpo", "GRPOTrainer"), ("rloo", "RLOOTrainer")):
+            assert f"ConfigError: {kind} with pp_size=2, tp_size=1: it generates text while it trains" in found[name]
+            assert "Set pp_size and tp_size to 1" in found[name]
+        assert "LlamaForSequenceClassification is made for SequenceClassification with 2 ranks" in found["reward"]
+        assert "2 adapters (default, ref)" in found["adapters"]
+        assert "peft_config=LoraConfig(...)" in found["adapters"]
+        assert "ConfigError: sync_ref_model=True with pp_size=2" in found["synced"]

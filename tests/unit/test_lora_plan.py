@@ -5,16 +5,20 @@ If these fail, a model with adapters cannot be cut, or the proof before the firs
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.self_check import _check_stages, _Cut
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.model.support import refuse_model
+from hf_parallel.pipeline_parallel.plan.costs import block_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.stage_plan import Span
 
@@ -49,3 +53,20 @@ def test_a_forward_that_was_put_over_the_wrapped_model_is_left_out_of_the_check(
     model.get_base_model().forward = lambda *args, **kwargs: genuine(*args, **kwargs)  # of this very model
     assert _check_stages(cut, "on", [(0,), (1,)], samples)
     assert "forward" in vars(model.get_base_model())
+
+
+def test_quantised_matrices_weigh_as_much_in_the_cut_as_those_that_they_stand_for(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    tiny.llama().save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    options = {"quantization_config": how, "dtype": torch.float32, "attn_implementation": "eager"}
+    packed = tiny.lora(AutoModelForCausalLM.from_pretrained(tmp_path, **options))
+    keep_trainable(packed)
+    before = {name: id(p) for name, p in packed.named_parameters()}
+    costs = []
+    for model in (tiny.llama_lora(), packed):
+        cut, _ = cut_of(model)
+        costs.append(block_costs(model, cut.plan, flops_per_byte=0.0))
+    assert costs[1].blocks == pytest.approx(costs[0].blocks, rel=1e-6)
+    assert costs[1].last == costs[0].last
+    assert {name: id(p) for name, p in packed.named_parameters()} == before  # planning left the packed ones in place

@@ -306,6 +306,17 @@ def test_adapters_alone_have_gradients_and_optimizer() -> None:
     assert (found["activations"], found["recomputed blocks"]) == (whole["activations"], whole["recomputed blocks"])
 
 
+def test_quantised_blocks_weigh_their_bits_and_what_is_outside_does_not() -> None:
+    inside = SEVEN.layers * SEVEN.block
+    for layout in (Layout(2, 2), layout_of(HFParallelConfig(pp_size=2), 2, 2, "half")):
+        adapted = dataclasses.replace(SEVEN, adapters=40_000_000)
+        packed = dataclasses.replace(adapted, block_bits=4.0)
+        before, after = (estimate(shape, layout, Work(1, 64)) for shape in (adapted, packed))
+        assert before.gpu["weights"] - after.gpu["weights"] == pytest.approx(1.5 * inside / layout.pp_size)
+        assert before.loading - after.loading == pytest.approx(2 * 1.5 * inside)
+        assert after.gpu["a matrix unpacked"] == 2 * SEVEN.hidden * SEVEN.intermediate
+
+
 def test_residuals_and_local_steps_are_terms() -> None:
     compressed = layout_of(HFParallelConfig(gradient_compression={"method": "int4"}), 2, 2)
     assert estimate(SEVEN, compressed, Work(1, 1)).gpu["residual of compression"] == 4 * SEVEN.parameters

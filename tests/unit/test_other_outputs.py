@@ -50,7 +50,7 @@ def test_what_the_own_loss_gives_to_its_output(microbatches: int) -> None:
         caught.note(index, ModelOutput(loss=loss, scores=scores, mask=scores.detach() < 0), loss)
         loss.backward()  # its graph is still there
     assert caught.gives == {"scores": True, "mask": False}
-    assert not caught.has_logits
+    assert caught.names == ("loss", "scores", "mask")
     name, own = caught.joined_own() or ("", torch.zeros(()))
     assert name == "scores"
     assert torch.equal(own, torch.full((2 * microbatches, 3), -0.1))
@@ -116,3 +116,42 @@ def test_outputs_are_read_when_they_are_asked_for() -> None:
             _ = output.total
         with pytest.raises(MissingOutput, match="unknown"):
             output["unknown"]
+
+
+def test_places_are_those_of_the_models_own_output() -> None:
+    asked = []
+
+    def read() -> dict[str, torch.Tensor | str]:
+        asked.append(1)
+        return {"scores": torch.ones(2), "parts": "stages have parts of it."}
+
+    for kind in (PipelineOutput, PipelineTrainingOutput):
+        output = kind(loss=torch.zeros(()))
+        output.has_more(["scores", "parts"], [], read)
+        output.lists(["loss", "scores"])
+        assert list(output) == list(output.keys()) == ["loss", "scores"]
+        assert (len(output), "scores" in output, "logits" in output) == (2, True, False)
+        assert "scores" not in repr(output)
+        assert not asked
+        assert output[1].sum() == output[-1].sum() == output[1:][0].sum() == output.to_tuple()[1].sum() == 2
+        assert dict(output).keys() == {"loss", "scores"}
+        with pytest.raises(MissingOutput, match="2"):
+            output[2]
+        output.lists(["loss", "scores", "parts"])
+        with pytest.raises(MissingOutput, match="stages have parts of it"):
+            tuple(output.values())
+        assert output["loss"] == 0
+        asked.clear()
+
+
+def test_places_of_an_output_that_lacks_something_are_refused() -> None:
+    output = PipelineOutput(loss=None, logits=torch.zeros(1, 2, 3))
+    assert output[0].shape == output.to_tuple()[0].shape == (1, 2, 3)
+    output.lacks(["hidden_states"])
+    for action in (lambda: output[0], lambda: output.to_tuple(), lambda: dict(output), lambda: len(output)):
+        with pytest.raises(MissingOutput, match=r"the model's config asks for hidden_states too.*by name"):
+            action()
+    assert output.logits.shape == (1, 2, 3)
+    assert "logits" in output
+    output.lists_own()
+    assert len(output) == 1

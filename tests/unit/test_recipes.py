@@ -85,10 +85,13 @@ def test_every_gpu_recipe_fits_what_it_assumes_and_says_what_it_needs(name: str)
 
 
 @pytest.mark.parametrize("name", ON_GPU)
-def test_validate_passes_on_every_gpu_recipe_with_its_model(name: str, tmp_path: Path) -> None:
+def test_validate_passes_on_every_gpu_recipe_with_its_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = recipes_page.run_of(name)
+    monkeypatch.setattr("hf_parallel.cli.validate.this_machine", lambda: recipes_page.machine_of(name))
     recipes_page.config_of(run).save_pretrained(tmp_path)
-    sizes = {"--rows": run.work.rows, "--length": run.work.length, "--adapters": run.adapters}
+    sizes = {"--rows": run.work.rows, "--length": run.work.length, "--adapters": run.adapters, "--bits": run.bits}
     limits = {"--dtype": run.precision, "--gpu-gb": run.gpu_gb, "--host-gb": run.host_gb}
     options = [str(item) for pair in (sizes | limits).items() for item in pair]
     result = CliRunner().invoke(app, ["validate", name, "--model", str(tmp_path), *options])
@@ -116,7 +119,8 @@ def test_every_gpu_recipe_is_launched_by_accelerate_with_its_line(name: str, tmp
     _, accelerate = read_section(find_recipe(name))
     assert args.multi_gpu
     assert (args.num_processes, args.num_machines) == (accelerate["num_processes"], accelerate["num_machines"])
-    assert (args.mixed_precision, args.machine_rank) == ("bf16", 0)
+    half = "fp16" if name == "qlora_2xt4" else "bf16"  # a T4 has no bf16
+    assert (args.mixed_precision, args.machine_rank) == (half, 0)
     assert args.main_process_ip == ("10.0.0.1" if args.num_machines > 1 else None)
 
 

@@ -45,6 +45,16 @@ def test_adapters_that_stages_do_not_know_are_named() -> None:
         refuse_model(adapted, 2)
 
 
+def test_quantised_weights_are_taken_by_stages_and_named_by_shards() -> None:
+    model = tiny.llama_lora()
+    model.quantization_method = "bitsandbytes"
+    refuse_model(model, 2)
+    with pytest.raises(UnsupportedError, match=r"quantised weights \(bitsandbytes\) with tp_size=2.*Set tp_size to 1"):
+        refuse_model(model, 2, tp_size=2)
+    with pytest.raises(UnsupportedError, match=r"zero\.stage=3"):
+        refuse_model(model, 1, shares_parameters=True)
+
+
 def test_causal_language_models_are_taken_whatever_their_class_is_called() -> None:
     class Mine(LlamaForCausalLM):
         pass

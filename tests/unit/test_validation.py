@@ -62,7 +62,7 @@ def assert_only(found: list[str], pattern: str) -> None:
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_every_recipe_is_without_a_finding(name: str) -> None:
-    for machine in (CPU, AMPERE):
+    for machine in (TURING,) if name == "qlora_2xt4" else (CPU, AMPERE):  # fp16 is for GPUs without bf16
         assert check_file(find_recipe(name), machine).findings == ()
 
 
@@ -487,6 +487,12 @@ def test_adapters_are_counted_instead_of_the_model(model: str) -> None:
     options = ("--model", model, "--dtype", "half", "--gpu-gb", "24", "--host-gb", "64")
     assert "GPU memory: " in invoke("budget_3090_lora", *options).output
     assert invoke("budget_3090_lora", *options, "--adapters", "40000000").exit_code == 0
+    small = (*options[:-3], "12", *options[-2:], "--adapters", "40000000")
+    assert invoke("budget_3090_lora", *small).exit_code == 1
+    assert invoke("budget_3090_lora", *small, "--bits", "4.13").exit_code == 0
+    refused = invoke("budget_3090_lora", *options, "--bits", "4.13")
+    assert refused.exit_code == 2
+    assert "without --adapters" in refused.output
 
 
 def test_accumulation_is_the_file_s_number(model: str, tmp_path: Path) -> None:

@@ -247,26 +247,48 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
         return [shape.parameters / layout.tp_size]
-    placement = layout.schedule.placement
+    placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
+    head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
+    found[placement[0]] += shape.embedding / layout.tp_size
+    found[placement[-1]] += head / layout.tp_size
+    return found
+
+
+def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
+    """As `parameters_of_ranks`, of the blocks alone."""
+    if layout.pp_size == 1:
+        return [shape.layers * shape.block / layout.tp_size]
     found = [0.0] * layout.pp_size
-    for rank, count in zip(placement, blocks_of_stages(shape.layers, layout), strict=True):
-        found[rank] += count * shape.block
-    found[placement[0]] += shape.embedding
-    found[placement[-1]] += shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
-    return [count / layout.tp_size for count in found]
+    for rank, count in zip(layout.schedule.placement, blocks_of_stages(shape.layers, layout), strict=True):
+        found[rank] += count * shape.block / layout.tp_size
+    return found
 
 
-def _lasting(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
-    """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them."""
+def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
+    """States, buffers and extras of a rank that holds `parameters` of the model, or trains its share of adapters to them.
+
+    Args:
+        parameters: Of the rank.
+        blocks: Those of them that are in blocks.
+        shape: Of the model.
+        layout: Who holds what.
+    """
     if not shape.adapters:
         terms = states(parameters, layout) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
     trained = shape.adapters * parameters / shape.parameters
     terms = states(trained, own)
-    terms["weights"] += whole["weights"]
+    terms["weights"] += whole["weights"] - blocks * _spared(shape, layout)
     moved = trained if layout.engine == "native" else parameters
+    if shape.block_bits:
+        terms["a matrix unpacked"] = 2.0 * shape.hidden * shape.intermediate
     return terms | buffers(moved, shape, own) | {name: size * trained for name, size in layout.extra.items()}
+
+
+def _spared(shape: ModelShape, layout: Layout) -> float:
+    """Bytes that quantisation spares of each parameter of a block."""
+    return WHOLE[layout.engine, layout.precision][0] - shape.block_bits / 8 if shape.block_bits else 0.0
 
 
 def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = True) -> Memory:
@@ -281,17 +303,18 @@ def estimate(shape: ModelShape, layout: Layout, work: Work, *, on_gpu: bool = Tr
     Raises:
         ScheduleError: The schedule does not fit the ranks.
     """
-    held = parameters_of_ranks(shape, layout)
+    held, inside = parameters_of_ranks(shape, layout), blocks_of_ranks(shape, layout)
     ranks, waiting = [], []
-    for parameters, kept in zip(held, activations(shape, layout, work), strict=True):
+    for parameters, blocks, kept in zip(held, inside, activations(shape, layout, work), strict=True):
         waiting.append(kept.pop(ON_HOST))
-        terms = _lasting(parameters, shape, layout) | kept
+        terms = _lasting(parameters, blocks, shape, layout) | kept
         context = CONTEXT_BYTES if on_gpu else 0.0
         ranks.append(terms | {OVERHEAD: context + FRAGMENTATION * sum(terms.values())})
     worst = max(range(len(ranks)), key=lambda rank: sum(ranks[rank].values()))
     host = host_states(max(held), layout)
     element = 2.0 if layout.precision == "half" else 4.0
-    loading = element * shape.parameters * min(layout.ranks_per_node, layout.num_processes)
+    loaded = element * shape.parameters - shape.layers * shape.block * _spared(shape, layout)
+    loading = loaded * min(layout.ranks_per_node, layout.num_processes)
     # Parameters and gradients are pinned; torch's optimizers make their states of them with zeros_like, which does not.
     pinned = layout.pinned * sum(host.values()) * (1.0 if layout.engine == "deepspeed" else 0.5)
     if any(waiting):  # as much as all ranks of the node if each held as much as the one that holds most

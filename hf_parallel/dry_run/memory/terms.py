@@ -53,6 +53,8 @@ class ModelShape:
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
             keeps is counted as if all of it were trained.
+        block_bits: Of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for that of the
+            precision.
     """
 
     parameters: int
@@ -70,6 +72,7 @@ class ModelShape:
     largest: int = 0
     saved: SavedBytes | None = None
     adapters: int = 0
+    block_bits: float = 0.0
 
     @property
     def block(self) -> float:

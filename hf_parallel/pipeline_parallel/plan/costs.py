@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from torch import nn
 
+from hf_parallel.compat.private_quantised import quantised_elements
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
 
@@ -81,7 +82,8 @@ def block_costs(
     many tokens and count nothing. Code between blocks counts for the next block that runs.
 
     Args:
-        model: the model; a block whose kernels torch cannot count costs 2 FLOPs per element of its matrices.
+        model: the model; a block whose kernels torch cannot count costs 2 FLOPs per element of its matrices, and so do
+            quantised matrices.
         plan: from `discover_stages`.
         flops_per_byte: what moving a byte costs, >= 0; None for a typical value of the model's device.
         recomputed: whether the blocks run again in the backward (activation checkpointing).
@@ -94,12 +96,17 @@ def block_costs(
     products = {epoch: value / plan.num_tokens for epoch, value in plan.flops.items()}
     moved = {e: value * flops_per_byte / plan.sample_tokens for e, value in plan.traffic.items()}
     count = plan.num_blocks
-    weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in blocks_of(model, plan.stack)]
+    stack = blocks_of(model, plan.stack)
+    weights = [sum(p.numel() for p in b.parameters() if p.ndim > 1) for b in stack]
+    uncounted = [2.0 * quantised_elements(b) for b in stack]  # of kernels that are not torch's
 
     def at(epoch: int, fallback: float = 0.0) -> float:
         return (products.get(epoch, 0.0) or fallback) + moved.get(epoch, 0.0)
 
-    parts = [at(2 * j + 1, 2.0 * weights[j]) if j in plan.blocks else 0.0 for j in range(count)]
+    parts = [
+        at(2 * j + 1, 0.0 if uncounted[j] else 2.0 * weights[j]) + uncounted[j] if j in plan.blocks else 0.0
+        for j in range(count)
+    ]
     parts.append(at(2 * count))
     for j in range(1, count):
         parts[min((k for k in plan.blocks if k >= j), default=count)] += at(2 * j)

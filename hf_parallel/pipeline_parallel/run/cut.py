@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_quantised import forget_scales
 from hf_parallel.compat.private_torch import no_torch_function, own_buffers, own_parameters, unregister
 from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
@@ -112,9 +113,10 @@ class _Placeholder(Uncopyable, Tensor):
 
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
-    tensor = unregister(module, key)
+    tensor = unregister(module, key).detach().as_subclass(Tensor)
+    forget_scales(module)
     # One element of memory, whatever the shape: stride 0 in every dim.
-    placeholder = tensor.detach().new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
+    placeholder = tensor.new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
     placeholder._full_name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 

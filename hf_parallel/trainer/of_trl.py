@@ -1,0 +1,63 @@
+"""Trainers of TRL, which bring losses, models and batches of their own: what stages and shards can do with them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transformers import Trainer
+
+from hf_parallel.settings.config import HFParallelConfig
+
+
+# Modules of trainers that call the model on batches of a data set and compute a loss of what it returns. Others generate text
+# with it, hand its weights to a server, train on what another model says to its own text, or average weights.
+ON_STAGES: Final = (
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
+    "trl.trainer.reward_trainer",
+    "trl.experimental.cpo",
+    "trl.experimental.orpo",
+    "trl.experimental.kto",
+)
+
+
+def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
+    """Why a trainer cannot run with these settings, one reason each; none of other libraries than TRL."""
+    found, kind = [], _of_trl(trainer)
+    if kind is None:
+        return []
+    sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}"
+    if config.model_parallel_size > 1 and not kind.__module__.startswith(ON_STAGES):
+        found.append(
+            f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
+            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set pp_size and tp_size to 1 (replicas, ZeRO), or "
+            "generate the data first and train on it with one of these."
+        )
+    shared = config.model_parallel_size > 1 or config.zero.shards_parameters
+    if shared and getattr(trainer.args, "sync_ref_model", False):
+        found.append(
+            f"sync_ref_model=True with {sizes}, zero.stage={config.zero.stage}: the reference model would be averaged with the "
+            "parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or pp_size and tp_size to 1 "
+            "and zero.stage to 2 or less."
+        )
+    return found
+
+
+def packed_sample(trainer: Trainer, config: HFParallelConfig) -> dict[str, Any] | None:
+    """A batch of packed rows to plan stages with, where TRL's collator makes such; else None.
+
+    It gives the model the ends of the rows beside their positions, which made-up text has not.
+    """
+    collator: Any = trainer.data_collator
+    of_trl = type(collator).__module__.partition(".")[0] == "trl"
+    if config.pp_size == 1 or not of_trl or not getattr(collator, "padding_free", False):
+        return None
+    rows = [{"input_ids": list(range(1, 1 + length))} for length in (7, 5)]
+    found: dict[str, Any] = collator(rows)
+    return found
+
+
+def _of_trl(trainer: Trainer) -> type | None:
+    """The trainer's class, or the first one that it comes from, in TRL."""
+    return next((kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"), None)
