@@ -28,8 +28,9 @@ class ShownOptimizer:
     def __init__(self, zero: ZeroPartition, parameters: Mapping[str, nn.Parameter]) -> None:
         self._zero = zero
         self._members = [[parameters[name] for name in group] for group in zero.groups]
+        self._touched: list[_Place] = []  # a step of which user code has looked at no state costs nothing
         self._places = {
-            id(parameter): _Place(name, parameter, shard, position)
+            id(parameter): _Place(name, parameter, shard, position, self._touched)
             for shard in zero.shards
             for position, (name, parameter) in enumerate(zip(shard.bucket.names, shard.bucket.params, strict=True))
         }
@@ -58,12 +59,11 @@ class ShownOptimizer:
         Raises:
             UnsupportedError: It was done to some of them only.
         """
-        together: dict[int, list[_Place]] = {}
-        for place in self._places.values():
-            together.setdefault(id(place.shard), []).append(place)
-        for places in together.values():
-            if any(place.numbers or place.is_removed for place in places):
-                _settle(self._zero.optimizer.state, places)
+        touched = {id(place.shard): place.shard for place in self._touched}
+        for shard in touched.values():
+            places = [place for place in self._places.values() if place.shard is shard]
+            _settle(self._zero.optimizer.state, places)
+        self._touched.clear()
 
 
 def _settle(states: MutableMapping[Any, Any], places: Sequence[_Place]) -> None:
@@ -128,19 +128,35 @@ class _Group(Shown):
 class _Place:
     """Where a parameter of the model is in the flat parts, and what user code did to what it shares with others there.
 
+    Args:
+        touched: Gets this as soon as something is done.
+
     Attributes:
         numbers: Key -> one number of the state, which all parameters of the part share, and what it is to user code.
         is_removed: Whether its state was removed.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, shard: FlatShard, position: int) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, shard: FlatShard, position: int, touched: list[_Place]
+    ) -> None:
         self.name, self.parameter, self.shard, self.position = name, parameter, shard, position
+        self._touched = touched
         self.forget()
 
     def forget(self) -> None:
         """Nothing was done."""
         self.numbers: dict[Any, tuple[Any, Any]] = {}
         self.is_removed = False
+
+    def remove(self) -> None:
+        """Its state is removed."""
+        self.is_removed = True
+        self._touched.append(self)
+
+    def hand_out(self, key: Any, before: Any, now: Any) -> None:
+        """User code has a number of its state: what it was, and what it is now."""
+        self.numbers[key] = before, now
+        self._touched.append(self)
 
     @property
     def piece(self) -> slice:
@@ -181,7 +197,7 @@ class _States(MutableMapping[Any, Any]):
         elif len(value):
             place.refuse("its state is replaced")
         else:
-            place.is_removed = True
+            place.remove()
 
     def __delitem__(self, key: Any) -> None:
         place = self._places.get(id(key))
@@ -190,7 +206,7 @@ class _States(MutableMapping[Any, Any]):
         elif key not in self:
             raise KeyError(key)
         else:
-            place.is_removed = True
+            place.remove()
 
     def __contains__(self, key: object) -> bool:
         place = self._places.get(id(key))
@@ -240,7 +256,7 @@ class _State(MutableMapping[Any, Any]):
             return value[self._place.piece].as_subclass(StateOfPart)
         if key not in self._place.numbers:
             copies = (value.detach().clone(), value.detach().clone()) if isinstance(value, Tensor) else (value, value)
-            self._place.numbers[key] = copies
+            self._place.hand_out(key, *copies)
         return self._place.numbers[key][1]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -249,7 +265,7 @@ class _State(MutableMapping[Any, Any]):
             place.refuse(f"{key}, which it does not have, is set")
         if not self._per_element(key):
             self[key]  # is known from now on
-            place.numbers[key] = place.numbers[key][0], value
+            place.hand_out(key, place.numbers[key][0], value)
             return
         mine, given = self._real[key][place.piece], value.as_subclass(Tensor)
         if given.shape == place.parameter.shape != mine.shape:

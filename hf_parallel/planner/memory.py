@@ -73,7 +73,8 @@ def _states(parameters: float, spec: LayoutSpec) -> dict[str, float]:
     }
     if spec.offload_optimizer != "none":
         found["optimizer"] = 0.0
-        found["gradients"] *= spec.zero < 3
+        if spec.zero == 3:
+            found["gradients"] = 0.0
     if spec.offload_param != "none":
         found["weights"] = 0.0
     return found

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from hf_parallel import dry_run_recipe
 from hf_parallel.cli.main import app
-from hf_parallel.dry_run.rank.ledger import Block, MemoryLedger
-from hf_parallel.dry_run.rank.twin import widened
+from hf_parallel.dry_run.rank.allocations import Allocations, Block
+from hf_parallel.dry_run.rank.narrow_plan import widened
 from hf_parallel.errors import ConfigError
 from hf_parallel.tensor_parallel.plan.plan_for import plan_for
 
@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, section: str, processes: int = 2, extra: str = "") ->
 
 
 def test_the_peak_is_what_was_there_when_most_was() -> None:
-    ledger, first, second = MemoryLedger(), Block("weights"), Block("activations")
+    ledger, first, second = Allocations(), Block("weights"), Block("activations")
     ledger.resize(first, 1000)  # rounded up to 1024
     ledger.begin()
     ledger.resize(second, 512)

@@ -24,7 +24,7 @@ from hf_parallel.compat.fake_cuda import replaced
 from hf_parallel.compat.fake_ranks import group_named, ranks_of_group
 from hf_parallel.compat.private_torch import id_of_storage, name_of_op
 from hf_parallel.compat.torch_tools import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
-from hf_parallel.dry_run.rank.ledger import Block, MemoryLedger
+from hf_parallel.dry_run.rank.allocations import Allocations, Block
 from hf_parallel.model.tensors import tensors_in
 
 
@@ -56,7 +56,7 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.fake = device_type, fake
-        self.memory = MemoryLedger()
+        self.memory = Allocations()
         self.messages: Counter[tuple[str, str, str]] = Counter()
         self.message_bytes: Counter[tuple[str, str, str]] = Counter()
         self.waits: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.compat.torch_tools import FakeTensorMode
-from hf_parallel.dry_run.rank.twin import stand_in_for
+from hf_parallel.dry_run.rank.narrow_plan import stand_in_for
 from hf_parallel.engine.plans import Plans, make_plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_parallel.dry_run.rank.ledger import Peak
+from hf_parallel.dry_run.rank.allocations import Peak
 from hf_parallel.dry_run.rank.meter import Meter
 
 

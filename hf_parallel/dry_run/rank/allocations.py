@@ -44,7 +44,7 @@ class Peak:
     largest: tuple[tuple[int, int, str, tuple[int, ...], str, str, str], ...]
 
 
-class MemoryLedger:
+class Allocations:
     """Blocks as they come and go.
 
     Attributes:
