@@ -52,11 +52,13 @@ class MeasuredCluster(Cluster):
         found, stock = self.calibration, super().card
         n = max(2, found.ranks)
         link = 2 * (n - 1) / n * found.reduce_bytes_s or stock.pcie  # what a ring sends of a tensor, by its time
+        attention = found.attention * (found.half_products / found.products if found.device == "cpu" else 1.0)
         return replace(
             stock,
             peak=found.half_products,
             fp32=found.products,
-            attention=found.attention * (found.half_products / found.products if found.device == "cpu" else 1.0),
+            attention=attention,
+            flash=attention,
             achievable=1.0,
             bandwidth=found.moved,
             pcie=link,

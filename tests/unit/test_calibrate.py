@@ -63,6 +63,11 @@ def test_slower_links_make_slower_steps() -> None:
     assert steps[1] - steps[0] == pytest.approx(hidden * (1e-8 - 1e-9), rel=0.2)
 
 
+def test_every_rate_of_attention_is_the_measured_one() -> None:
+    card = MeasuredCluster(1, 2, "cpu", calibration=REPORT).card
+    assert card.flash == card.attention != Cluster(1, 2, "cpu").card.flash
+
+
 def test_the_search_works_on_a_measured_cluster() -> None:
     cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
     for objective in ("tokens", "min-gpus"):
