@@ -74,7 +74,7 @@ def parallelize(
     keep_trainable(model)
     watchdog.runs("plans the stages and shards")
     setup = Setup(model, config, schedule, mesh, device, watchdog)
-    probes = Probes(model, device, sample) if _needs_probes(config) else None
+    probes = Probes(model, device, sample) if needs_probes(config) else None
 
     late = prepare_late_weights(setup)
     start = begin_alike_on_all(setup)
@@ -104,6 +104,6 @@ def parallelize(
     return engine
 
 
-def _needs_probes(config: HFParallelConfig) -> bool:
+def needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
     return config.tp_size > 1 or config.works_on_blocks or config.zero.shards_parameters

@@ -117,14 +117,14 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     )
 
 
-def on_meta(config: Any) -> Any:
-    """The model of a config without its weights; a ConfigError if there is none."""
+def on_meta(config: Any, **options: Any) -> Any:
+    """The model of a config without its weights, made with `options` of `from_config`; a ConfigError if there is none."""
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(

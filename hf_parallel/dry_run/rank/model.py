@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.compat.torch_tools import FakeTensorMode
+from hf_parallel.dry_run.memory.shape import on_meta
 from hf_parallel.dry_run.rank.narrow_plan import stand_in_for
+from hf_parallel.engine.parallelize import needs_probes
 from hf_parallel.engine.plans import Plans, make_plans
 from hf_parallel.engine.setup import Setup
-from hf_parallel.errors import ConfigError
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.model.meta import off_meta
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.sections import spelled
 from hf_parallel.watchdog import Watchdog
 
 
@@ -35,17 +35,7 @@ def build(config: Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         ConfigError: There is no causal language model for it.
     """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-    except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise ConfigError(
-            f"model type {spelled(config.model_type)} cannot be built from its config: {reason} "
-            "Give the config of a causal language model."
-        ) from None
+    model: nn.Module = on_meta(copy.deepcopy(config), dtype=dtype)
     return model.train()
 
 
@@ -83,8 +73,7 @@ def plan_alone(
     watchdog = Watchdog(None, 0, [shape.describe(rank) for rank in range(shape.world_size)], FOREVER_S)
     mesh = Mesh(shape, 0, None, None, None, None, None, None, timedelta(seconds=60))
     setup = Setup(model, config, schedule, mesh, host, watchdog)
-    needed = config.tp_size > 1 or config.works_on_blocks or config.zero.shards_parameters
-    if not needed:
+    if not needs_probes(config):
         return Planned(model, make_plans(setup, None), setup)
     probes = Probes(model, host, None)
     with off_meta(model, host):
