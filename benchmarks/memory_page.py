@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tables import with_tables
 
-from hf_parallel.dry_run.memory.estimate import estimate
-from hf_parallel.dry_run.memory.report import GB, zero_table
-from hf_parallel.dry_run.memory.terms import Layout, ModelShape, Work
+from hf_parallel.memory.estimate import estimate
+from hf_parallel.memory.report import GB, zero_table
+from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.settings.config import HFParallelConfig
 
 

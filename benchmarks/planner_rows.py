@@ -49,6 +49,7 @@ class Row:
         layout: dict[str, object] = {key: int(entry[key]) for key in COUNTS}
         layout |= {key: entry[key] == "1" for key in SWITCHES} | {key: entry[key] for key in WORDS}
         layout["state_bytes"] = tuple(float(one) for one in entry["state_bytes"].split(";"))
+        layout["loss"] = entry.get("loss") or "auto"
         layout["adapters"] = int(entry.get("adapters") or 0)
         self.spec: LayoutSpec = layout_of(layout, self.cluster)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,15 +17,22 @@ def calibrate(
         int | None, typer.Option(min=1, help="Processes at once.  [default: one a GPU, or one a core]")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of each process on the host.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A config.json, its folder, or a name: measure its blocks.  [default: a Llama's]"),
+    ] = None,
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a row of these blocks.")] = 256,
     use_cpu: Annotated[bool, typer.Option("--use-cpu", help="Measure the CPU, also where there are GPUs.")] = False,
 ) -> None:
     """Measure products, memory and messages for half a minute, for `hf-parallel plan --calibrate`."""
     from hf_parallel.machine.facts import cores, gpus
+    from hf_parallel.memory.shape import config_of
     from hf_parallel.planner.calibrate import calibrate as measure
 
     cards = () if use_cpu else gpus()
     try:
-        found = measure(ranks or len(cards) or cores(), on_gpu=bool(cards), threads=threads)
+        blocks = {} if model is None else {"model": json.dumps(config_of(model).to_dict(), default=str)}
+        found = measure(ranks or len(cards) or cores(), on_gpu=bool(cards), threads=threads, length=length, **blocks)
         found.write(output)
     except ConfigError as error:
         typer.echo(str(error), err=True)

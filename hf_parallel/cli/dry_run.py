@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_parallel.cli.answers import log_lines_on_stderr, working
 from hf_parallel.errors import ParallelError
 
 
@@ -29,6 +30,9 @@ def dry_run(  # noqa: PLR0913 - each is an option
     mask: Annotated[
         bool, typer.Option("--mask", help="Give batches an attention mask, as padding collators do.")
     ] = False,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train LoRA of this rank on every linear layer instead of the model.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a step of one rank on tensors without memory: peak, messages, and where the host waits."""
@@ -36,15 +40,17 @@ def dry_run(  # noqa: PLR0913 - each is an option
 
     precision: Any = dtype
     try:
-        found: DryRun = dry_run_recipe(
-            *(file, model),
-            rank=rank,
-            rows=rows,
-            length=length,
-            accumulation=accumulation,
-            precision=precision,
-            mask=mask,
-        )
+        with working("running a step on fake tensors"), log_lines_on_stderr():
+            found: DryRun = dry_run_recipe(
+                *(file, model),
+                rank=rank,
+                rows=rows,
+                length=length,
+                accumulation=accumulation,
+                precision=precision,
+                mask=mask,
+                lora_rank=lora_rank,
+            )
     except ParallelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

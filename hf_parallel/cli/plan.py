@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from hf_parallel.cli.answers import working
 from hf_parallel.errors import ConfigError
 
 
@@ -36,6 +37,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
     adapters: Annotated[int, typer.Option(help="Parameters that are trained instead of the model's (LoRA).")] = 0,
     why: Annotated[str | None, typer.Option(help="Predict this layout alone, such as tp=2,pp=4,dp=1.")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="Show the speed-up over 1, 2, 4 and more GPUs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the speed-up, as .svg or .png; needs matplotlib.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="Rates that `hf-parallel calibrate` measured on such a machine.")
     ] = None,
@@ -45,7 +47,9 @@ def plan(  # noqa: PLR0913 - the options are the interface
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
     from hf_parallel.cli import plan_tables as tables
+    from hf_parallel.cli.plan_plot import draw_scaling
     from hf_parallel.planner.calibrate import Calibration
+    from hf_parallel.planner.guide import guide
     from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.measured import MeasuredCluster
     from hf_parallel.planner.scaling import scaling as scaled
@@ -60,16 +64,24 @@ def plan(  # noqa: PLR0913 - the options are the interface
         else:
             measured = Calibration.read(calibrate)
             cluster = MeasuredCluster(nodes, gpus_per_node, gpu, calibration=measured, **sizes)
-        if scaling:
-            tables.show_scaling(scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given), as_json)
+        if scaling or plot is not None:
+            rows = scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given)
+            tables.show_scaling(rows, as_json)
+            if plot is not None:
+                draw_scaling(rows, plot)
             return
         words: Any = objective  # the search refuses other words
         asked = {"seq_len": seq, "global_batch": batch, "objective": words, "layout": given, "most": top}
-        plans = [_alone(model, cluster, given | _mapping(why), seq, batch)] if why else search(model, cluster, **asked)
+        with working("planning"):
+            plans = (
+                [_alone(model, cluster, given | _mapping(why), seq, batch)] if why else search(model, cluster, **asked)
+            )
         if why:
             tables.show_one(plans[0], as_json)
         else:
             tables.show(plans, as_json)
+            if not as_json:
+                typer.echo(guide(model, cluster, plans[0].spec))
         if write is not None:
             _write(write, model, plans[0])
     except ConfigError as error:
@@ -97,7 +109,9 @@ def _mapping(text: str) -> dict[str, Any]:
 def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, global_batch: int) -> Plan:
     """One layout; micro-batches that are not given make up the global batch."""
     from hf_parallel.planner.layout import layout_of
+    from hf_parallel.planner.links import traffic
     from hf_parallel.planner.predict import predict
+    from hf_parallel.planner.profile import profile_of
     from hf_parallel.planner.search import Plan
 
     spec = layout_of(layout, cluster)
@@ -110,7 +124,8 @@ def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, globa
             )
         layout = layout | {"num_microbatches": passes}
         spec = layout_of(layout, cluster)
-    return Plan(layout, predict(model, cluster, layout, seq_len=seq_len), cluster, spec)
+    found = predict(model, cluster, layout, seq_len=seq_len)
+    return Plan(layout, found, cluster, spec, links=traffic(profile_of(model), cluster, spec, seq_len))
 
 
 def _write(path: Path, model: str, plan: Plan) -> None:

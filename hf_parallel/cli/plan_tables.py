@@ -18,7 +18,9 @@ def _facts(plan: Plan) -> dict[str, Any]:
     """The answer for programs."""
     found = plan.estimate
     sizes = {"gpus": plan.cluster.num_gpus, "total_bytes": found.total_bytes, "limit_bytes": plan.limit_bytes}
-    return {"layout": dict(plan.layout), "why": plan.why, "fits": plan.fits} | found.as_dict() | sizes
+    sent = {axis: {"gpu_bytes": own.gpu, "node_bytes": own.node} for axis, own in plan.links.items()}
+    about = {"layout": dict(plan.layout), "why": plan.why, "fits": plan.fits, "links": sent}
+    return about | found.as_dict() | sizes
 
 
 def _table(*columns: str) -> Table:
@@ -46,6 +48,10 @@ def show_one(plan: Plan, as_json: bool) -> None:
     typer.echo(
         f"mfu {found.mfu:.1%}, bubble {found.bubble:.1%}, exposed messages {found.exposed_communication_s:.3g} s"
     )
+    for axis, own in plan.links.items():
+        typer.echo(
+            f"{axis} sends {own.gpu / 1e9:.3g} GB a step between GPUs of a node, {own.node / 1e9:.3g} GB from a node"
+        )
     for name, size in found.memory_bytes.items():
         typer.echo(f"{name:12s} {size / 1e9:8.2f} GB")
     verdict = "fits" if missing <= 0 else f"does not fit by {missing / 1e9:.1f} GB"
@@ -74,7 +80,9 @@ def show(plans: Sequence[Plan], as_json: bool) -> None:
     cluster = plans[0].cluster
     typer.echo(f"{cluster.num_gpus} GPUs of {plans[0].limit_bytes / 1e9:.1f} GB; 1 GB = 1e9 bytes")
     for place, one in enumerate(plans, 1):
-        typer.echo(f"{place}: {one.why}")
+        sent = one.link_bytes
+        links = f"a step sends {sent.gpu / 1e9:.2g} GB between GPUs of a node, {sent.node / 1e9:.2g} GB from a node"
+        typer.echo(f"{place}: {one.why}; {links}")
 
 
 def show_scaling(rows: Sequence[Scaled], as_json: bool) -> None:

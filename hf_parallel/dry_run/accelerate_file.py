@@ -5,14 +5,18 @@ A problem is one line that begins with its key path. Source: accelerate 1.15.
 
 from __future__ import annotations
 
+import difflib
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from hf_parallel.deepspeed.rules import nearest
 from hf_parallel.settings.accelerate_keys import file_keys, launch_keys
+from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.precision import fp16_on_cpu
+from hf_parallel.settings.problems import nearest_word
 from hf_parallel.settings.recipes import KEY, ONE_PROCESS_TYPES, SECTION
-from hf_parallel.settings.sections import shown
+from hf_parallel.settings.sections import number, shown, spelled
 
 
 ENGINE_SECTIONS: Final = {
@@ -20,6 +24,11 @@ ENGINE_SECTIONS: Final = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
+TYPES: Final = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NPU", "MULTI_XPU", "MULTI_HPU"),
+    *("MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
+)
+SWITCHES: Final = ("use_cpu", "debug", "same_network", "enable_cpu_affinity")
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 FSDP1_ONLY: Final = (
     "fsdp_sharding_strategy",
@@ -33,7 +42,9 @@ def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     """Problems of the top level of the file."""
     for key in accelerate:
         if key not in file_keys() and key != KEY:
-            yield f"{key}: unknown key, which accelerate refuses. {nearest(str(key), file_keys())}"
+            ours = str(key) in HFParallelConfig.model_fields
+            fix = f"Move it to {SECTION}.{KEY}.{key}." if ours else nearest(str(key), file_keys())
+            yield f"{key}: unknown key, which accelerate refuses. {fix}"
     if "distributed_type" not in accelerate:
         yield "distributed_type: accelerate refuses a file without it. Set distributed_type to MULTI_GPU, or NO for one process."
     kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
@@ -43,11 +54,84 @@ def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
                 f"{section} with distributed_type={kind!r} has no effect: {engine} reads it. Set distributed_type to {engine}, "
                 "or remove the section."
             )
+    if kind not in TYPES:
+        yield f"distributed_type={kind!r}: expected one of {', '.join(TYPES)}. Set distributed_type to {_nearest_type(kind)}."
+    where = accelerate.get("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        yield (
+            f"compute_environment={shown(where)}: this file is launched on machines of your own. Set compute_environment to "
+            "LOCAL_MACHINE."
+        )
+    yield from _switch_problems(accelerate)
     yield from _process_problems(accelerate)
+    yield from _machine_problems(accelerate)
     yield from _precision_problems(accelerate)
     yield from _size_problems(accelerate, kind)
     if kind == "FSDP":
         yield from fsdp_problems(accelerate.get("fsdp_config") or {}, on_cpu=accelerate.get("use_cpu") is True)
+
+
+def _nearest_type(kind: str) -> str:
+    plain = {name.replace("_", ""): name for name in TYPES}
+    near = difflib.get_close_matches(kind.upper().replace("_", "").replace("-", "")[:80], plain, n=1, cutoff=0.6)
+    return plain[near[0]] if near else "MULTI_GPU"
+
+
+def _switch_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
+    """A word where a YAML boolean is read: accelerate takes every text, "no" too, for true."""
+    for key in SWITCHES:
+        value = accelerate.get(key)
+        if value is not None and not isinstance(value, bool):
+            meant = "false" if str(value).strip().lower() in ("no", "false", "off", "0", "") else "true"
+            yield f"{key}={shown(value)}: expected true or false, without quotes. Set {key} to {meant}."
+
+
+def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
+    """What the machines need to find each other."""
+    machines, rank, port = (accelerate.get(key) for key in ("num_machines", "machine_rank", "main_process_port"))
+    if port is not None and not (_is_whole(port) and 0 <= port < 1 << 16):
+        yield f"main_process_port={shown(port)}: expected an integer from 0 to 65535. Set main_process_port to 29500."
+    if not (_is_whole(machines) and machines > 1):
+        return
+    if not accelerate.get("main_process_ip"):
+        yield (
+            f"num_machines={machines} without main_process_ip: each machine would wait for the others at its own address. Set "
+            "main_process_ip to the name or address of machine 0."
+        )
+    if port == 0:
+        yield (
+            f"main_process_port=0 with num_machines={machines}: each machine would choose a port of its own. Set "
+            "main_process_port to 29500, or another that is free on machine 0."
+        )
+    if rank is not None and not (_is_whole(rank) and 0 <= rank < machines):
+        yield (
+            f"machine_rank={shown(rank)} with num_machines={machines}: machines count from 0 to {machines - 1}. Set machine_rank "
+            f"to {min(max(rank, 0), machines - 1) if _is_whole(rank) else 0}."
+        )
+
+
+def group_problems(accelerate: Mapping[str, Any], tp_size: int) -> Iterator[str]:
+    """Groups of ranks that exchange every layer's activations and do not stand on one machine.
+
+    Args:
+        accelerate: The whole file.
+        tp_size: Ranks that share each layer.
+    """
+    processes, machines = accelerate.get("num_processes"), accelerate.get("num_machines")
+    if not (_is_whole(processes) and _is_whole(machines)) or machines < 2 or processes < 1 or processes % machines:
+        return
+    local = processes // machines
+    if local % tp_size:
+        best = max(size for size in range(1, local + 1) if local % size == 0 and size <= tp_size)
+        yield (
+            f"tp_size={tp_size} with num_processes={processes} on num_machines={machines}: a machine has {local} processes, so a "
+            f"layer would be shared over the network, which every layer waits for. Set tp_size to {best}, and pp_size to what "
+            "it lacks."
+        )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _process_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
@@ -55,7 +139,7 @@ def _process_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     for key in ("num_processes", "num_machines"):
         value = accelerate.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int):
-            yield f"{key}={shown(value)}: expected an integer. Set {key} to a number without quotes."
+            yield f"{key}={spelled(value)}: expected an integer. {_as_integer(key, value)}"
         elif value < 1 and not (key == "num_processes" and value == -1):
             yield f"{key}={value}: expected an integer of 1 or more. Set {key} to 1 or more."
         else:
@@ -68,12 +152,21 @@ def _process_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def _as_integer(key: str, value: object) -> str:
+    """How to write the number that was meant."""
+    meant = number(value)
+    if isinstance(meant, int | float) and not isinstance(meant, bool) and math.isfinite(meant):
+        return f"Set {key} to {max(1, round(meant))}, {'a number without quotes' if isinstance(value, str) else 'a whole number'}."
+    return f"Set {key} to a number without quotes."
+
+
 def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     precision = accelerate.get("mixed_precision")
     if precision is False:
         yield "mixed_precision=false: YAML reads the bare word no as false. Write mixed_precision: 'no', in quotes."
     elif precision is not None and str(precision).lower() not in PRECISIONS:
-        yield f"mixed_precision={shown(precision)}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to 'no' or bf16."
+        near = nearest_word(str(precision), PRECISIONS[1:]) or "'no' or bf16"
+        yield f"mixed_precision={shown(precision)}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to {near}."
     asked = "mixed_precision='fp16' with use_cpu=true"
     yield from fp16_on_cpu(precision, on_cpu=accelerate.get("use_cpu") is True, asked=asked)
 

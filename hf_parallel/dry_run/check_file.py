@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.deepspeed.rules import inline_problems, inline_warnings, json_problems, json_warnings
-from hf_parallel.dry_run.accelerate_file import file_problems, file_warnings
+from hf_parallel.dry_run.accelerate_file import file_problems, file_warnings, group_problems
 from hf_parallel.errors import MAX_LINES, ConfigError, ParallelError, bounded
 from hf_parallel.machine.facts import Machine
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
@@ -35,7 +35,7 @@ class Finding:
         severity: Whether the run cannot work, or may not.
         message: Key path and value, rule, fix.
         file: Where it stands; None for what is in no file.
-        line: From 1; None if the key is not written there.
+        line: From 1; the first if the key is not written there, None of a file that cannot be read.
     """
 
     severity: Severity
@@ -88,15 +88,17 @@ class _Place:
         for message in islice(messages, MAX_LINES):
             yield Finding(severity, bounded(message), self.path, self._line(prefix, message))
 
-    def _line(self, prefix: str, message: str) -> int | None:
-        """The line of the longest part of the key path that is written in the file."""
-        found = re.match(r"[A-Za-z_][\w.]*", message)
-        parts = (prefix + found[0] if found else prefix).rstrip(".").split(".")
-        for length in range(len(parts), 0, -1):
-            line = self.lines.get(".".join(parts[:length]))
-            if line is not None:
-                return line
-        return None
+    def _line(self, prefix: str, message: str) -> int:
+        """The line of the longest part of the key path that is written in the file, here or in our section; else the first."""
+        found = re.match(r"[A-Za-z_][\w.-]*", message)
+        for start in dict.fromkeys((prefix, f"{SECTION}.{KEY}.")):
+            parts = (start + found[0] if found else start).rstrip(".").split(".")
+            own = start.count(".")  # a problem of the file around our section is not a problem of the whole section
+            for length in range(len(parts), own if start != prefix else 0, -1):
+                line = self.lines.get(".".join(parts[:length]))
+                if line is not None:
+                    return line
+        return 1
 
 
 def check_file(path: Path, machine: Machine) -> Checked:
@@ -106,17 +108,18 @@ def check_file(path: Path, machine: Machine) -> Checked:
         path: An accelerate config file.
         machine: What the rules about hardware look at.
     """
+    text = ""
     try:
         text = read_bounded(path)
         section, accelerate = section_of(text, path)
     except ConfigError as error:
-        lines = [line.removeprefix(f"{path}: ") for line in str(error).split(f"\n{path}: ")]
-        return Checked(path, None, {}, findings=tuple(Finding("error", line, path) for line in lines))
+        return Checked(path, None, {}, findings=tuple(_unreadable(path, text, str(error))))
     place = _Place(path, text)
     config, found = _check_section(place, section)
     found += place.findings("error", file_problems(accelerate))
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
     found += place.findings("error", _lines_of(_fit, config or _sizes_only(section), ours))
+    found += place.findings("error", group_problems(accelerate, (config or _sizes_only(section)).tp_size))
     found += place.findings("warning", file_warnings(accelerate))
     engine = config is not None and config.zero.engine == "deepspeed"
     found += place.findings("error", machine_problems(accelerate, machine, deepspeed=engine))
@@ -125,6 +128,17 @@ def check_file(path: Path, machine: Machine) -> Checked:
     found += foreign
     findings = sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
     return Checked(path, config, accelerate, deepspeed, tuple(findings))
+
+
+def _unreadable(path: Path, text: str, error: str) -> Iterator[Finding]:
+    """The problems of a file whose sections cannot be told apart."""
+    place = _Place(path, text)
+    for message in re.split(rf"(?:^|\n){re.escape(str(path))}:(?=\d+: | )", error):
+        number, rest = re.match(r"(?:(\d+):)? ?(.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
+        if number:
+            yield Finding("error", rest, path, int(number))
+        elif rest:
+            yield from place.findings("error", [rest]) if text else [Finding("error", rest, path)]
 
 
 def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HFParallelConfig | None, list[Finding]]:
@@ -142,7 +156,18 @@ def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HF
         messages = [line.removeprefix(f"{KEY}: ") for line in str(error).splitlines() if line != f"{KEY}:"]
         return None, list(place.findings("error", messages, prefix))
     problems = _lines_of(ScheduleChoice, config.pipeline, config.pp_size) if config.pp_size > 1 else []
-    return config, list(place.findings("error", problems, prefix))
+    found = [*place.findings("error", problems, prefix), *place.findings("warning", _poor(config), prefix)]
+    return config, found
+
+
+def _poor(config: HFParallelConfig) -> Iterator[str]:
+    """Settings of ours that work, and badly."""
+    stages, settings = config.pp_size, config.pipeline
+    if stages > 1 and settings.num_microbatches == 1 and settings.schedule != "naive":
+        yield (
+            f"pipeline.num_microbatches=1 with pp_size={stages}: one stage works at a time, so {(stages - 1) / stages:.0%} of the "
+            f"step is idle. Set pipeline.num_microbatches to {2 * stages} or 'auto'."
+        )
 
 
 def _lines_of(check: Any, *arguments: object) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.rules import batch_problems
 from hf_parallel.dry_run.check_file import Checked
-from hf_parallel.dry_run.memory.disk import disk_shortages
-from hf_parallel.dry_run.memory.estimate import estimate
-from hf_parallel.dry_run.memory.report import shortages, tight
-from hf_parallel.dry_run.memory.terms import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.disk import disk_shortages
+from hf_parallel.memory.estimate import estimate
+from hf_parallel.memory.report import shortages, tight
+from hf_parallel.memory.terms import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import number
 

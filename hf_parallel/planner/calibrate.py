@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.machine.facts import cores
+from hf_parallel.memory.layers import with_layers
 from hf_parallel.settings.file import parse_json, read_bounded
 
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_BYTES: Final = 1 << 20
+FASTEST: Final = 1e12  # bytes per second that no link exceeds: what a message that costs nothing is taken to reach
 TIMEOUT: Final = timedelta(seconds=120)
-REPEATS: Final = 3
-# A block that stands for what training runs between products; large enough that its ops are not launches alone.
+REPEATS: Final = 4
+# A block that stands for the model's own if none is given; large enough that its ops are not launches alone.
 BLOCK: Final[dict[str, Any]] = {
+    "model_type": "llama",
+    "vocab_size": 64,
     "hidden_size": 512,
     "intermediate_size": 1376,
     "num_attention_heads": 8,
@@ -44,16 +49,20 @@ class Calibration:
         name: Of the GPU, or of nothing.
         ranks: That ran at the same time.
         threads: Of each on the host.
+        cores: Of the machine.
         products: FLOP/s of large products in fp32.
         half_products: The same in bf16; that of fp32 on a CPU.
         attention: FLOP/s of causal attention, of the pairs that are attended to.
         moved: Bytes per second that one operation on large tensors reads and writes.
         kernel_s: Of a small operation, its call from Python included.
-        blocks_s: Forward and backward of one block of `BLOCK`, for each number of `BLOCK_ROWS`.
+        blocks_s: Forward and backward of one block of `model`, for each number of `BLOCK_ROWS`.
+        update_s: Of AdamW, for each parameter.
         reduce_s: An all-reduce of next to nothing; 0 for one rank.
         reduce_bytes_s: Of a large all-reduce, by the size of its tensor.
         hop_s: A message of next to nothing to another rank.
-        hop_bytes_s: Of a large one.
+        hop_bytes_s: Of a large one, while both ranks compute.
+        model: The transformers config of the block, as JSON.
+        length: Tokens of its rows.
     """
 
     device: str
@@ -66,10 +75,14 @@ class Calibration:
     moved: float
     kernel_s: float
     blocks_s: tuple[float, ...]
+    update_s: float = 0.0
+    cores: int = 0
     reduce_s: float = 0.0
     reduce_bytes_s: float = 0.0
     hop_s: float = 0.0
     hop_bytes_s: float = 0.0
+    model: str = json.dumps(BLOCK)
+    length: int = BLOCK_LENGTH
 
     def write(self, path: Path) -> None:
         """As a JSON report."""
@@ -93,7 +106,9 @@ class Calibration:
         if not isinstance(blocks, list) or len(blocks) != len(BLOCK_ROWS) or not all(map(_is_number, blocks)):
             raise ConfigError(f"{file}: blocks_s has an odd value. Measure again.")
         found = cls(**{name: content[name] for name in names} | {"blocks_s": tuple(blocks)})
-        odd = [name for name in names - {"device", "name", "blocks_s"} if not _is_number(getattr(found, name))]
+        numbers = names - {"device", "name", "blocks_s", "model"}
+        odd = [name for name in numbers if not _is_number(getattr(found, name))]
+        odd += [] if isinstance(found.model, str) and '"model_type"' in found.model else ["model"]
         if odd or found.device not in ("cpu", "cuda"):
             raise ConfigError(f"{file}: {', '.join(sorted(odd)) or 'device'} has an odd value. Measure again.")
         return found
@@ -103,13 +118,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
-def calibrate(ranks: int, *, on_gpu: bool, threads: int = 1) -> Calibration:
+def calibrate(
+    ranks: int, *, on_gpu: bool, threads: int = 1, model: str = Calibration.model, length: int = BLOCK_LENGTH
+) -> Calibration:
     """Measure with several processes of this machine at once; takes less than a minute.
 
     Args:
         ranks: Processes, each with a GPU of its own if `on_gpu`.
         on_gpu: Measure GPUs and NCCL; else the CPU and gloo.
         threads: Of each process on the host.
+        model: A transformers config as JSON, whose blocks are measured: those of the model that is planned for.
+        length: Tokens of its rows.
 
     Raises:
         ConfigError: A process failed; says how.
@@ -117,7 +136,7 @@ def calibrate(ranks: int, *, on_gpu: bool, threads: int = 1) -> Calibration:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         started = [
-            context.Process(target=_measure, args=(rank, ranks, on_gpu, threads, folder), daemon=True)
+            context.Process(target=_measure, args=(rank, ranks, on_gpu, threads, folder, model, length), daemon=True)
             for rank in range(ranks)
         ]
         for one in started:
@@ -141,12 +160,13 @@ def _slowest(reports: list[Calibration]) -> Calibration:
             getattr(report, one.name) for report in reports
         )
         for one in fields(Calibration)
+        if one.name != "model"
     }
     blocks = zip(*(report.blocks_s for report in reports), strict=True)
-    return Calibration(**values | {"blocks_s": tuple(map(max, blocks))})
+    return Calibration(**values | {"blocks_s": tuple(map(max, blocks)), "model": reports[0].model})
 
 
-def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> None:
+def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, model: str, length: int) -> None:
     """A process: measure, all ranks at once, and write a report."""
     import torch
     import torch.distributed as dist
@@ -162,15 +182,17 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str) -> 
         )
     clock = _Clock(device, ranks)
     found = _computation(clock) | (_messages(clock, rank, ranks) if ranks > 1 else {})
-    blocks = tuple(_block_seconds(clock, rows) for rows in BLOCK_ROWS)
+    blocks = tuple(_block_seconds(clock, model, rows, length) for rows in BLOCK_ROWS)
     name = torch.cuda.get_device_name(device) if on_gpu else ""
-    Calibration(device.type, name, ranks, threads, **found, blocks_s=blocks).write(Path(folder, f"{rank}.json"))
+    Calibration(
+        device.type, name, ranks, threads, **found, blocks_s=blocks, cores=cores(), model=model, length=length
+    ).write(Path(folder, f"{rank}.json"))
     if ranks > 1:
         dist.destroy_process_group()
 
 
 class _Clock:
-    """Seconds of a piece of work, the median of some, which all ranks begin together."""
+    """Seconds of a piece of work, the least of some, which all ranks begin together: others disturb it, none hastens it."""
 
     def __init__(self, device: Any, ranks: int) -> None:
         self.device, self.ranks = device, ranks
@@ -189,7 +211,7 @@ class _Clock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - begun)
-        return sorted(times)[REPEATS // 2]
+        return min(times)
 
 
 def _computation(clock: _Clock) -> dict[str, float]:
@@ -218,25 +240,35 @@ def _computation(clock: _Clock) -> dict[str, float]:
         out.sum().backward()
 
     found["kernel_s"] = clock(launches) / 200
+    trained = [torch.zeros(size, size, device=device, requires_grad=True) for _ in range(4)]
+    for one in trained:
+        one.grad = torch.ones_like(one)
+    found["update_s"] = clock(torch.optim.AdamW(trained).step) / (4 * size**2)
     return found
 
 
-def _block_seconds(clock: _Clock, rows: int) -> float:
+def _block_seconds(clock: _Clock, model: str, rows: int, length: int) -> float:
     import torch
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import AutoModel
 
-    config = LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64, use_cache=False)
     times = []
     for layers in (1, 2):  # the difference is one block
-        config.num_hidden_layers = layers
-        model = LlamaModel(config).to(clock.device)
-        ids = torch.zeros(rows, BLOCK_LENGTH, dtype=torch.long, device=clock.device)
+        made = AutoModel.from_config(with_layers(config_of_text(model), layers)).to(clock.device)
+        ids = torch.zeros(rows, length, dtype=torch.long, device=clock.device)
 
-        def train(model: Any = model, ids: Any = ids) -> None:
-            model(input_ids=ids).last_hidden_state.sum().backward()
+        def train(model: Any = made, ids: Any = ids) -> None:
+            model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
 
         times.append(clock(train))
     return max(times[1] - times[0], 1e-6)
+
+
+def config_of_text(model: str) -> Any:
+    """The transformers config that is written in JSON, its `model_type` beside its values."""
+    from transformers import AutoConfig
+
+    values = json.loads(model)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
@@ -252,7 +284,21 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
         dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
         dist.recv(tensor, 1) if rank == 0 else dist.send(tensor, 0)
 
-    there, far = (clock(lambda t=t: hop(t)) / 2 for t in (small, large))  # type: ignore[misc]
+    square = torch.randn(512, 512, device=clock.device)
+
+    def compute() -> None:
+        for _ in range(8):
+            square @ square
+
+    def beside(tensor: Any) -> None:
+        """Send while the rank computes, as stages do."""
+        way = (dist.isend if rank == 0 else dist.irecv)(tensor, 1 - rank) if rank < 2 else None
+        compute()
+        if way is not None:
+            way.wait()
+
+    there = clock(lambda: hop(small)) / 2
+    far = max(clock(lambda: beside(large)) - clock(compute), large.nbytes / FASTEST) + there
     return {
         "reduce_s": latency,
         "reduce_bytes_s": large.nbytes / max(whole - latency, 1e-9),

@@ -11,7 +11,7 @@ from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.profile import ModelProfile
-from hf_parallel.settings.sections import STAGES_PER_RANK
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK
 
 
 SCHEDULES: Final = ("1f1b", "interleaved_1f1b", "zbv_zero_bubble")
@@ -59,10 +59,12 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
             if shape.pp * stages > len(request.profile.layers):
                 continue
             (engine,) = request.values("engine", ("fsdp2" if zero == 3 else "native",))
+            (chunked,) = request.values("chunked_loss", (False,))
             yield replace(
                 shape,
                 zero=zero,
                 engine=engine,
+                chunked_loss=chunked,
                 recompute=recompute,
                 micro_batch=micro,
                 num_microbatches=passes,

@@ -40,6 +40,7 @@ class Constants:
         dp_overlapped: Part of the last backward that hides the reduction.
         flash: Rate of flash attention's later releases, as a multiple of its first and of SDPA's.
         cpu_adam: Parameters per second that a node's host updates.
+        update_s: Of the optimizer for each parameter on the device; 0 is the time of its memory traffic.
     """
 
     e_mm: float
@@ -65,6 +66,7 @@ class Constants:
     dp_overlapped: float
     flash: float
     cpu_adam: float
+    update_s: float = 0.0
 
 
 @functools.cache

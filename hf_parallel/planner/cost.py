@@ -46,6 +46,7 @@ KERNELS: Final[Mapping[str, Kernels]] = {
     "compiled": Kernels((19, 19), (5.2, 4), 1, (2.05, 2.0), (16, 24), 15, 1.8),
     "eager": Kernels((75, 32), (8.7, 4.5), 10, (2.25, 1.6), (32, 60), 26, 1.5),
 }
+FUSED_LOSS: Final = 6.0  # bytes for each logit: read forward, read and written backward
 SCORE_BYTES: Final = {"fused": (8, 10), "compiled": (11, 13), "eager": (20, 24)}  # attention that stores its scores
 
 
@@ -240,9 +241,11 @@ def _overlapped(work: float, messages: float, c: Constants) -> float:
 def head_pass(profile: ModelProfile, place: Place) -> Pass:
     """Seconds of the head and the loss."""
     product = _product(Product(profile.hidden, profile.vocab), place, fp8=False)
-    logits = KERNELS[place.spec.kernels].logits * place.tokens * profile.vocab / place.spec.tp / place.moved
+    spec = place.spec
+    each = FUSED_LOSS if spec.loss == "fused" else KERNELS["eager" if spec.loss == "logits" else spec.kernels].logits
+    logits = each * place.tokens * profile.vocab / spec.tp / place.moved
     summed = _summed(profile.head, place)
-    return Pass(product + logits / 3, (1 if place.spec.adapters else 2) * product + 2 * logits / 3 + summed)
+    return Pass(product + logits / 3, (1 if spec.adapters else 2) * product + 2 * logits / 3 + summed)
 
 
 def embedding_pass(profile: ModelProfile, place: Place) -> Pass:

@@ -138,6 +138,11 @@ class Cluster:
         return constants()
 
     @property
+    def crowding(self) -> float:
+        """Ranks that share what computes: above 1, what waits leaves the others more."""
+        return 1.0
+
+    @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
 

@@ -11,7 +11,8 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
-from hf_parallel.settings.sections import STAGES_PER_RANK, spelled
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK, full_name
+from hf_parallel.settings.sections import spelled
 
 
 CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -21,13 +22,14 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "dtype": ("bf16", "fp16", "fp8", "fp32"),
     "kernels": ("eager", "compiled", "fused"),
     "attention": ("eager", "sdpa", "flash"),
+    "loss": ("auto", "logits", "fused"),
     "engine": ("auto", "native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
 }
 COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
-SWITCHES: Final = ("sequence_parallel", "overlap_dp", "overlap_tp", "overlap_pp")
+SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
 # an fp32 shard.
 STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
@@ -61,6 +63,8 @@ class LayoutSpec:
         dtype: Of the products.
         kernels: How norms, gates and residuals run.
         attention: How attention runs.
+        loss: What it keeps of each logit: "logits" copies in fp32, "fused" the logit and its gradient in 16 bit; "auto" is that
+            of the kernels.
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
@@ -70,6 +74,7 @@ class LayoutSpec:
         offload_optimizer: Where the optimizer's state lies.
         compression: Of the replicas' gradients.
         local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
+        chunked_loss: Whether the loss is computed without logits.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
     """
 
@@ -87,6 +92,7 @@ class LayoutSpec:
     dtype: str = "bf16"
     kernels: str = "eager"
     attention: str = "sdpa"
+    loss: str = "auto"
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = False
@@ -96,6 +102,7 @@ class LayoutSpec:
     offload_optimizer: str = "none"
     compression: str = "none"
     local_steps: int = 1
+    chunked_loss: bool = False
     adapters: int = 0
 
     @property
@@ -186,13 +193,13 @@ def _checked(key: object, value: Any) -> Any:
         return value
     if key == "state_bytes":
         return None if value is None else _triple(value)
-    if value is None and key in ("engine", "offload_param", "offload_optimizer", "compression"):
+    if value is None and key in ("engine", "offload_param", "offload_optimizer", "compression", "loss"):
         return "auto" if key == "engine" else getattr(LayoutSpec, key)
     if isinstance(value, bool):  # true and false are numbers to Python
         raise ConfigError(
             f"{key}={spelled(value)}: expected one of {', '.join(map(str, CHOICES[key]))}. Correct {key}."
         )
-    return choose(key, value, CHOICES[key])
+    return choose(key, full_name(value) if key == "schedule" else value, CHOICES[key])
 
 
 def _triple(value: Any) -> tuple[float, float, float]:

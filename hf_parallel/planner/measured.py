@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.calibrate import BLOCK, BLOCK_LENGTH, BLOCK_ROWS, Calibration
+from hf_parallel.memory.layers import with_layers
+from hf_parallel.planner.calibrate import BLOCK_ROWS, Calibration, config_of_text
 from hf_parallel.planner.constants import Constants, constants
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster, Gpu
@@ -66,6 +67,13 @@ class MeasuredCluster(Cluster):
             source="hf-parallel calibrate",
         )
 
+    @property
+    def crowding(self) -> float:
+        """Threads of the ranks that were measured for each core."""
+        found = self.calibration
+        alone = found.device != "cpu" or not found.cores
+        return 1.0 if alone else max(1.0, found.ranks * found.threads / found.cores)
+
     def constants(self, tokens: float) -> Constants:
         """Those of the fit on published runs, with those that were measured in their place."""
         return _constants(self.calibration, self.card, tokens)
@@ -89,16 +97,22 @@ def _constants(found: Calibration, card: Gpu, tokens: float) -> Constants:
         p2p=hop or constants().p2p,
         t_call=0.0 if on_cpu else constants().t_call,
         t_message=0.0,
+        update_s=found.update_s,
         # Threads that compute and threads that send share the cores.
-        **({"dp_overlapped": 0.0, "gamma": 1.0, "thin": 0.0, "few": 0.0} if on_cpu else {}),
+        # A host that computes does not run ahead of a device: what it does for a step is in the times of its operations.
+        **(
+            {"dp_overlapped": 0.0, "gamma": 1.0, "thin": 0.0, "few": 0.0, "t_micro": 0.0, "t_step": 0.0}
+            if on_cpu
+            else {}
+        ),
     )
     return replace(measured, e_bw=_part_at(tokens, found, card, measured))
 
 
 def _part_at(tokens: float, found: Calibration, card: Gpu, c: Constants) -> float:
     """The part of the memory's rate that passes of some tokens reach, between those that were measured."""
-    sizes = [math.log(rows * BLOCK_LENGTH) for rows in BLOCK_ROWS]
-    parts = [_part_of_bandwidth(*pair, card, c) for pair in zip(BLOCK_ROWS, found.blocks_s, strict=True)]
+    sizes = [math.log(rows * found.length) for rows in BLOCK_ROWS]
+    parts = [_part_of_bandwidth(found, *pair, card, c) for pair in zip(BLOCK_ROWS, found.blocks_s, strict=True)]
     place = min(max(math.log(tokens), sizes[0]), sizes[-1])
     for (low, high), (before, after) in zip(itertools.pairwise(sizes), itertools.pairwise(parts), strict=True):
         if place <= high:
@@ -106,14 +120,14 @@ def _part_at(tokens: float, found: Calibration, card: Gpu, c: Constants) -> floa
     return parts[-1]
 
 
-def _part_of_bandwidth(rows: int, seconds: float, card: Gpu, c: Constants) -> float:
+def _part_of_bandwidth(found: Calibration, rows: int, seconds: float, card: Gpu, c: Constants) -> float:
     """The part of the memory's rate with which a block takes as long as the measured one did."""
-    profile = _block_profile()
+    profile = _block_profile(found.model)
     cluster = _Alone(card)
     low, high = 1e-3, 10.0
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, BLOCK_LENGTH, replace(c, e_bw=middle))  # type: ignore[arg-type]
+        place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, found.length, replace(c, e_bw=middle))  # type: ignore[arg-type]
         if block_pass(profile, profile.kinds[0], place).both > seconds:
             low = middle
         else:
@@ -132,7 +146,5 @@ class _Alone:
 
 
 @functools.cache
-def _block_profile() -> ModelProfile:
-    from transformers import LlamaConfig
-
-    return profile_of(LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64))
+def _block_profile(model: str) -> ModelProfile:
+    return profile_of(with_layers(config_of_text(model), 2))

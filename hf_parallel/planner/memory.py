@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hf_parallel.dry_run.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
+from hf_parallel.head.rows import rows_of_tile
+from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import placement, schedule_of
@@ -18,6 +19,7 @@ PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
+FUSED_LOSS: Final = 4.0  # one kernel reads the 16-bit logits and another writes their gradient
 
 
 def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int) -> dict[str, float]:
@@ -30,10 +32,10 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
         seq_len: Tokens of a row.
     """
     ranks = placement(spec)
-    held = _parameters(profile, spec, counts, ranks)
+    held = parameters_of_ranks(profile, spec, counts)
     kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
     tokens = spec.micro_batch * seq_len / spec.sp
-    logits = LOGIT_BYTES[spec.kernels] * (2 if spec.dtype == "fp32" else 1) * tokens * profile.vocab / spec.tp
+    logits = _loss(profile, spec, tokens)
     logits += spec.element * tokens * profile.hidden * _keeps_gathered(spec)
     found = []
     for rank in range(spec.pp):
@@ -46,8 +48,33 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
     return max(found, key=lambda terms: sum(terms.values()))
 
 
-def _parameters(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], ranks: Sequence[int]) -> list[float]:
-    """Parameters of each rank of a pipeline."""
+def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:
+    """Logits and loss; without logits those of one tile, the head's gradient in fp32 and that of the hidden states."""
+    vocab, each = profile.vocab / spec.tp, _logit_bytes(spec)
+    if not spec.chunked_loss:
+        return each * tokens * vocab
+    tile = min(tokens, rows_of_tile(int(tokens), profile.hidden, int(vocab)))
+    to_weight = 0.0 if spec.adapters else 4.0 * vocab * profile.hidden
+    return each * tile * vocab + to_weight + spec.element * tokens * profile.hidden
+
+
+def _logit_bytes(spec: LayoutSpec) -> float:
+    """Of each logit, when the loss takes most."""
+    if spec.loss == "fused":
+        return FUSED_LOSS * spec.element / 2
+    stored = LOGIT_BYTES["eager" if spec.loss == "logits" else spec.kernels]
+    return stored * (2 if spec.dtype == "fp32" else 1)
+
+
+def parameters_of_ranks(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> list[float]:
+    """Parameters of each rank of a pipeline.
+
+    Args:
+        profile: The model.
+        spec: The layout.
+        counts: Blocks of each stage.
+    """
+    ranks = placement(spec)
     held, layer = [0.0] * spec.pp, 0
     for stage, count in enumerate(counts):
         kinds = profile.layers[layer : layer + count]

@@ -192,15 +192,16 @@ def step_of(
         spec, [one + per_stage for one in forward], [one + per_stage for one in backward], way, exact=exact
     )
     busy = sum(forward) + sum(backward) + 2 * per_stage * len(forward)
+    ideal = spec.num_microbatches * busy / spec.pp
+    if cluster.crowding > 1:  # rates were measured with all ranks at once
+        passes = max(ideal, passes / cluster.crowding)
     messages = sum(stages) / spec.pp * spec.num_microbatches + 2 * (spec.pp > 1) * spec.stages_per_rank * (
         spec.num_microbatches * sent + way
     )
     reduced = _reduction(profile, place, counts, blocks)
     nodes = groups_of(spec, cluster)["dp"].nodes
     rest = reduced + _update(profile, place, counts) + c.t_step
-    return Step(
-        tuple(counts), passes, spec.num_microbatches * busy / spec.pp, messages + reduced, rest, reduced, nodes
-    )
+    return Step(tuple(counts), passes, ideal, messages + reduced, rest, reduced, nodes)
 
 
 def _stages(
@@ -275,7 +276,7 @@ def _update(profile: ModelProfile, place: Place, counts: Sequence[int]) -> float
         rate = cluster.card.pcie if spec.offload_param == "cpu" else cluster.disk_bytes_s / cluster.gpus_per_node
         moved = 2 * spec.num_microbatches * spec.element * held / (shards if spec.zero == 3 else 1) / rate
     if spec.offload_optimizer == "none":
-        return moved + own * ADAM_BYTES / place.moved
+        return moved + own * (c.update_s or ADAM_BYTES / place.moved)
     on_node = own * cluster.gpus_per_node
     moved += 4.0 * own / cluster.card.pcie + on_node / c.cpu_adam
     if spec.offload_optimizer == "nvme":

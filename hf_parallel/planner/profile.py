@@ -169,7 +169,7 @@ def profile_of(model: Any) -> ModelProfile:
     """
     if isinstance(model, ModelProfile):
         return model
-    from hf_parallel.dry_run.memory.shape import config_of  # brings torch
+    from hf_parallel.memory.shape import config_of  # brings torch
 
     config = config_of(str(model)) if isinstance(model, str) or hasattr(model, "__fspath__") else model
     to_dict = getattr(config, "to_dict", None)
@@ -192,7 +192,7 @@ def _kept() -> dict[str, ModelProfile]:
 
 def _walk(config: Any) -> ModelProfile:
     """Build the model without weights and read its modules."""
-    from hf_parallel.dry_run.memory.shape import on_meta
+    from hf_parallel.memory.shape import on_meta
     from hf_parallel.model.stack import blocks_of, candidate_stacks, kind_of
 
     model, text = on_meta(config), config.get_text_config()

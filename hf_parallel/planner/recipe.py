@@ -11,7 +11,7 @@ from hf_parallel.settings.sections import spelled
 
 
 # What describes other systems: the only value that this package runs.
-ONLY: Final = {"sp": 1, "overlap_tp": False, "overlap_pp": False, "state_bytes": None}
+ONLY: Final = {"sp": 1, "overlap_tp": False, "overlap_pp": False, "state_bytes": None, "loss": "auto"}
 PRECISIONS: Final = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # mixed_precision of accelerate
 
 
@@ -47,6 +47,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "stages_per_rank": stages if config.pp_size > 1 else 1,
         "recompute": "none" if recompute.every is None else whole_block,
         "sequence_parallel": config.tensor_parallel.sequence_parallel,
+        "chunked_loss": config.chunks_loss,
         "dtype": dtype,
         "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
         "overlap_dp": config.data_parallel.overlap,
@@ -93,6 +94,8 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
     settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
     settings["local_sgd"] = {} if spec.local_steps == 1 else {"sync_every": spec.local_steps}
+    if spec.chunked_loss:
+        settings["chunked_loss"] = True
     return HFParallelConfig.from_mapping(settings, source="plan")
 
 

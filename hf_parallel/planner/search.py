@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
@@ -11,6 +11,7 @@ from hf_parallel.planner.candidates import Request, candidates, even_bytes, smal
 from hf_parallel.planner.checks import all_of, choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
+from hf_parallel.planner.links import Traffic, traffic
 from hf_parallel.planner.predict import Estimate, estimate, step_of
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.remedies import fits_nowhere
@@ -33,6 +34,7 @@ class Plan:
         cluster: The GPUs that it runs on.
         spec: The layout with all its keys.
         why: What it loses against the first plan, or what makes it the first.
+        links: What each axis sends in a step.
     """
 
     layout: Mapping[str, Any]
@@ -40,6 +42,13 @@ class Plan:
     cluster: Cluster
     spec: LayoutSpec
     why: str = ""
+    links: Mapping[str, Traffic] = field(default_factory=dict)
+
+    @property
+    def link_bytes(self) -> Traffic:
+        """What a link inside a node and a node's links to others carry in a step, of all axes."""
+        own = self.links.values()
+        return Traffic(sum(one.gpu for one in own), sum(one.node for one in own))
 
     @property
     def limit_bytes(self) -> float:
@@ -92,7 +101,8 @@ def plan(
     request = Request(profile_of(model), cluster, seq_len, global_batch, checked["layout"], frozenset(given))
     if objective == "min-gpus":
         request = _smallest(request)
-    return _explained(_ranked(_fitting(request, objective, most), objective)[:most])
+    plans = _explained(_ranked(_fitting(request, objective, most), objective)[:most])
+    return [replace(one, links=traffic(request.profile, one.cluster, one.spec, seq_len)) for one in plans]
 
 
 def _smallest(request: Request) -> Request:

@@ -11,11 +11,11 @@ import torch
 from rank_runner import run_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_parallel.dry_run.memory.terms import Work
-from hf_parallel.dry_run.rank.meter import Meter
 from hf_parallel.dry_run.rank.run import Job, axis_of, run_dry
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.session import Session
+from hf_parallel.memory.meter import Meter
+from hf_parallel.memory.terms import Work
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.calibrate import BLOCK, BLOCK_LENGTH, BLOCK_ROWS, Calibration
+from hf_parallel.memory.layers import with_layers
+from hf_parallel.planner.calibrate import BLOCK_LENGTH, BLOCK_ROWS, Calibration, config_of_text
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -35,6 +36,7 @@ REPORT = Calibration(
     attention=40e9,
     moved=8e9,
     kernel_s=4e-6,
+    update_s=5e-9,
     blocks_s=(0.12, 0.25, 0.52, 1.1),
     reduce_s=1e-4,
     reduce_bytes_s=1e9,
@@ -46,7 +48,7 @@ REPORT = Calibration(
 @pytest.mark.parametrize(("rows", "seconds"), list(zip(BLOCK_ROWS, REPORT.blocks_s, strict=True)))
 def test_a_measured_block_takes_as_long_as_it_did(rows: int, seconds: float) -> None:
     cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
-    profile = profile_of(LlamaConfig(**BLOCK, num_hidden_layers=2, vocab_size=64))
+    profile = profile_of(with_layers(config_of_text(REPORT.model), 2))
     constants = cluster.constants(rows * BLOCK_LENGTH)
     place = Place(LayoutSpec(micro_batch=rows, dtype="fp32"), cluster, BLOCK_LENGTH, constants)
     assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(seconds, rel=1e-3)
@@ -68,6 +70,42 @@ def test_every_rate_of_attention_is_the_measured_one() -> None:
     assert card.flash == card.attention != Cluster(1, 2, "cpu").card.flash
 
 
+def test_on_crowded_cores_waiting_leaves_the_others_more() -> None:
+    """Rates are measured with all ranks at once: twice as many ranks as cores hide a pipeline's waiting."""
+    layout = {"pp": 2, "num_microbatches": 2, "dtype": "fp32"}
+    alone, crowded = (
+        predict(
+            CONFIG,
+            MeasuredCluster(1, 2, "cpu", calibration=dataclasses.replace(REPORT, cores=cores)),
+            layout,
+            seq_len=128,
+        )
+        for cores in (2, 1)
+    )
+    assert alone.bubble > 0.2
+    assert crowded.bubble == 0
+    assert crowded.step_s < alone.step_s
+
+
+def test_the_optimizer_takes_its_measured_time() -> None:
+    steps = []
+    for seconds in (1e-9, 11e-9):
+        cluster = MeasuredCluster(1, 2, "cpu", calibration=dataclasses.replace(REPORT, update_s=seconds))
+        steps.append(predict(CONFIG, cluster, {"tp": 2, "dtype": "fp32"}, seq_len=128).step_s)
+    assert steps[1] - steps[0] == pytest.approx(10e-9 * profile_of(CONFIG).parameters / 2, rel=0.1)
+
+
+def test_blocks_of_another_model_and_length_are_fitted_as_well() -> None:
+    model = json.dumps({"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 100})
+    report = dataclasses.replace(REPORT, model=model, length=64, blocks_s=(0.01, 0.02, 0.04, 0.08))
+    cluster, profile = (
+        MeasuredCluster(1, 2, "cpu", calibration=report),
+        profile_of(with_layers(config_of_text(model), 2)),
+    )
+    place = Place(LayoutSpec(micro_batch=4, dtype="fp32"), cluster, 64, cluster.constants(4 * 64))
+    assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(0.04, rel=1e-3)
+
+
 def test_the_search_works_on_a_measured_cluster() -> None:
     cluster = MeasuredCluster(1, 2, "cpu", calibration=REPORT)
     for objective in ("tokens", "min-gpus"):
@@ -85,10 +123,11 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"version": 2}, "expected a report of version 1. Write one with `hf-parallel calibrate`"),
+        ({"version": 1}, "expected a report of version 2. Write one with `hf-parallel calibrate`"),
         ({"products": "fast"}, "products has an odd value. Measure again"),
         ({"moved": -1}, "moved has an odd value"),
         ({"blocks_s": [1.0]}, "blocks_s has an odd value. Measure again"),
+        ({"model": {}}, "model has an odd value"),
         ({"device": "tpu"}, "device has an odd value"),
     ],
 )

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from hf_parallel import dry_run_recipe
 from hf_parallel.cli.main import app
-from hf_parallel.dry_run.rank.allocations import Allocations, Block
-from hf_parallel.dry_run.rank.narrow_plan import widened
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.tensor_parallel.plan.plan_for import plan_for
+from hf_parallel.tensor_parallel.plan.widened import widened
 
 
 SIZES: dict[str, Any] = {
@@ -193,3 +193,23 @@ def test_a_sharded_head_keeps_its_logits_local(tmp_path: Path) -> None:
     whole = 2 * 128 * 8192 * 4
     assert all(one.total_bytes < whole / 2 for one in found.messages if one.operation == "allgather")
     assert max(size // count for size, count, *_ in found.peak.largest) <= whole // 2 + 4096 * 256 * 4
+
+
+@pytest.mark.parametrize("section", ["{}", "{pp_size: 2, pipeline: {num_microbatches: 2}}", "{zero: {stage: 1}}"])
+def test_adapters_alone_have_gradients_and_optimizer(section: str, tmp_path: Path) -> None:
+    """Rank 4 on seven linear layers of each block: 4 * (inputs + outputs) parameters each, 8 bytes of state for each."""
+    pytest.importorskip("peft")
+    file = recipe(tmp_path, section)
+    found, whole = (dry_run_recipe(file, LlamaConfig(**SIZES), rows=2, length=128, lora_rank=rank) for rank in (4, 0))
+    adapters = 4 * 4 * (4 * 2 * 256 + 3 * (256 + 688))
+    trained = adapters / (2 if "pp" in section else 1)
+    share = 2 if "stage" in section else 1
+    assert found.parameters - whole.parameters == pytest.approx(trained, rel=0.3 if "pp" in section else 0)
+    state = found.peak.by_kind["optimizer state"]
+    assert state == pytest.approx(8 * (found.parameters - whole.parameters) / share, rel=0.1)
+    assert found.peak_bytes < whole.peak_bytes
+
+
+def test_adapters_are_refused_where_a_plan_takes_values(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora_rank=4 with tp_size=2: .*Leave it out"):
+        dry_run_recipe(recipe(tmp_path, "{tp_size: 2}"), LlamaConfig(**SIZES), length=64, lora_rank=4)

@@ -17,20 +17,13 @@ import torch
 import transformers
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.dry_run.memory.estimate import (
-    ON_HOST,
-    OVERHEAD,
-    activations,
-    buffers,
-    estimate,
-    host_states,
-    saved_by_block,
-    states,
-)
-from hf_parallel.dry_run.memory.report import GB, describe, shortages, tight, zero_table
-from hf_parallel.dry_run.memory.shape import shape_of, shape_of_config
-from hf_parallel.dry_run.memory.terms import Layout, ModelShape, Work, layout_of
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.activations import ON_HOST, activations, saved_by_block
+from hf_parallel.memory.block import trace_block
+from hf_parallel.memory.estimate import OVERHEAD, buffers, estimate, host_states, states
+from hf_parallel.memory.report import GB, describe, shortages, tight, zero_table
+from hf_parallel.memory.shape import shape_of, shape_of_config
+from hf_parallel.memory.terms import Layout, ModelShape, Work, layout_of
 from hf_parallel.settings.config import HFParallelConfig
 
 
@@ -179,9 +172,10 @@ def test_activations_of_a_block_are_what_autograd_keeps(precision: Any, kv_heads
 @pytest.mark.parametrize("precision", ["half", "fp32", "autocast"])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_a_trace_on_fake_tensors_is_what_autograd_keeps(precision: Any, kv_heads: int) -> None:
-    traced, counted = shape_of_config(llama(4, kv_heads), precision), shape_of_config(llama(4, kv_heads))
+    counted = shape_of_config(llama(4, kv_heads))
+    traced = dataclasses.replace(counted, saved=trace_block(llama(4, kv_heads), precision))
     assert counted.saved is None
-    assert traced == dataclasses.replace(counted, saved=traced.saved)
+    assert traced.saved is not None
     for tp_size in (1, 2):
         layout, work = Layout(2, 2, tp_size=tp_size, precision=precision), Work(1, 300)
         assert saved_by_block(traced, layout, work) == saved_by_block(counted, layout, work)
@@ -192,7 +186,7 @@ def test_a_trace_sees_what_no_formula_knows() -> None:
     config = transformers.GPT2Config(
         **sizes, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, bos_token_id=1, eos_token_id=2
     )
-    saved = shape_of_config(config, "half").saved
+    saved = trace_block(config, "half")
     assert saved is not None
     assert saved.square == 0
     short, long = (
@@ -201,7 +195,7 @@ def test_a_trace_sees_what_no_formula_knows() -> None:
     )
     assert saved.shared + saved.split == (long - short) / 2 / 96
     config._attn_implementation = "eager"
-    eager = shape_of_config(config, "half").saved
+    eager = trace_block(config, "half")
     assert eager is not None
     assert eager.square > 0
 
@@ -212,11 +206,13 @@ def copy_of(config: Any, layers: int) -> Any:
     return changed
 
 
+@pytest.mark.long
 def test_a_state_space_model_is_traced_and_has_no_heads() -> None:
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
-    saved = shape_of_config(config, "fp32").saved
+    saved = trace_block(config, "fp32")
     assert saved is not None
     assert saved.split > 0
+    assert shape_of_config(config, "fp32").heads == 0
     with pytest.raises(ConfigError, match=r"config of 'mamba' has num_attention_heads=None"):
         shape_of_config(config)
 
@@ -261,7 +257,7 @@ def test_a_pipeline_holds_what_its_schedule_holds_and_the_head_is_on_the_last_ra
 
 
 def test_the_parameters_of_all_stages_are_the_model_and_a_tied_head_once_more() -> None:
-    from hf_parallel.dry_run.memory.estimate import parameters_of_ranks
+    from hf_parallel.memory.estimate import parameters_of_ranks
 
     for tied in (False, True):
         shape = shape_of_config(llama(5, 8, tied))
@@ -394,7 +390,7 @@ def test_a_model_that_cannot_be_found_or_built_is_refused(tmp_path: Path, monkey
 
 
 def test_the_arithmetic_imports_no_torch() -> None:
-    code = "import hf_parallel.dry_run.memory.report, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    code = "import hf_parallel.memory.report, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
                             env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
     assert result.stdout.strip() == "[]"

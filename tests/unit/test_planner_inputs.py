@@ -16,7 +16,7 @@ from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import plan
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.replica_sections import Method
-from hf_parallel.settings.sections import STAGES_PER_RANK
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK
 
 
 def test_every_card_names_its_source() -> None:
@@ -172,13 +172,14 @@ def test_a_block_a_stage_is_predicted() -> None:
         ("zero", (0, 1, 2, 3), (-1, 4, "1", 1.5, None, True)),
         ("micro_batch", (1, 7), (0, -1, "1", 0.5, None)),
         ("num_microbatches", (1, 7), (0, -1, "1", None)),
-        ("schedule", tuple(STAGES_PER_RANK), ("zb", "1F1B", 1, None, "")),
+        ("schedule", tuple(STAGES_PER_RANK), ("zbvv", "1F1B", 1, None, "")),
         ("stages_per_rank", (1,), (0, -1, "1", 1.5)),
         ("recompute", ("none", "selective", "full"), ("some", True, None)),
         ("sequence_parallel", (True, False), (1, 0, "true", None)),
         ("dtype", ("bf16", "fp16", "fp8", "fp32"), ("float32", 16, None)),
         ("kernels", ("eager", "compiled", "fused"), ("triton", None)),
         ("attention", ("eager", "sdpa", "flash"), ("flash2", None)),
+        ("loss", ("auto", "logits", "fused", None), ("chunks", True)),
         ("overlap_dp", (True, False), (1, "no", None)),
         ("overlap_tp", (True, False), (1, "no", None)),
         ("overlap_pp", (True, False), (1, "no", None)),

@@ -9,12 +9,12 @@ import torch
 
 from hf_parallel.dry_run.check_file import Checked, check_file
 from hf_parallel.dry_run.fit import accumulation_of, layout_of_file
-from hf_parallel.dry_run.memory.shape import config_of
-from hf_parallel.dry_run.memory.terms import Precision, Work
 from hf_parallel.dry_run.rank.report import DryRun
 from hf_parallel.dry_run.rank.run import Job, run_dry
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import this_machine
+from hf_parallel.memory.shape import config_of
+from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.settings.recipes import find_recipe
 from hf_parallel.settings.sections import spelled
 
@@ -23,7 +23,7 @@ PRECISIONS: Final = ("fp32", "half", "autocast")
 HALVES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def dry_run_recipe(
+def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
     recipe: str | PathLike[str],
     model: Any,
     *,
@@ -33,6 +33,7 @@ def dry_run_recipe(
     accumulation: int | None = None,
     precision: Precision | None = None,
     mask: bool = False,
+    lora_rank: int = 0,
 ) -> DryRun:
     """Run a step of one rank of a recipe on tensors without memory, in this process alone.
 
@@ -48,6 +49,7 @@ def dry_run_recipe(
         accumulation: Batches of an optimizer step; None: the file's number, else 1.
         precision: Of the parameters: fp32, half or autocast (fp32 parameters, products in 16 bit); None: as the file trains.
         mask: Whether batches come with an attention mask.
+        lora_rank: Of LoRA on every linear layer, without tensor parallelism; 0 trains the model itself.
 
     Returns:
         Bytes, messages and waits of one optimizer step in the middle of a run.
@@ -76,6 +78,11 @@ def dry_run_recipe(
             f"model={spelled(model)}: expected a transformers config, or a path to one. Give AutoConfig.from_pretrained(...)."
         )
     accelerate = checked.accelerate
+    if lora_rank < 0 or (lora_rank and layout.tp_size > 1):
+        raise ConfigError(
+            f"lora_rank={lora_rank} with tp_size={layout.tp_size}: it is 0 or more, and 0 with tensor parallelism, whose plan takes "
+            "values. Leave it out, or run a file with tp_size 1."
+        )
     if checked.config is None or checked.config.layout == "auto":
         raise ConfigError(
             "layout=auto: there is no layout before training starts. Plan with `hf-parallel plan --write FILE` and give that file."
@@ -92,6 +99,7 @@ def dry_run_recipe(
             precision=layout.precision,
             compute=HALVES.get(str(accelerate.get("mixed_precision", "no")).lower()),
             mask=mask,
+            lora_rank=lora_rank,
         )
     )
 

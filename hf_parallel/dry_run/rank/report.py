@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_parallel.dry_run.rank.allocations import Peak
-from hf_parallel.dry_run.rank.meter import Meter
+from hf_parallel.memory.allocations import Peak
+from hf_parallel.memory.meter import Meter
 
 
 GB, MB = 1e9, 1e6

@@ -22,9 +22,7 @@ from hf_parallel.compat.fake_cuda import fake_cuda
 from hf_parallel.compat.fake_ranks import fake_ranks
 from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.data_parallel import flat
-from hf_parallel.dry_run.memory.terms import Precision, Work
-from hf_parallel.dry_run.rank.meter import Meter
-from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, give_memory, plan_alone
+from hf_parallel.dry_run.rank.model import FOREVER_S, Planned, build, plan_alone
 from hf_parallel.dry_run.rank.report import DryRun, report_of
 from hf_parallel.dry_run.rank.step import Training, batches_of
 from hf_parallel.engine.attach import attach
@@ -32,11 +30,15 @@ from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import (
     checkpoint_activations,
     cut_into_stages,
+    defer_head,
     shard_layers,
     shard_over_replicas,
     shard_sequence,
 )
 from hf_parallel.guards import buffers
+from hf_parallel.memory.fakes import give_memory
+from hf_parallel.memory.meter import Meter
+from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.run.messages import Receiver
@@ -67,6 +69,7 @@ class Job:
         precision: Of the parameters.
         compute: What forward passes are autocast to; None without autocast.
         mask: Whether batches come with an attention mask.
+        lora_rank: Of LoRA on the linear layers of the model, which is frozen then; 0 trains the model.
     """
 
     config: HFParallelConfig
@@ -79,6 +82,7 @@ class Job:
     precision: Precision = "fp32"
     compute: torch.dtype | None = None
     mask: bool = False
+    lora_rank: int = 0
 
     @property
     def shape(self) -> MeshShape:
@@ -102,7 +106,7 @@ def run_dry(job: Job) -> DryRun:
     dtype = torch.float32
     if job.precision == "half":
         dtype = job.compute or torch.bfloat16
-    model = build(job.model, dtype)
+    model = build(job.model, dtype, job.lora_rank)
     shares = job.config.zero.shards_parameters
     refuse_model(model, job.shape.mp_size, tp_size=job.shape.tp_size, shares_parameters=shares)
     planned = plan_alone(model, job.model, job.config, schedule, job.shape)
@@ -142,6 +146,12 @@ def _steady(config: HFParallelConfig) -> HFParallelConfig:
     if config.pipeline.costs == "measured":
         logger.warning("hf_parallel: pipeline.costs=measured: a dry run computes nothing, so the cut is by formula.")
         pipeline["costs"] = "analytic"
+    for name in ("rank_speed", "rank_memory_gb"):
+        if getattr(config.pipeline, name) == "auto":
+            logger.warning(
+                "hf_parallel: pipeline.%s=auto: a dry run measures nothing; give a list to see its cut.", name
+            )
+            pipeline[name] = None
     if config.pipeline.compile_blocks != "none":
         logger.warning("hf_parallel: pipeline.compile_blocks: a dry run compiles nothing and counts eager blocks.")
         pipeline["compile_blocks"] = "none"
@@ -179,6 +189,7 @@ def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> 
     stages = cut_into_stages(setup, plans)
     checkpoint_activations(setup, plans, sequence)
     shard_layers(setup, plans, stages)
+    defer_head(setup, plans)
     give_memory(model, job.device, fake, meter.follow)
     count = sum(parameter.numel() for parameter in model.parameters())
     with meter:

@@ -11,10 +11,10 @@ import torch
 from accelerate.state import GradientState
 from torch import Tensor
 
-from hf_parallel.dry_run.memory.terms import Work
-from hf_parallel.dry_run.rank.meter import Meter
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.memory.meter import Meter
+from hf_parallel.memory.terms import Work
 
 
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.dry_run.memory.terms import ModelShape, Precision
 from hf_parallel.errors import ConfigError
+from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.sections import shown, spelled
 
@@ -83,7 +83,8 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
     """
-    from hf_parallel.dry_run.memory.block import trace_block  # brings torch
+    from hf_parallel.memory.block import trace_block  # brings torch
+    from hf_parallel.memory.record import record_step
 
     model, text = on_meta(config), config.get_text_config()
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
@@ -91,9 +92,10 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = output is not None and output.weight is embedding
     head = 0 if output is None else output.weight.numel()
-    saved = None if precision is None else trace_block(config, precision)
+    recorded = None if precision is None else record_step(config, precision)
+    saved = None if precision is None or recorded is not None else trace_block(config, precision)
     heads = getattr(text, "num_attention_heads", None) or (
-        _number(text, "num_attention_heads") if saved is None else 0
+        _number(text, "num_attention_heads") if saved is None and recorded is None else 0
     )
     head_dim = getattr(text, "head_dim", None) or hidden // max(1, heads)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -114,6 +116,7 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
         gated=block - attention > 2.5 * hidden * wide,
         largest=max(sizes.values()),
         saved=saved,
+        recorded=recorded,
     )
 
 

@@ -24,7 +24,7 @@ from hf_parallel.compat.fake_cuda import replaced
 from hf_parallel.compat.fake_ranks import group_named, ranks_of_group
 from hf_parallel.compat.private_torch import id_of_storage, name_of_op
 from hf_parallel.compat.torch_tools import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
-from hf_parallel.dry_run.rank.allocations import Allocations, Block
+from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.model.tensors import tensors_in
 
 
@@ -42,6 +42,8 @@ class Meter(TorchDispatchMode):
         device_type: "cuda" or "cpu".
         axis_of: Name of what a group of world ranks is along.
         fake: The mode of the fake tensors; None: all are real.
+        told_bytes: Blocks from this size on say where they come from.
+        memory: Where blocks are noted; None makes one.
 
     Attributes:
         memory: Every block of the device.
@@ -52,11 +54,18 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(
-        self, device_type: str, axis_of: Callable[[list[int]], str], fake: FakeTensorMode | None = None
+        self,
+        device_type: str,
+        axis_of: Callable[[list[int]], str],
+        fake: FakeTensorMode | None = None,
+        *,
+        told_bytes: int = TOLD_BYTES,
+        memory: Allocations | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type, self.fake = device_type, fake
-        self.memory = Allocations()
+        self.memory = memory or Allocations()
+        self._told_bytes = told_bytes
         self.messages: Counter[tuple[str, str, str]] = Counter()
         self.message_bytes: Counter[tuple[str, str, str]] = Counter()
         self.waits: Counter[str] = Counter()
@@ -225,7 +234,7 @@ class Meter(TorchDispatchMode):
         if key in self._blocks or (self.fake is None and self._is_inside(storage)):
             return
         block = self._blocks[key] = Block(self.phase)
-        if storage.nbytes() >= TOLD_BYTES:
+        if storage.nbytes() >= self._told_bytes:
             module, line = self._caller()
             block.shape, block.dtype = tuple(local.shape), str(local.dtype).removeprefix("torch.")
             block.op, block.where = op.split("::")[1], f"{module} {line}".strip()
@@ -262,7 +271,7 @@ class Meter(TorchDispatchMode):
         return module, line
 
 
-SKIPPED: Final = ("/torch/", "dry_run/rank/meter", "compat/fake_", "<", "contextlib.py", "weakref.py", "functools.py")
+SKIPPED: Final = ("/torch/", "memory/meter", "compat/fake_", "<", "contextlib.py", "weakref.py", "functools.py")
 
 
 def of_any_block(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,19 +47,23 @@ class Peak:
 class Allocations:
     """Blocks as they come and go.
 
+    Args:
+        multiple: Of bytes that are given.
+
     Attributes:
         now_bytes: Taken at present.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, multiple: int = ROUND) -> None:
         self.now_bytes = 0
+        self._multiple = multiple
         self._sizes: dict[Block, int] = {}
         self._begun: dict[Block, int] = {}
         self._events: list[tuple[Block, int]] = []
 
     def resize(self, block: Block, size: int) -> None:
         """A block has `size` bytes from now on; 0: it is given back."""
-        size = -(-size // ROUND) * ROUND
+        size = -(-size // self._multiple) * self._multiple
         before = self._sizes.get(block, 0)
         if size == before:
             return
@@ -73,6 +77,11 @@ class Allocations:
     def begin(self) -> None:
         """Forget what was; what is there now stays."""
         self._begun, self._events = dict(self._sizes), []
+
+    @property
+    def changes(self) -> Sequence[tuple[Block, int]]:
+        """Blocks and the bytes by which they grew or shrank since `begin`, in order."""
+        return self._events
 
     def peak(self, most: int = 12) -> Peak:
         """When most was taken since `begin`.

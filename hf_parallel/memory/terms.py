@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
@@ -51,6 +52,7 @@ class ModelShape:
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
+        recorded: What the parts of a step take on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
             keeps is counted as if all of it were trained.
         block_bits: Of a frozen parameter of a block, its share of the scales included (quantised weights); 0 for that of the
@@ -71,6 +73,7 @@ class ModelShape:
     gated: bool = True
     largest: int = 0
     saved: SavedBytes | None = None
+    recorded: Recorded | None = None
     adapters: int = 0
     block_bits: float = 0.0
 
@@ -121,6 +124,7 @@ class Layout:
         pipeline: Schedule, microbatches and cut.
         bucket_cap_mb: MiB in one of the native engine's messages.
         buffers: DeepSpeed's.
+        chunked_loss: Whether the loss is computed without logits.
         extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
     """
 
@@ -140,6 +144,7 @@ class Layout:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     bucket_cap_mb: float = 25.0
     buffers: Buffers = Buffers()
+    chunked_loss: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -237,6 +242,7 @@ def layout_of(
         config.activation_checkpointing,
         config.pipeline,
         config.data_parallel.bucket_cap_mb,
+        chunked_loss=config.chunks_loss,
         extra=_extras(config, precision),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from hf_parallel.dry_run.memory.estimate import OVERHEAD, states
-from hf_parallel.dry_run.memory.terms import Layout, Memory
+from hf_parallel.memory.estimate import OVERHEAD, states
+from hf_parallel.memory.terms import Layout, Memory
 
 
 GB: Final = 1e9
@@ -89,6 +89,7 @@ def _advice(terms: Mapping[str, float]) -> str:
         "optimizer state": "Set zero.stage to 1 or more, or raise the number of replicas.",
         "activations": "Set activation_checkpointing.every to 1, or lower the rows.",
         "recomputed blocks": "Lower activation_checkpointing.every, or the rows.",
+        "temporaries": "Lower the rows or the length.",
         "logits and loss": "Lower the rows or the length, or raise tp_size.",
     }
     largest = max(terms, key=lambda name: terms[name])

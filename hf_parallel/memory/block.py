@@ -7,7 +7,6 @@ tells stored attention matrices from the rest.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.compat.private_transformers import attention_of
 from hf_parallel.compat.torch_tools import FakeTensorMode
-from hf_parallel.dry_run.memory.terms import Precision, SavedBytes
+from hf_parallel.memory.layers import with_layers
+from hf_parallel.memory.terms import Precision, SavedBytes
 
 
 LENGTHS: Final = (72, 144, 216)  # of no usual width, so that shapes tell what is what
@@ -72,19 +72,8 @@ def _of_blocks(config: Any, length: int, precision: Precision) -> tuple[float, f
     """Bytes of the mean of some blocks: of the width of the residual stream, and of all else."""
     most = min(MANY, config.get_text_config().num_hidden_layers)
     least = min(FEW, most - 1)
-    few, many = (_saved(_with_layers(config, layers), length, precision) for layers in (least, most))
+    few, many = (_saved(with_layers(config, layers), length, precision) for layers in (least, most))
     return (many[0] - few[0]) / (most - least), (many[1] - few[1]) / (most - least)
-
-
-def _with_layers(config: Any, layers: int) -> Any:
-    """The same config with so many blocks."""
-    changed = copy.deepcopy(config)
-    text = changed.get_text_config()
-    kinds = vars(text).get("layer_types")
-    text.num_hidden_layers = layers
-    if kinds:
-        text.layer_types = list(kinds)[:layers]
-    return changed
 
 
 def _maskless_attention() -> str:

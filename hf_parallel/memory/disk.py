@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from hf_parallel.dry_run.memory.estimate import HOST_OPTIMIZER, HOST_PARAMETERS
+from hf_parallel.memory.estimate import HOST_OPTIMIZER, HOST_PARAMETERS
 from hf_parallel.settings.replica_sections import ZeroConfig
 
 

@@ -1,0 +1,56 @@
+"""What answers questions about values in a dry run: a model that is narrow where the real one is large."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_parallel.engine.setup import StandIn
+from hf_parallel.model.narrow import has_shapes_of, largest_block, narrow_config
+from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, reduced_model
+from hf_parallel.tensor_parallel.plan.widened import widened
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
+
+
+SMALL_ENOUGH: Final = 64e6  # elements of a block: a model of two such is planned in seconds
+
+
+def stand_in_for(model: nn.Module, config: Any) -> StandIn:
+    """What answers questions about values, for a model without them.
+
+    Args:
+        model: The whole model on `meta`.
+        config: Of it.
+    """
+    narrow = _narrowed(model, config)
+
+    def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
+        if narrow is None:
+            return plan_for(config, tp_size, sample=sample, **settings)
+        made = plan_for(narrow, tp_size, sample=sample, **settings)
+        return widened(made, _skeleton(narrow), model)
+
+    def small(sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+        return reduced_model(Blueprint(config if narrow is None else narrow, AutoModelForCausalLM.from_config)), sample
+
+    return StandIn(plan, small)
+
+
+def _skeleton(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return model
+
+
+def _narrowed(model: nn.Module, config: Any) -> Any:
+    """A config of narrower blocks; None where the real ones are small, or cannot be narrowed."""
+    made = None if largest_block(model) <= SMALL_ENOUGH else narrow_config(config, vocabulary=False)
+    try:
+        return made if made is not None and has_shapes_of(_skeleton(made), model) else None
+    except Exception:  # noqa: BLE001 - a config may insist on widths in any way
+        return None

@@ -1,0 +1,222 @@
+"""What blocks, embedding and loss take on each rank of a pipeline: recorded, traced or counted, under recomputation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from hf_parallel.head.rows import rows_of_tile
+from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts, summed
+from hf_parallel.memory.terms import Layout, ModelShape, Work
+from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
+from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
+from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
+
+
+LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
+ON_HOST: Final = "inputs of checkpointed blocks"
+
+
+def saved_by_block(shape: ModelShape, layout: Layout, work: Work) -> float:
+    """Bytes that autograd keeps of one block for each token, as traced or else as counted.
+
+    Counted op by op for Hugging Face's Llama block (RMSNorm, rotary attention through SDPA, gated feed-forward part) and
+    equal to what `saved_tensors_hooks` sees there; for h = heads * head_dim = kv_heads * head_dim in 16 bit it is
+    h (24 + 8 intermediate / h) and some bytes of statistics. Without a gate: LayerNorm and a fused activation, a lower
+    bound. Tensor parallelism leaves the norms whole, unless the sequence is shared.
+    """
+    traced, whole = shape.saved, 1 if layout.sequence_parallel else layout.tp_size
+    if traced is not None:
+        return (traced.shared * whole + traced.split + traced.square * work.length) / layout.tp_size
+    full = layout.precision == "fp32"
+    size, tp = (4 if full else 2), layout.tp_size
+    norm = {"fp32": 12, "half": 8, "autocast": 13}[layout.precision] if shape.gated else 2 * size
+    norms = 2 * (norm * shape.hidden + 4)
+    heads = 2 * size * shape.head_dim * (shape.heads + shape.kv_heads) + 4 * shape.heads
+    wide = size * shape.intermediate * (4 if shape.gated else 2)
+    scores = (2 * size + 2) * shape.heads * work.length if work.eager_attention else 0
+    return norms / (tp if layout.sequence_parallel else 1) + (heads + wide + scores) / tp
+
+
+def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str, float]]:
+    """Bytes that each rank of a pipeline keeps for the backward when it holds most, by term.
+
+    With checkpointing every k blocks in mode block: the input of every k-th block, and k whole blocks while one group is
+    computed again; in mode alternate every k-th block keeps its input only, in mode selective each block its input and
+    some results. Without: every block whole. Inputs that wait in host memory are there for the block that runs again and
+    the one after it.
+    """
+    rows, schedule = schedule_of(layout, work)
+    tokens, every = rows * work.length, layout.recompute.every
+    whole = tokens * saved_by_block(shape, layout, work)
+    entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
+    entry /= layout.tp_size if layout.sequence_parallel else 1
+    counts = blocks_of_stages(shape.layers, layout)
+    together = blocks_at_once(shape, layout) if every is not None else 0
+    alone = [_without_checkpoint(count, layout) for count in counts]
+    results = tokens * kept_results(shape, layout)
+    kept = [single * whole + (count - single) * results for single, count in zip(alone, counts, strict=True)]
+    inputs = [entry * entries for entries in _entries(counts, layout)]
+    moved, again = layout.recompute.offload, together * whole
+    if moved:
+        again += 2 * entry
+    else:
+        kept = [one + other for one, other in zip(kept, inputs, strict=True)]
+    waiting = peak_held(schedule, inputs) if moved else [0.0] * layout.pp_size
+    logits, last = loss_bytes(shape, layout, tokens), placement_of(schedule)[-1]
+    return [
+        {"activations": held, "recomputed blocks": again, "logits and loss": logits * (rank == last), ON_HOST: apart}
+        for rank, (held, apart) in enumerate(zip(peak_held(schedule, kept), waiting, strict=True))
+    ]
+
+
+def stage_parts(
+    shape: ModelShape, recorded: Recorded, layout: Layout, work: Work, rank: int, gradients: float
+) -> dict[int, StageParts]:
+    """The stages of a rank.
+
+    Args:
+        shape: Of the model.
+        recorded: Of it.
+        layout: Who holds what.
+        work: Rows and tokens.
+        rank: Of the pipeline.
+        gradients: Bytes of all that the rank holds.
+    """
+    rows, schedule = schedule_of(layout, work)
+    placement, counts = placement_of(schedule), blocks_of_stages(shape.layers, layout)
+    tokens = rows * work.length
+    # What is gathered is in the precision that computes, and gradients are sent at once.
+    gathers = layout.engine == "fsdp2" and layout.stage > 0
+    batch = Batch(
+        *(tokens, work.length, layout.tp_size, layout.sequence_parallel),
+        with_fixed=not gathers,
+        with_gradients=not shape.adapters,
+    )
+    forward, backward, embedding = (
+        summed(one, batch) for one in (recorded.forward, recorded.backward, recorded.embedding)
+    )
+    loss, head = (summed(one, replace(batch, with_fixed=True)) for one in (recorded.loss, recorded.head))
+    if layout.chunked_loss:
+        loss, head = _parts_without_logits(shape, layout, tokens)
+    elif layout.tp_size > 1:
+        loss, head = _parts_of_split_vocabulary(shape, layout, tokens)
+    alone, entries = [_without_checkpoint(count, layout) for count in counts], _entries(counts, layout)
+    entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
+    entry /= layout.tp_size if layout.sequence_parallel else 1
+    moved, together = layout.recompute.offload, blocks_at_once(shape, layout) if layout.recompute.every else 0
+    again = together * (forward.kept + forward.casts) + 2 * entry * moved
+    own = [stage for stage, place in enumerate(placement) if place == rank]
+    weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
+    last = len(placement) - 1
+    if last in own:
+        weights[last] += 0 if shape.tied and 0 in own else shape.head
+    found = {}
+    for stage in own:
+        single, rest = alone[stage], counts[stage] - alone[stage]
+        kept = single * (forward.kept + forward.casts) + rest * tokens * kept_results(shape, layout)
+        leaving = entry * (rest > 0)  # what the last block gives
+        kept += leaving if moved else entries[stage] * entry + leaving
+        share = gradients * weights[stage] / max(1.0, sum(weights.values()))
+        found[stage] = StageParts(
+            kept=kept + embedding.kept * (stage == 0),
+            entering=embedding.kept * (stage == 0),
+            casts=rest * forward.casts,
+            block=forward.most - forward.kept - forward.casts,
+            again=again,
+            backward=backward.most,
+            gradients=share,
+            late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
+            table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
+            loss=loss if stage == last else None,
+            head=head if stage == last else None,
+        )
+    return found
+
+
+def loss_bytes(shape: ModelShape, layout: Layout, tokens: int) -> float:
+    """Bytes of logits and loss of a microbatch: 12 a logit (16 bit, fp32, fp32 gradient and its 16-bit copy).
+
+    A loss without logits has those of one tile, the sum of the head's gradient in fp32 and that of the hidden states.
+    """
+    if not layout.chunked_loss:
+        return 12.0 * tokens * shape.vocab / layout.tp_size
+    return _parts_without_logits(shape, layout, tokens)[0].most
+
+
+def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: int) -> tuple[Part, Part]:
+    """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on."""
+    vocab = shape.vocab / layout.tp_size
+    tile = min(tokens, rows_of_tile(tokens, shape.hidden, int(vocab)))
+    to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
+    kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
+    return Part(12.0 * tile * vocab + kept, kept, 0.0), Part(0.0, -kept, 0.0)
+
+
+def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: int) -> tuple[Part, Part]:
+    """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32."""
+    size = 4 if layout.precision == "fp32" else 2
+    elements = tokens * shape.vocab / layout.tp_size
+    logits, hidden = size * elements, (size + 4.0) * tokens * shape.hidden
+    chunks = 4.0 * min(LOSS_CHUNK, elements) * (2 if size == 2 else 1)
+    return Part(hidden + logits + chunks, hidden + logits, 0.0), Part(logits + chunks, -hidden - logits, 0.0)
+
+
+def blocks_at_once(shape: ModelShape, layout: Layout) -> int:
+    """Blocks that `fully_shard` gathers together: those of a checkpoint."""
+    recompute = layout.recompute
+    return min(recompute.every or 1, shape.layers) if recompute.mode == "block" else 1
+
+
+def _entries(counts: Sequence[int], layout: Layout) -> list[int]:
+    """Inputs that each stage keeps, one for each of its checkpoints."""
+    every, mode = layout.recompute.every, layout.recompute.mode
+    if every is None:
+        return [0] * len(counts)
+    if mode == "selective":
+        return list(counts)
+    return [math.ceil(count / every) if mode == "block" else count // every for count in counts]
+
+
+def _without_checkpoint(count: int, layout: Layout) -> int:
+    """Of so many blocks of a stage, those that autograd keeps whole."""
+    every = layout.recompute.every
+    if every is None:
+        return count
+    return count - count // every if layout.recompute.mode == "alternate" else 0
+
+
+def kept_results(shape: ModelShape, layout: Layout) -> float:
+    """Bytes for each token that a selectively recomputed block keeps beside its input.
+
+    Counted for Llama's block: the results of q, k, v, o, gate, up and down in this order, one in `every`, and that of
+    attention with 4 bytes a head. What o and down give on a tensor-parallel rank is a summand of the whole width.
+    """
+    every = layout.recompute.products
+    if every is None:
+        return 0.0
+    size, tp = (4 if layout.precision == "fp32" else 2), layout.tp_size
+    wide, narrow = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
+    products = [wide, narrow, narrow, shape.hidden, *[shape.intermediate / tp] * (1 + shape.gated), shape.hidden]
+    return size * (sum(products[::every]) + wide) + 4 * shape.heads / tp
+
+
+def schedule_of(layout: Layout, work: Work) -> tuple[int, Schedule]:
+    """Rows of the largest microbatch, and the actions of an optimizer step."""
+    if layout.pp_size == 1:
+        return work.rows, build_schedule("gpipe", 1, 1)
+    count = min(work.rows, layout.schedule.num_microbatches)
+    return math.ceil(work.rows / count), layout.schedule.training(count * work.accumulation)
+
+
+def blocks_of_stages(layers: int, layout: Layout) -> list[int]:
+    """Blocks of each stage: as listed in `pipeline.split`, else evenly (the balanced cut depends on costs)."""
+    if layout.pp_size == 1:
+        return [layers]
+    split = layout.pipeline.split
+    if not isinstance(split, str):
+        return list(split)
+    count = len(layout.schedule.placement)
+    return [layers // count + (index < layers % count) for index in range(count)]

@@ -1,0 +1,163 @@
+"""Records what a step of a model takes and gives back on a GPU, part by part, on few blocks and on fake tensors.
+
+Three lengths are run; what a tensor takes is a parabola through them. So a second or two of work stands for any depth,
+rows and length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.compat.fake_cuda import fake_cuda
+from hf_parallel.compat.torch_tools import FakeTensorMode
+from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
+from hf_parallel.memory.allocations import Allocations, Block
+from hf_parallel.memory.block import LENGTHS, REFUSALS
+from hf_parallel.memory.fakes import give_memory
+from hf_parallel.memory.layers import with_layers
+from hf_parallel.memory.meter import Meter, of_any_block
+from hf_parallel.memory.moments import Change, Recorded
+from hf_parallel.memory.shape import on_meta
+from hf_parallel.memory.terms import Precision
+from hf_parallel.model.stack import blocks_of, candidate_stacks
+
+
+BLOCKS: Final = 3  # the one in the middle stands for all
+MIDDLE: Final = 1
+PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
+Sizes = list[tuple[float, bool, bool]]
+
+
+def record_step(config: Any, precision: Precision) -> Recorded | None:
+    """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
+
+    Args:
+        config: A transformers config; it is not changed.
+        precision: See `Layout`.
+    """
+    try:
+        runs = [_run(config, length, precision) for length in LENGTHS]
+    except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
+        return None
+    parts = []
+    for name in PARTS:
+        alike = [run[name] for run in runs]
+        if len({tuple(flags for _, *flags in map(list, one)).__repr__() for one in alike}) > 1:
+            return None  # another length runs other operations
+        parts.append(tuple(_change(own) for own in zip(*alike, strict=True)))
+    return Recorded(*parts)
+
+
+def _change(own: Sequence[tuple[float, bool, bool]]) -> Change:
+    sizes, (_, whole, is_gradient) = [size for size, *_ in own], own[0]
+    step, first = LENGTHS[1] - LENGTHS[0], LENGTHS[0]
+    square = (sizes[2] - 2 * sizes[1] + sizes[0]) / (2 * step**2)
+    linear = (sizes[1] - sizes[0]) / step - square * (2 * first + step)
+    fixed = sizes[0] - linear * first - square * first**2
+    return Change(fixed, linear, square, whole and not fixed, is_gradient)
+
+
+def _run(config: Any, length: int, precision: Precision) -> dict[str, Sizes]:
+    """Bytes of each change, whether it is of the width of the residual stream, and whether of a gradient."""
+    dtype = torch.bfloat16 if precision == "half" else torch.float32
+    model = on_meta(with_layers(config, BLOCKS), dtype=dtype).train()
+    blocks = blocks_of(model, candidate_stacks(model)[0])
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    memory, device = Allocations(1), torch.device("cuda", 0)
+    marks: list[tuple[str, int]] = []
+    meter = Meter("cuda", str, fake, told_bytes=0, memory=memory)
+    with fake_cuda(lambda name: None), contextlib.ExitStack() as stack:
+        meter.name(model)
+        give_memory(model, device, fake, meter.follow)
+        stack.enter_context(_marking(blocks, lambda name: marks.append((name, len(memory.changes)))))
+        stack.enter_context(meter)
+        memory.begin()
+        with fake:
+            ids = torch.empty((1, length), dtype=torch.int64, device=device)
+        cast = torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
+        with cast:
+            output = model(input_ids=ids, labels=ids, use_cache=False)
+        loss = output["loss"]
+        del output
+        marks.append(("loss", len(memory.changes)))
+        loss.backward()
+        for parameter in model.parameters():
+            meter.mark(parameter.grad, "gradients")
+    shared = _shared_results(
+        blocks[MIDDLE], next(name for name, one in model.named_modules() if one is blocks[MIDDLE])
+    )
+    return _by_part(memory, dict(marks), config.get_text_config().hidden_size, shared)
+
+
+def _shared_results(block: nn.Module, name: str) -> set[tuple[str, str]]:
+    """Operations and modules that make tensors of the width of the residual stream which tensor-parallel ranks share.
+
+    Of the products of a module the last one has a whole result (attention's output) and a shared input, which may be cast
+    or made contiguous; the others have shared results (queries, keys and values).
+    """
+    products: dict[str, list[str]] = {}
+    for path, module in block.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            products.setdefault(path.rpartition(".")[0], []).append(path)
+    found = set()
+    for parent, own in products.items():
+        found |= {(op, path) for op in ("mm", "addmm") for path in own[:-1]}
+        copied = [own[-1], *([parent] if parent else [])]
+        found |= {(op, path) for op in ("_to_copy", "clone") for path in copied}
+    return {(op, of_any_block(f"{name}.{path}")) for op, path in found}
+
+
+@contextlib.contextmanager
+def _marking(blocks: Sequence[nn.Module], mark: Callable[[str], None]) -> Iterator[None]:
+    """Inside, `mark` is told when a block's forward begins, and when the gradient of what goes into it is there."""
+
+    def enter(index: int, args: Any, kwargs: Any) -> None:
+        mark(f"forward {index}")
+        entering = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        if entering is not None and entering.requires_grad:
+            entering.register_hook(lambda gradient: mark(f"backward {index}"))
+
+    def leave(output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        mark("head")
+        first.register_hook(lambda gradient: mark("backward"))
+
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs, index=index: enter(index, args, kwargs),
+            with_kwargs=True,
+        )
+        for index, block in enumerate(blocks)
+    ]
+    hooks.append(blocks[-1].register_forward_hook(lambda module, args, output: leave(output)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _by_part(
+    memory: Allocations, marks: dict[str, int], hidden: int, shared: set[tuple[str, str]]
+) -> dict[str, Sizes]:
+    """The changes between marks."""
+    ends = {
+        "embedding": (0, marks["forward 0"]),
+        "forward": (marks[f"forward {MIDDLE}"], marks[f"forward {MIDDLE + 1}"]),
+        "loss": (marks["head"], marks["loss"]),
+        "head": (marks["loss"], marks["backward"]),
+        "backward": (marks[f"backward {MIDDLE + 1}"], marks[f"backward {MIDDLE}"]),
+    }
+
+    def about(block: Block, change: int) -> tuple[float, bool, bool]:
+        whole = len(block.shape) in (2, 3) and block.shape[-1] in (hidden, 1)
+        whole = whole and (block.op, block.where.split(" ")[0]) not in shared
+        return float(change), whole, block.kind == "gradients"
+
+    return {name: [about(*one) for one in memory.changes[begin:end]] for name, (begin, end) in ends.items()}

@@ -1,0 +1,94 @@
+"""Bytes on links, the picture of a speed-up, and the rule of thumb beside a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_parallel.cli.plan_plot import draw_scaling
+from hf_parallel.errors import ConfigError
+from hf_parallel.planner.guide import guide, rule_for
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.links import Traffic, traffic
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.scaling import scaling
+
+
+CONFIG = LlamaConfig(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, vocab_size=1024
+)
+
+
+def sent(cluster: Cluster, **layout: object) -> dict[str, Traffic]:
+    return traffic(profile_of(CONFIG), cluster, layout_of(layout, cluster), 128)
+
+
+def test_replicas_send_twice_their_gradients_but_one_part() -> None:
+    size = 2 * profile_of(CONFIG).parameters
+    inside = sent(Cluster(1, 4, "h100"), dp=4)["dp"]
+    assert inside.gpu == pytest.approx(2 * 3 / 4 * size)
+    assert inside.node == 0
+    across = sent(Cluster(2, 2, "h100"), dp=4)["dp"]
+    assert across.gpu == across.node == pytest.approx(2 * 3 / 4 * size)  # one ring, of which one rank a node sends out
+    sharded = sent(Cluster(1, 4, "h100"), dp=4, zero=1)["dp"]
+    assert sharded.gpu == pytest.approx(inside.gpu)  # reduced to parts, gathered
+
+
+def test_replicas_of_every_tp_rank_share_the_network() -> None:
+    own = sent(Cluster(2, 2, "h100"), dp=2, tp=2)["dp"]
+    alone = sent(Cluster(2, 1, "h100"), dp=2)["dp"]
+    assert own.gpu == 0
+    assert own.node == pytest.approx(alone.node)  # two rings with half of the gradients each
+
+
+def test_tp_ranks_reduce_four_times_a_block_and_stages_send_what_passes() -> None:
+    passed = 2 * 128 * 256
+    assert sent(Cluster(1, 2, "h100"), tp=2, num_microbatches=3)["tp"].gpu == pytest.approx(3 * 4 * 4 * passed)
+    assert sent(Cluster(1, 2, "h100"), pp=2, num_microbatches=3)["pp"].gpu == pytest.approx(2 * 3 * passed)
+    assert sent(Cluster(2, 1, "h100"), pp=2, num_microbatches=3)["pp"].node == pytest.approx(2 * 3 * passed)
+
+
+def test_fewer_bits_and_seldom_sums_send_less() -> None:
+    cluster = Cluster(2, 1, "h100")
+    usual = sent(cluster, dp=2)["dp"].node
+    assert sent(cluster, dp=2, compression="int8")["dp"].node < usual
+    assert sent(cluster, dp=2, local_steps=8)["dp"].node == pytest.approx(usual / 8)
+    assert sent(cluster, dp=2, adapters=1000)["dp"].node == pytest.approx(2 * 2 / 2 * 1000)
+    assert sent(Cluster(1, 1, "h100")) == {}
+
+
+@pytest.mark.parametrize("name", ["speed.svg", "speed.png"])
+def test_the_speed_up_is_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = scaling(CONFIG, Cluster(1, 4, "h100"), seq_len=128, global_batch=16, layout={"tp": 1, "pp": 1})
+    draw_scaling(rows, tmp_path / name)
+    begun = (tmp_path / name).read_bytes()[:200]
+    assert b"<?xml" in begun if name.endswith("svg") else begun.startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"expected a file that ends in \.svg or \.png"):
+        draw_scaling(rows, tmp_path / "speed.jpg")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (Cluster(1, 1, "h100"), "no parallelism"),
+        (Cluster(1, 4, "h100"), "plain replicas"),
+        (Cluster(1, 4, "h100", gpu_memory_gb=0.035), "ZeRO 1 or 2"),
+        (Cluster(1, 4, "h100", gpu_memory_gb=0.02), "ZeRO 3"),
+        (Cluster(1, 4, "h100", gpu_memory_gb=0.01), "tensor parallelism"),
+        (Cluster(4, 4, "h100", gpu_memory_gb=0.012, inter_gbit_s=1), "tp inside of a node, stages between nodes"),
+    ],
+)
+def test_the_rule_of_thumb_is_the_row_of_model_and_cluster(cluster: Cluster, words: str) -> None:
+    assert words in rule_for(profile_of(CONFIG), cluster).say
+
+
+def test_a_plan_that_differs_from_the_rule_is_said_to() -> None:
+    cluster = Cluster(1, 4, "h100")
+    assert guide(CONFIG, cluster, layout_of({"dp": 4})).endswith("so is the first plan")
+    assert "also uses tp; it does without" not in guide(CONFIG, cluster, layout_of({"dp": 4}))
+    assert "the first plan also uses tp" in guide(CONFIG, cluster, layout_of({"tp": 2, "dp": 2}))
+    assert "it does without replicas" in guide(CONFIG, cluster, layout_of({"tp": 4}))
