@@ -1,16 +1,19 @@
 """Time forward, backward and gradient reduction against torch's DDP, on two gloo ranks with one thread each.
 
-    python benchmarks/bench_reducer.py            # a few minutes on a quiet machine
-    python benchmarks/bench_reducer.py --smoke    # seconds; checks that everything runs, its numbers mean nothing
+    python benchmarks/bench_reducer.py                     # half an hour on a quiet machine
+    python benchmarks/bench_reducer.py --sizes 28          # one size, in millions of parameters
+    python benchmarks/bench_reducer.py --smoke             # seconds; checks that everything runs, its numbers mean nothing
 
 The same Llama with the reducer of hf_parallel (buckets leave during the backward pass, as in a Trainer), under DDP with its
-defaults, and without any exchange, which is what one process takes for the same rows. All samples are taken in rotating
-order within one run and compared by the median of paired ratios (see timing.py for the guard against other load).
+defaults, under DDP as a user would tune it (`gradient_as_bucket_view`, `static_graph`), and without any exchange, which is
+what one process takes for the same rows. A step of these has no update. With ZeRO 1 a step has one (AdamW): hf_parallel's
+partition against `ZeroRedundancyOptimizer` under tuned DDP. All samples are taken in rotating order within one run and
+compared by the median of paired ratios (see timing.py for the guard against other load).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +35,22 @@ from timing import (
     write_report,
 )
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.wire import Traffic
+from hf_parallel.data_parallel.zero import ZeroPartition
 
 
 RANKS = 2
-VARIANTS = ("hf_parallel", "ddp", "one")
+# What is compared: ours first, then its rival at its best, then others.
+KINDS: dict[str, tuple[str, ...]] = {
+    "reduction": ("hf_parallel", "ddp_tuned", "ddp", "one"),
+    "zero 1": ("hf_parallel_zero", "zero_redundancy"),
+}
+SIZES = {7: (256, 6, 4096), 28: (512, 6, 8192), 99: (768, 10, 17408)}  # 1e6 parameters -> hidden, blocks, vocabulary
 
 
 @dataclass(frozen=True)
@@ -48,13 +58,11 @@ class Settings:
     """Sizes of a run. `microbatches` is the number of rows on each rank."""
 
     microbatches: tuple[int, ...] = (1, 4)
-    rounds: int = 25
-    steps: int = 3
-    hidden: int = 256
-    blocks: int = 6
-    vocab: int = 4096
+    rounds: int = 15
+    steps: int = 2
+    sizes: tuple[tuple[int, int, int], ...] = tuple(SIZES.values())
     length: int = 64
-    bucket_mb: tuple[float, ...] = (25.0, 4.0)
+    bucket_mb: tuple[float, ...] = (25.0,)
     foreign: float = 0.15
     quiet_budget: float = 120.0
 
@@ -62,97 +70,134 @@ class Settings:
 class Bench:
     """One rank's side: a model for each variant, all alike."""
 
-    def __init__(self, rank: int, settings: Settings, bucket_mb: float) -> None:
-        self.settings = settings
+    def __init__(self, rank: int, settings: Settings, kind: str, size: tuple[int, int, int], bucket_mb: float) -> None:
+        self.settings, self.size = settings, size
         self.clock = Clock(rank, settings.foreign, settings.quiet_budget)
-        self.models: dict[str, nn.Module] = {name: self._model() for name in VARIANTS}
-        self.parameters = sum(p.numel() for p in self.models["one"].parameters())
-        named = list(self.models["hf_parallel"].named_parameters())
-        self.reducer = GradientReducer(named, dist.group.WORLD, Traffic(round(bucket_mb * 2**20), overlaps=True))
-        self.models["ddp"] = DistributedDataParallel(self.models["ddp"], bucket_cap_mb=bucket_mb)
-        rows = max(settings.microbatches)
+        self.models: dict[str, nn.Module] = {name: self._model() for name in KINDS[kind]}
+        self.parameters = sum(p.numel() for p in self.models[KINDS[kind][0]].parameters())
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.reducers: dict[str, GradientReducer | ZeroPartition] = {}
+        traffic = Traffic(round(bucket_mb * 2**20), overlaps=True)
+        for name, model in self.models.items():
+            named = list(model.named_parameters())
+            if name == "hf_parallel":
+                self.reducers[name] = GradientReducer(named, dist.group.WORLD, traffic)
+            elif name == "hf_parallel_zero":
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+                group = dist.group.WORLD
+                if group is not None:
+                    self.reducers[name] = ZeroPartition(optimizer, named, group, traffic=traffic)
+                self.optimizers[name] = optimizer
+            elif name != "one":
+                tuned: dict[str, Any] = (
+                    {} if name == "ddp" else {"gradient_as_bucket_view": True, "static_graph": True}
+                )
+                self.models[name] = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **tuned)
+            if name == "zero_redundancy":
+                self.optimizers[name] = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
         torch.manual_seed(rank)
-        self.ids = torch.randint(0, settings.vocab, (rows, settings.length))
+        self.ids = torch.randint(0, size[2], (max(settings.microbatches), settings.length))
 
     def _model(self) -> LlamaForCausalLM:
         torch.manual_seed(0)
-        settings = self.settings
-        config = llama_config(settings.hidden, settings.blocks, settings.vocab, settings.length)
-        return LlamaForCausalLM(config).train()
+        hidden, blocks, vocab = self.size
+        return LlamaForCausalLM(llama_config(hidden, blocks, vocab, self.settings.length)).train()
 
     def step(self, name: str, rows: int) -> float:
-        """Take some steps without an update; return the loss."""
+        """Take some steps; return the loss."""
         model, ids = self.models[name], self.ids[:rows]
+        reducer, optimizer = self.reducers.get(name), self.optimizers.get(name)
         loss = torch.zeros(())
         for _ in range(self.settings.steps):
             model.zero_grad()
+            if isinstance(reducer, ZeroPartition):
+                reducer.zero_grad()
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            if name == "hf_parallel":
-                self.reducer.arm(1.0 / RANKS)
+            if reducer is not None:
+                reducer.arm(1.0 / RANKS)
             loss.backward()
-            if name == "hf_parallel":
-                self.reducer.reduce(1.0 / RANKS)
+            if reducer is not None:
+                reducer.reduce(1.0 / RANKS)
+            if optimizer is not None:
+                optimizer.step()
         return float(loss.detach())
 
     def sample(self, name: str, rows: int, number: int) -> Sample:
         """Time the steps of a variant."""
         return self.clock.sample(name, rows, number, lambda: self.step(name, rows))
 
-    def gradient_norm(self, name: str) -> float:
-        """Norm of the reduced gradients, to prove that the variants do the same work."""
-        return float(
-            torch.nn.utils.get_total_norm([p.grad for p in self.models[name].parameters() if p.grad is not None])
-        )
+    def norm(self, name: str) -> float:
+        """Norm of the reduced gradients, of the parameters after updates: to prove that the variants do the same work."""
+        parameters = list(self.models[name].parameters())
+        if name in self.optimizers:
+            return float(torch.nn.utils.get_total_norm([p.detach() for p in parameters]))
+        return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
-def worker(rank: int, settings: Settings) -> dict[str, Any]:
-    """Run one rank; return the samples by size of bucket."""
-    found: dict[str, Any] = {}
-    for bucket_mb in settings.bucket_mb:
-        bench = Bench(rank, settings, bucket_mb)
-        for rows in settings.microbatches:
-            # The first pass only watches in which order gradients come; the second is like all others.
-            for _ in range(2):
-                facts = {n: (bench.sample(n, rows, -1).loss, bench.gradient_norm(n)) for n in VARIANTS}
-            check_agreement({name: facts[name] for name in ("hf_parallel", "ddp")}, "ddp")
-        samples = all_samples(VARIANTS, settings.microbatches, lambda rows: settings.rounds, bench.sample)
-        bench.reducer.close()
-        found[str(bucket_mb)] = [asdict(sample) for sample in samples]
-        found["parameters"] = bench.parameters
+def worker(rank: int, settings: Settings) -> list[dict[str, Any]]:
+    """Run one rank; return the samples of each kind, size of model and size of bucket."""
+    found: list[dict[str, Any]] = []
+    for kind, names in KINDS.items():
+        for size in settings.sizes:
+            for bucket_mb in settings.bucket_mb:
+                bench = Bench(rank, settings, kind, size, bucket_mb)
+                for rows in settings.microbatches:
+                    # The first pass only watches in which order gradients come; the second is like all others.
+                    for _ in range(2):
+                        facts = {n: (bench.sample(n, rows, -1).loss, bench.norm(n)) for n in names}
+                    check_agreement({name: facts[name] for name in names if name != "one"}, names[1])
+                samples = all_samples(names, settings.microbatches, lambda rows: settings.rounds, bench.sample)
+                found.append({
+                    "kind": kind,
+                    "parameters": bench.parameters,
+                    "bucket_mb": bucket_mb,
+                    "samples": [asdict(sample) for sample in samples],
+                })  # fmt: skip
+                del bench
+                gc.collect()  # the models of DDP are in cycles
     return found
 
 
-def rows_of(samples: Sequence[Sample], bucket_mb: str, settings: Settings) -> list[dict[str, Any]]:
-    """One row for each number of rows in a batch."""
-    found = []
+def rows_of(found: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
+    """One row for each number of rows in a batch and each rival."""
+    rows, samples = [], [Sample(**sample) for sample in found["samples"]]
+    ours, *others = KINDS[found["kind"]]
     for count in settings.microbatches:
         rounds = Rounds.of(samples, count, settings.foreign)
-        ratios = sorted(group["hf_parallel"].seconds / group["ddp"].seconds for group in rounds.used)
-        found.append({
-            "bucket_mb": float(bucket_mb),
-            "rows": count,
-            "seconds": {name: rounds.median(lambda g, n=name: g[n].seconds) / settings.steps for name in VARIANTS},
-            "cpu": {name: rounds.median(lambda g, n=name: g[n].cpu) / settings.steps for name in VARIANTS},
-            "over_ddp": rounds.median(lambda group: group["hf_parallel"].seconds / group["ddp"].seconds),
-            "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
-            "cpu_over_ddp": rounds.median(lambda group: group["hf_parallel"].cpu / group["ddp"].cpu),
-            "over_one": rounds.median(lambda group: group["hf_parallel"].seconds / group["one"].seconds),
-            "ddp_over_one": rounds.median(lambda group: group["ddp"].seconds / group["one"].seconds),
-            "foreign_cores": rounds.foreign,
-            "clean": rounds.clean,
-            "verdict": rounds.verdict,
-        })  # fmt: skip
-    return found
+        for other in others:
+            ratios = sorted(group[ours].seconds / group[other].seconds for group in rounds.used)
+            rows.append({
+                "parameters": found["parameters"],
+                "bucket_mb": found["bucket_mb"],
+                "rows": count,
+                "rival": other,
+                "seconds": rounds.median(lambda g: g[ours].seconds) / settings.steps,
+                "rival_seconds": rounds.median(lambda g, n=other: g[n].seconds) / settings.steps,
+                "ratio": rounds.median(lambda g, n=other: g[ours].seconds / g[n].seconds),
+                "quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]],
+                "cpu_ratio": rounds.median(lambda g, n=other: g[ours].cpu / g[n].cpu),
+                "foreign_cores": rounds.foreign,
+                "clean": rounds.clean,
+                "verdict": rounds.verdict,
+            })  # fmt: skip
+    return rows
 
 
+NAMES = {
+    "ddp": "DDP",
+    "ddp_tuned": "DDP, bucket views, static graph",
+    "one": "no exchange",
+    "zero_redundancy": "the same DDP and ZeroRedundancyOptimizer (ours: ZeRO 1)",
+}
 HEAD = (
+    "1e6 parameters",
     "bucket MiB",
     "rows",
-    "hf_parallel ms",
-    "DDP ms",
-    "no exchange ms",
-    "/ DDP (quartiles)",
-    "CPU / DDP",
+    "against",
+    "ours ms",
+    "its ms",
+    "ratio (quartiles)",
+    "CPU",
     "rounds",
     "load",
 )
@@ -162,13 +207,10 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text."""
     low, high = row["quartiles"]
     return (
-        f"{row['bucket_mb']:g}",
-        str(row["rows"]),
-        *(f"{1e3 * row['seconds'][name]:.1f}" for name in VARIANTS),
-        f"{row['over_ddp']:.3f} ({low:.3f} .. {high:.3f})",
-        f"{row['cpu_over_ddp']:.3f}",
-        row["verdict"],
-        f"{row['foreign_cores']:.2f}",
+        *(f"{row['parameters'] / 1e6:.1f}", f"{row['bucket_mb']:g}", str(row["rows"]), NAMES[row["rival"]]),
+        *(f"{1e3 * row['seconds']:.1f}", f"{1e3 * row['rival_seconds']:.1f}"),
+        *(f"{row['ratio']:.3f} ({low:.3f} .. {high:.3f})", f"{row['cpu_ratio']:.3f}"),
+        *(row["verdict"], f"{row['foreign_cores']:.2f}"),
     )
 
 
@@ -176,30 +218,28 @@ def main() -> None:
     """Run both ranks, print the table and write the report."""
     parser = parser_of(__doc__, "build/reports/bench-reducer.json")
     parser.add_argument("--page", type=Path, help="page of results whose section is rewritten")
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=list(SIZES), help="1e6 parameters")
     given = parser.parse_args()
     shared: dict[str, Any] = {"foreign": given.foreign, "quiet_budget": given.quiet_budget}
     if given.smoke:
-        tiny = {"hidden": 64, "blocks": 1, "vocab": 64, "length": 8, "steps": 1, "rounds": 2, "quiet_budget": 0.0}
+        tiny: dict[str, Any] = {"sizes": ((64, 1, 64),), "length": 8, "steps": 1, "rounds": 2, "quiet_budget": 0.0}
         settings = Settings(microbatches=(1,), bucket_mb=(25.0, 0.05), **{**shared, **tiny})
     else:
         chosen = tuple(given.microbatches or Settings.microbatches)
-        settings = Settings(microbatches=chosen, rounds=given.rounds or Settings.rounds, **shared)
+        sizes = tuple(SIZES[size] for size in given.sizes)
+        settings = Settings(microbatches=chosen, sizes=sizes, rounds=given.rounds or Settings.rounds, **shared)
     found = run_both_ranks(worker, settings)
-    rows = []
-    for size in map(str, settings.bucket_mb):
-        rows += rows_of([Sample(**sample) for sample in found[size]], size, settings)
-    title = (
-        f"Llama of {found['parameters'] / 1e6:.1f}M parameters, {RANKS} gloo ranks, rows of {settings.length} tokens"
-    )
+    rows = [row for each in found for row in rows_of(each, settings)]
+    title = f"Llama, {RANKS} gloo ranks with one thread each, rows of {settings.length} tokens"
     table = Table(*HEAD, title=title)
     for row in rows:
         table.add_row(*cells(row))
-    Console(width=140).print(table)
+    Console(width=170).print(table)
     write_report(given.output, {"settings": asdict(settings), "rows": rows, "samples": found})
     if given.page is not None:
         text = (
-            f"{title}; time of forward, backward and reduction. `/ DDP` is the median of paired ratios, `load` the cores that "
-            "other processes used."
+            f"{title}; time of forward, backward and reduction, with an update for ZeRO 1. The ratio is the median of paired "
+            "ones, `load` the cores that other processes used."
         )
         write_section(given.page, "reducer", f"{text}\n\n{markdown_table(HEAD, [cells(row) for row in rows])}")
 

@@ -42,9 +42,9 @@ from transformers.trainer_callback import PrinterCallback  # noqa: E402
 
 from hf_parallel import HFParallelCallback, HFParallelConfig  # noqa: E402
 from hf_parallel.data_parallel.fsdp import local_of  # noqa: E402
-from hf_parallel.dry_run.memory.estimate import host_states, parameters_of_ranks, states  # noqa: E402
-from hf_parallel.dry_run.memory.shape import shape_of_config  # noqa: E402
-from hf_parallel.dry_run.memory.terms import layout_of  # noqa: E402
+from hf_parallel.memory.estimate import host_states, parameters_of_ranks, states  # noqa: E402
+from hf_parallel.memory.shape import shape_of_config  # noqa: E402
+from hf_parallel.memory.terms import layout_of  # noqa: E402
 
 
 TOLERANCE = 1e-5  # of a loss

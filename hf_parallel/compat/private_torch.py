@@ -14,7 +14,7 @@ from hf_parallel.errors import UnsupportedError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -44,6 +44,15 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
+def runs_around_all_modules() -> bool:
+    """Whether code of somebody runs around every module, or every function of torch: global hooks, modes that are entered."""
+    import torch
+    from torch.nn.modules import module
+
+    named = (f"_global_{when}_hooks" for when in ("forward", "forward_pre", "backward", "backward_pre"))
+    return any(vars(module)[name] for name in named) or torch._C._len_torch_function_stack() > 0
+
+
 def around_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace what `module(...)` does, hooks of forward and backward included, by `wrapper` of it."""
     object.__setattr__(module, "_call_impl", wrapper(module._call_impl))
@@ -57,6 +66,12 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """As `own_parameters`, buffers."""
     return module._buffers
+
+
+def own_tensor(module: nn.Module, key: str) -> Tensor | None:
+    """A parameter or buffer that a module itself has."""
+    parameter = module._parameters.get(key)
+    return module._buffers.get(key) if parameter is None else parameter
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -174,9 +189,10 @@ def accumulation_hooks(parameter: Tensor) -> dict[int, Any]:
     return found if found is not None else {}
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether `gradient_hooks` or `accumulation_hooks` has any; asked of every parameter before every forward."""
-    return bool(parameter._backward_hooks) or bool(accumulation_hooks(parameter))
+def with_hooks(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of those of which `gradient_hooks` or `accumulation_hooks` has any; asked of every parameter before every forward."""
+    given: Iterable[tuple[str, Any]] = named
+    return [name for name, parameter in given if parameter._backward_hooks or parameter._post_accumulate_grad_hooks]
 
 
 def not_overridden() -> Any:
@@ -254,6 +270,40 @@ def no_torch_function() -> contextlib.AbstractContextManager[None]:
 
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+def no_torch_function_modes() -> contextlib.AbstractContextManager[None]:
+    """As `no_torch_function`, and modes that were entered see nothing either."""
+    import torch
+
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+@contextlib.contextmanager
+def set_aside(*modes: Any) -> Iterator[None]:
+    """Inside, functions of torch do not go through modes that are the innermost ones: each would cost some microseconds.
+
+    Args:
+        modes: Each a `TorchFunctionMode` or `TorchDispatchMode`, the innermost first.
+    """
+    if not modes:
+        yield
+        return
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+    left: list[tuple[Any, Any]] = []
+    for mode in modes:
+        if mode in (_get_current_function_mode(), _get_current_dispatch_mode()):
+            kind: Any = TorchFunctionMode if isinstance(mode, TorchFunctionMode) else TorchDispatchMode
+            kind.__exit__(mode, None, None, None)  # as torch does, whatever the class adds
+            left.append((kind, mode))
+    try:
+        yield
+    finally:
+        for kind, mode in reversed(left):
+            kind.__enter__(mode)
 
 
 def is_cross_entropy(function: Any) -> bool:

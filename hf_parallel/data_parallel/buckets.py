@@ -27,7 +27,7 @@ class Bucket:
         params: The parameters.
         offsets: Where each one's elements begin in the buffer.
         numel: Elements of the buffer, gaps and padding included; those hold zeros.
-        dtype: Of the buffer: fp32 for half-precision parameters, whose gradients are summed in fp32.
+        dtype: Of the buffer: fp32, unless bf16 is asked for or the parameters are wider.
         device: Of the parameters.
         kind: Of its parameters; `lay_out` puts different kinds into different buckets.
     """
@@ -101,6 +101,7 @@ def lay_out(
     kind: Callable[[str, nn.Parameter], Hashable] = lambda name, param: None,
     align: int = 1,
     multiple: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Bucket]:
     """Buckets of the trainable parameters, in reverse order; a new one begins where a size would be exceeded.
 
@@ -110,6 +111,7 @@ def lay_out(
         kind: Parameters of different kinds are kept apart.
         align: Every parameter begins at a multiple of so many elements.
         multiple: The buffer's length is a multiple of so many elements.
+        dtype: In which gradients are summed, but for those of fp64 parameters.
 
     Raises:
         ConfigError: If `bucket_bytes` is below 1.
@@ -120,10 +122,10 @@ def lay_out(
     drafts: dict[tuple[torch.dtype, torch.device, Hashable], _Draft] = {}
     buckets = []
     for name, param in unique.values():
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        key = (dtype, param.device, kind(name, param))
+        summed = param.dtype if param.dtype.itemsize > torch.float32.itemsize else dtype
+        key = (summed, param.device, kind(name, param))
         draft = drafts.get(key)
-        if draft is not None and (draft.end + param.numel()) * dtype.itemsize > bucket_bytes:
+        if draft is not None and (draft.end + param.numel()) * summed.itemsize > bucket_bytes:
             buckets.append(draft.closed(*key, multiple))
             draft = None
         if draft is None:

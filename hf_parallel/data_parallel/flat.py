@@ -251,12 +251,13 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
     length = bucket.numel // group.size()
     start = group.rank() * length
     shard = flat[start : start + length]  # (elements / ranks,), a view
+    dtype = torch.promote_types(kind.dtype, torch.float32)  # of the optimizer, whatever gradients travel in
     if host is not None:
-        master, host_gradient = (host.empty(length, bucket.dtype) for _ in range(2))
+        master, host_gradient = (host.empty(length, dtype) for _ in range(2))
         return FlatShard(
             bucket, kind.group, flat, shard, FlatParameter(master.copy_(shard)), start, slots, host_gradient
         )
-    mine = shard.to(bucket.dtype).data  # `.data`: writes to the buffer by a gather do not count as changes of the part
+    mine = shard.to(dtype).data  # `.data`: writes to the buffer by a gather do not count as changes of the part
     return FlatShard(bucket, kind.group, flat, shard, FlatParameter(mine), start, slots)
 
 

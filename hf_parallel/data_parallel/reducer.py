@@ -40,9 +40,10 @@ class _UnderWay:
 class GradientReducer:
     """Replaces the gradients of fixed parameters by a multiple of their sum over a group, one message a bucket.
 
-    Gradients in bf16 or fp16 are summed in fp32. A parameter that has a gradient on some ranks only counts as zero on
-    the others; one that has none anywhere keeps ``grad = None``, so that the optimizer does not decay it. The flags
-    for this are part of the bucket, or a message of their own where the bucket is compressed with errors.
+    Gradients in bf16 or fp16 are summed in fp32, unless `traffic` says otherwise. A parameter that has a gradient on some
+    ranks only counts as zero on the others; one that has none anywhere keeps ``grad = None``, so that the optimizer does
+    not decay it. The flags for this are part of the bucket, or a message of their own where the bucket is compressed with
+    errors.
 
     Args:
         params: Names and parameters, in the same order on all ranks. Frozen ones are left out; a parameter that occurs
@@ -57,7 +58,7 @@ class GradientReducer:
         group: dist.ProcessGroup | None,
         traffic: Traffic = PLAIN,
     ) -> None:
-        self._buckets = lay_out(params, traffic.bucket_bytes, kind=traffic.kind)
+        self._buckets = lay_out(params, traffic.bucket_bytes, kind=traffic.kind, dtype=traffic.dtype)
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []

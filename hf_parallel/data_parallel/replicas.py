@@ -141,6 +141,7 @@ class Replicas:
             overlaps=self._settings.overlaps and data_parallel.overlap,
             wire=wire,
             waiting=self._settings.waiting,
+            dtype=getattr(torch, data_parallel.reduce_dtype),
         )
 
     def plan_steps(self, total: int, done: int) -> None:

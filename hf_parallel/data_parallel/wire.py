@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -89,6 +90,7 @@ class Traffic:
         overlaps: Start buckets during backward passes that are announced.
         wire: What sums the buckets; None for exact sums.
         waiting: Context for waits on other ranks outside of a reduction.
+        dtype: Of the sums; gradients of wider parameters keep theirs.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -97,6 +99,7 @@ class Traffic:
     overlaps: bool = False
     wire: Wire | None = None
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
+    dtype: torch.dtype = torch.float32
 
 
 PLAIN = Traffic()

@@ -90,7 +90,10 @@ class ZeroPartition:
             return FlatKind(param.dtype, index_of[id(param)], traffic.kind(name, param))
 
         refuse_overlaps(taken)
-        buckets = lay_out(taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * shard_group.size())
+        size = shard_group.size()
+        buckets = lay_out(
+            taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * size, dtype=traffic.dtype
+        )
         self.shards = [flatten(bucket, shard_group, host) for bucket in buckets]
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
@@ -166,6 +169,7 @@ class ZeroPartition:
 
     def _to_optimizer(self, shard: FlatShard, mine: Tensor) -> Tensor:
         """The sum of a bucket on the device of the optimizer; the copy overlaps with the sum of the next bucket."""
+        mine = mine.to(shard.master.dtype)
         if self.host is None or shard.host_gradient is None:
             return mine
         free = shard.master.grad is None  # else gradients of an earlier pass are in that memory

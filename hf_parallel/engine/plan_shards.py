@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -12,47 +13,127 @@ from torch import nn
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import Kept, with_blocks
+from hf_parallel.model.narrow import Narrow, narrow_model
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.tensor_parallel.plan.complete import plan_model
 from hf_parallel.tensor_parallel.plan.overrides import OVERRIDDEN
 from hf_parallel.tensor_parallel.plan.repeated import Repetition, is_within_blocks, repeated
 from hf_parallel.tensor_parallel.plan.share import plan_on_one_rank
+from hf_parallel.tensor_parallel.plan.widened import widened
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 logger = logging.getLogger(__name__)
 
+CHECKED = "checked shards"  # the verdict on a plan, by its fingerprint
 
-def plan_shards(setup: Setup, probes: Probes, stand_in: StandIn | None, kept: Kept | None = None) -> TPPlan:
-    """The plan that rank 0 makes, on every rank; collective.
+
+@dataclass(frozen=True)
+class NarrowShards:
+    """A narrow model and its plan, from which that of the wide one was made.
+
+    Args:
+        shown: The model.
+        plan: Its plan.
+    """
+
+    shown: Narrow
+    plan: TPPlan
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a plan was made with in place of the whole model.
+
+    Args:
+        kept: Blocks that show what all blocks do to a layer; None where that is not known, or not to be used.
+        narrow: A narrow model of them; None without one.
+    """
+
+    kept: Kept | None = None
+    narrow: NarrowShards | None = None
+
+
+def plan_shards(
+    setup: Setup, probes: Probes, stand_in: StandIn | None, blocks: Callable[[], Kept | None] = lambda: None
+) -> tuple[TPPlan, Shown]:
+    """The plan that rank 0 makes, on every rank, and on rank 0 what it was made with; collective.
 
     Args:
         setup: The whole model.
         probes: The batches to try it with.
         stand_in: For a model without values.
-        kept: Blocks that show what all blocks do; None: all are tried. Only rank 0 needs them.
+        blocks: Finds blocks that show what all blocks do, None for all; asked on rank 0 where no plan is remembered.
 
     Raises:
         PlanError: No plan, or `tensor_parallel.on_fallback: error` and a layer that is no column-row pair.
     """
-    settings = setup.config.tensor_parallel
-    planner = partial(plan_model, setup.model) if stand_in is None else stand_in.plan
+    settings, tp_size = setup.config.tensor_parallel, setup.mesh.shape.tp_size
+    asked: dict[str, Any] = {"overrides": None if settings.plan == "auto" else settings.plan}
+    asked |= {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
+    asked["sequence"] = settings.sequence_parallel
+    with_what = Shown()
 
     def make() -> TPPlan:
-        asked: dict[str, Any] = {"overrides": None if settings.plan == "auto" else settings.plan}
-        asked |= {"vocabulary": settings.vocab_parallel_loss, "experts": settings.experts}
-        asked["sequence"] = settings.sequence_parallel
-        if kept is not None and settings.plan == "auto":  # patterns may name single blocks
-            fewer = with_blocks(setup.model, kept.stack, kept.blocks)
-            with suppress(PlanError):  # then it is for the whole model to say why
-                plan = plan_model(fewer, setup.mesh.shape.tp_size, probes.batch, **asked)
-                if is_within_blocks(plan, (kept.stack,)):
-                    return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
-        return planner(setup.mesh.shape.tp_size, probes.batch, **asked)
+        nonlocal with_what
+        if stand_in is not None:
+            return stand_in.plan(tp_size, probes.batch, **asked)
+        plan = _remembered(setup)
+        if plan is not None:
+            return plan
+        kept = blocks()
+        with_what = Shown(kept)
+        if settings.tries_fewer and settings.plan == "auto":  # patterns may name single blocks
+            plan, narrow = _made_small(setup, probes, kept, asked)
+            with_what = Shown(kept, narrow)
+        if plan is None:
+            plan = plan_model(setup.model, tp_size, probes.batch, **asked)
+        setup.verdicts.put("shards", {"plan": plan.to_json(), "fingerprint": plan.fingerprint()})
+        return plan
 
     plan = plan_on_one_rank(make, setup.watchdog.waiting)
     judge_fallbacks(plan, settings.on_fallback, setup.mesh.rank, vocabulary_modules(setup.model))
-    return plan
+    return plan, with_what
+
+
+def _made_small(
+    setup: Setup, probes: Probes, kept: Kept | None, asked: Mapping[str, Any]
+) -> tuple[TPPlan | None, NarrowShards | None]:
+    """The plan by a narrow model, or by few blocks, and the narrow model; None where it is for the whole model to say why not."""
+    tp_size, sample = setup.mesh.shape.tp_size, probes.batch
+    base = setup.model if kept is None else with_blocks(setup.model, kept.stack, kept.blocks)
+
+    def of_all(plan: TPPlan) -> TPPlan | None:
+        if kept is None:
+            return plan
+        if not is_within_blocks(plan, (kept.stack,)):
+            return None
+        return repeated(plan, Repetition((kept.stack,), kept.shown_by), setup.model)
+
+    with suppress(Exception):  # whatever is wrong with narrow blocks, the wide ones have the last word
+        stack = candidate_stacks(base)[0] if kept is None else kept.stack
+        shown = narrow_model(base, stack, sample, parts=tp_size)
+        if shown is not None:
+            small = plan_model(shown.model, tp_size, shown.batch(sample), **asked)
+            plan = of_all(widened(small, shown.model, base))
+            if plan is not None:
+                return plan, NarrowShards(shown, small)
+    with suppress(PlanError):
+        return (None if kept is None else of_all(plan_model(base, tp_size, sample, **asked))), None
+    return None, None
+
+
+def _remembered(setup: Setup) -> TPPlan | None:
+    """The plan of an earlier start that has passed its check; None where there is none, or it is not one for this model."""
+    known = setup.verdicts.get("shards")
+    try:
+        plan = None if known is None else TPPlan.from_json(known["plan"])
+        fits = plan is not None and plan.fingerprint() == known["fingerprint"]
+        fits = fits and setup.verdicts.get(CHECKED, known["fingerprint"]) is True
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return plan if fits else None
 
 
 def vocabulary_modules(model: nn.Module) -> frozenset[str]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from torch import Tensor
 
+from hf_parallel.engine.rank_limits import RankLimits, rank_limits, stage_memory
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import with_blocks
+from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, judge_loss
 from hf_parallel.pipeline_parallel.plan.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan.partition import partition
+from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span, spans_of
+from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ class Cut:
         costs: Of every block.
         bounds: Block boundaries of the stages, [0, ..., num_blocks].
         loss_kind: How the model's own loss may be computed (see `judge_loss`).
+        limits: What the ranks can do.
     """
 
     stages: PipelinePlan
@@ -42,6 +47,7 @@ class Cut:
     costs: StageCosts
     bounds: list[int]
     loss_kind: LossKind
+    limits: RankLimits = field(default_factory=RankLimits)
 
     def spans_of(self, pp_rank: int) -> list[Span]:
         """The block ranges that a pipeline rank runs."""
@@ -53,15 +59,26 @@ class Cut:
         return any(self.stages.holds(span, name) for span in self.spans_of(pp_rank))
 
 
-def plan_cut(setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None) -> Cut:
-    """Cut by cost; collective where costs are measured, or where the weights are not read yet.
+def plan_cut(
+    setup: Setup, stages: PipelinePlan, probes: Probes, stand_in: StandIn | None, shards: TPPlan | None = None
+) -> Cut:
+    """Cut by cost; collective where costs or ranks are measured, or where the weights are not read yet.
+
+    Args:
+        setup: The whole model.
+        stages: Where it can be cut.
+        probes: The batches to try it with.
+        stand_in: For a model without values.
+        shards: How the layers are sharded, None with tp_size 1.
 
     Raises:
         PlanError: No cut fits, or the model cannot run the batch that is measured.
     """
+    limits = rank_limits(setup)
     costs = cut_costs(setup, stages, probes)
-    bounds = _bounds(stages, setup.schedule, costs)
-    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, stages, probes.batch, stand_in))
+    memory = stage_memory(setup, stages, shards, limits.memory) if limits.memory is not None else None
+    bounds = _bounds(stages, setup.schedule, costs, limits, memory)
+    return Cut(stages, setup.schedule, costs, bounds, _loss_kind(setup, stages, probes.batch, stand_in), limits)
 
 
 def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
@@ -74,8 +91,9 @@ def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
     """
     model, config, watchdog = setup.model, setup.config, setup.watchdog
     if config.pipeline.costs == "analytic":
-        recomputed = config.activation_checkpointing.every is not None
-        return block_costs(model, plan, recomputed=recomputed or getattr(model, "is_gradient_checkpointing", False))
+        by_model = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+        recomputed = by_model or config.activation_checkpointing.every is not None
+        return block_costs(model, plan, recomputed=recomputed)
 
     def measure() -> StageCosts:
         watchdog.runs("measures the blocks")
@@ -90,16 +108,20 @@ def cut_costs(setup: Setup, plan: PipelinePlan, probes: Probes) -> StageCosts:
     return on_rank_zero(measure, "measures the blocks", waiting=watchdog.waiting, explain=explain)
 
 
-def _bounds(plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts) -> list[int]:
+def _bounds(
+    plan: PipelinePlan, schedule: ScheduleChoice, costs: StageCosts, limits: RankLimits, memory: StageMemory | None
+) -> list[int]:
     """Where the stages begin and end.
 
     Raises:
-        PlanError: A list of block counts does not fit, or names a cut that cannot be made.
+        PlanError: A list of block counts does not fit, or names a cut that cannot be made, or no cut fits in memory.
     """
     bounds = partition(
         *(plan.num_blocks, len(schedule.placement), schedule.settings.split, costs),
         allowed=[b for b in plan.allowed_cuts() if b - 1 in plan.blocks],  # a stage must end with a block that runs
         schedule=schedule.typical(),
+        speeds=limits.stage_speeds(schedule.placement),
+        memory=memory,
     )
     for boundary in bounds[1:-1]:
         plan.crossings(boundary)  # raises for a cut that cannot be addressed
@@ -110,15 +132,28 @@ def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], st
     """How the model's loss may be computed, reported where it needs whole batches."""
     if stand_in is not None:
         verdict = _verdict_on_stand_in(setup, sample, stand_in)
+    elif (known := setup.verdicts.get("loss")) is not None and known[0] in get_args(LossKind):
+        verdict = Verdict(*known)
     else:
-        kept, verdict = stages.kept, Verdict("whole")
-        if kept is not None:  # a loss is made after the blocks
-            verdict = judge_loss(with_blocks(setup.model, kept.stack, kept.blocks), sample)
-        if verdict.kind == "whole":
-            verdict = judge_loss(setup.model, sample)
+        verdict = _judged_loss(setup, stages, sample)
+        setup.verdicts.put("loss", [verdict.kind, verdict.why])
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind
+
+
+def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) -> Verdict:
+    """By a narrow model of few blocks, if there is one: a loss is made after the blocks. The whole one has the last word."""
+    kept, forms = stages.kept, [(setup.model, sample)]
+    if kept is not None:
+        forms.insert(0, (with_blocks(setup.model, kept.stack, kept.blocks), sample))
+    if setup.config.pipeline.tries_fewer and (narrow := narrow_model(forms[0][0], stages.stack, sample)) is not None:
+        forms.insert(0, (narrow.model, narrow.batch(sample)))
+    verdict = Verdict("whole")
+    for model, batch in forms:
+        if verdict.kind == "whole":
+            verdict = judge_loss(model, batch)
+    return verdict
 
 
 def whole_loss(model_name: str, why: str) -> str:
@@ -136,7 +171,7 @@ def _verdict_on_stand_in(setup: Setup, sample: Mapping[str, Any], stand_in: Stan
 
     def look() -> Verdict:
         here = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in sample.items()}
-        return judge_loss(stand_in.model(), here)
+        return judge_loss(*stand_in.model(here))
 
     def explain(what: str) -> PlanError:
         return PlanError(f"the loss of {setup.name} cannot be looked at on a small model like it ({what}).")

@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_parallel.activation_checkpointing.recompute import groups_for
 from hf_parallel.engine.held import holding_of
-from hf_parallel.engine.plan_shards import plan_shards
+from hf_parallel.engine.plan_head import HeadPlan, plan_head
+from hf_parallel.engine.plan_shards import Shown, plan_shards
 from hf_parallel.engine.plan_stages import Cut, plan_cut
+from hf_parallel.engine.rank_limits import describe_limits
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, RankMismatchError
 from hf_parallel.guards.start import Start
@@ -48,7 +51,8 @@ class Plans:
         units: Modules whose parameters are gathered together and by themselves, where parameters are shared out.
         ledger: The full model's parameters.
         prediction: What the cut is expected to cost, None with pp_size 1.
-        kept: Blocks that show what all blocks do to a layer; None where that is not known, or not to be used. Rank 0 knows.
+        head: Whether its logits are made for the loss.
+        shown: What shards were planned with in place of the whole model; rank 0 knows.
     """
 
     forward: Callable[..., Any]
@@ -59,7 +63,8 @@ class Plans:
     units: tuple[tuple[str, ...], ...]
     ledger: Ledger
     prediction: Prediction | None
-    kept: Kept | None = None
+    head: HeadPlan
+    shown: Shown
 
 
 def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = None) -> Plans:
@@ -75,21 +80,22 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     """
     model, shape = setup.model, setup.mesh.shape
     forward: Callable[..., Any] = model.forward
-    shards, found, cut, kept = None, None, None, None
+    shards, found, cut, shown, head = None, None, None, Shown(), HeadPlan()
     recomputed: list[range] = []
     units: tuple[tuple[str, ...], ...] = ()
     if probes is not None:
         with probes.running():
             found = _stack_of_blocks(setup, probes)
             if shape.tp_size > 1:
-                kept = None if stand_in is not None else _blocks_that_show(setup, found, probes)
-                shards = plan_shards(setup, probes, stand_in, kept)
+                shards, shown = plan_shards(setup, probes, stand_in, partial(_blocks_that_show, setup, found, probes))
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
             if found is not None and shape.pp_size > 1:
-                cut = plan_cut(setup, found, probes, stand_in)
+                cut = plan_cut(setup, found, probes, stand_in, shards)
             recomputed = _recomputed(setup, found, cut)
             units = _gathered_units(setup, found, probes, recomputed)
+            shown_by = shown.kept if shown.kept is not None or found is None else found.kept
+            head = plan_head(setup, probes, shards, shown_by, stand_in)
     ledger = _ledger(setup, shards, cut)
     return Plans(
         forward=forward,
@@ -100,7 +106,8 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         units=units,
         ledger=ledger,
         prediction=_prediction(setup, ledger, cut),
-        kept=kept,
+        head=head,
+        shown=shown,
     )
 
 
@@ -169,14 +176,15 @@ def _prediction(setup: Setup, ledger: Ledger, cut: Cut | None) -> Prediction | N
         return None
     shape = setup.mesh.shape
     holdings = [holding_of(setup.model, ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
-    return predict(cut.stages, cut.bounds, cut.costs, cut.schedule.typical(), holdings)
+    speeds = cut.limits.stage_speeds(cut.schedule.placement)
+    return predict(cut.stages, cut.bounds, cut.costs, cut.schedule.typical(), holdings, speeds)
 
 
 def summary(plans: Plans, setup: Setup) -> list[str]:
     """Lines that say what each stage holds and what share of the model is sharded."""
     lines = []
     if plans.prediction is not None and plans.cut is not None:
-        lines += describe(plans.prediction, plans.cut.stages.stack)
+        lines += [*describe_limits(plans.cut.limits), *describe(plans.prediction, plans.cut.stages.stack)]
     if plans.recomputed:
         sizes = ", ".join(str(len(group)) for group in plans.recomputed)
         how = setup.config.activation_checkpointing
@@ -189,6 +197,7 @@ def summary(plans: Plans, setup: Setup) -> list[str]:
         lines += report(plans.tensor_parallel, size, widened)
         whole = [f"{name} is {why}" for name, why in plans.tensor_parallel.fallbacks.items() if WHOLE_LOGITS in why]
         lines += [f"tensor parallel: {line}" for line in whole]
+    lines += plans.head.describe()
     return lines
 
 
@@ -206,6 +215,7 @@ def agree(plans: Plans, setup: Setup, start: Start) -> None:
         if cut is None
         else "|".join([cut.stages.fingerprint(), str(cut.bounds), str(cut.schedule.stages_of_ranks), cut.loss_kind]),
         str(plans.units),
+        str(plans.head),
     ]
     with setup.watchdog.waiting("waits for the plans of the other ranks"):
         compare_over_ranks("plan", "|".join(mine), setup.mesh.shape.describe)

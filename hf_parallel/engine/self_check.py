@@ -7,17 +7,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
+from hf_parallel.engine.plan_shards import CHECKED, Shown
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import Kept, fewer_blocks, with_blocks
+from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.verify_stages import check_split, shares_parameters
@@ -36,7 +39,7 @@ SelfCheck: TypeAlias = Literal["auto", "on", "full", "off"]
 SELF_CHECK_MEMORY_SHARE = 0.25
 
 
-def check_plans(setup: Setup, plans: Plans, probes: Probes) -> None:
+def check_plans(setup: Setup, plans: Plans, probes: Probes) -> bool:
     """Compare loss and gradients of the cut and of the sharded model with the whole one, on rank 0; all hear the verdict.
 
     Args:
@@ -44,21 +47,31 @@ def check_plans(setup: Setup, plans: Plans, probes: Probes) -> None:
         plans: How it will be cut and sharded.
         probes: The batches to compare on.
 
+    Returns:
+        Whether anything was compared, on every rank.
+
     Raises:
         PlanError: They differ; nothing was changed.
     """
     model, config = setup.model, setup.config
 
-    def check() -> None:
+    def check() -> bool:
         setup.watchdog.runs("compares the planned parts with the whole model")
+        compared = []
         with probes.running():
-            if plans.cut is not None:
-                _check_cut(model, plans.cut, config.pipeline.self_check, probes)
-            if plans.tensor_parallel is not None:
-                self_check = config.tensor_parallel.self_check
-                _check_plan(model, plans.tensor_parallel, plans.kept, self_check, probes.batch)
+            cut, shards = plans.cut, plans.tensor_parallel
+            if cut is not None:
+                facts = f"{cut.stages.fingerprint()} {cut.bounds} {cut.schedule.stages_of_ranks}"
+                self_check = config.pipeline.self_check
+                check_it = partial(_check_cut, model, cut, self_check, probes)
+                compared.append(setup.verdicts.once("cut", facts, check_it))
+            if shards is not None:
+                self_check, defers = config.tensor_parallel.self_check, plans.head.is_deferred
+                check_it = partial(_check_plan, model, shards, plans.shown, self_check, probes.batch, defers)
+                compared.append(setup.verdicts.once(CHECKED, shards.fingerprint(), check_it))
+        return bool(compared) and all(compared)
 
-    on_rank_zero(check, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
+    return on_rank_zero(check, "compares the planned parts with the whole model", waiting=setup.watchdog.waiting)
 
 
 class _Cut(NamedTuple):
@@ -69,32 +82,78 @@ class _Cut(NamedTuple):
     bounds: list[int]
 
 
-def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes) -> None:
-    fewer = None
+def _check_cut(model: nn.Module, cut: Cut, self_check: SelfCheck, probes: Probes) -> bool:
+    """Returns whether it was compared."""
+    forms: list[tuple[_Cut, Sequence[Mapping[str, Any]]]]
+    forms = [(_Cut(model, cut.stages, cut.bounds), probes.check)]
     if self_check in ("auto", "on"):
         with suppress(PlanError):
-            fewer = _fewer_to_cut(model, cut, probes.batch)
-    whole, placement = _Cut(model, cut.stages, cut.bounds), cut.schedule.stages_of_ranks
-    _on_fewer_or_whole(fewer, whole, lambda which: _check_stages(which, self_check, placement, probes.check))
+            if (fewer := _fewer_to_cut(model, cut, probes.batch)) is not None:
+                forms.insert(0, (fewer, probes.check))
+        with suppress(PlanError):
+            if (narrow := _narrow_to_cut(forms[0][0], probes.check)) is not None:
+                forms.insert(0, narrow)
+    placement = cut.schedule.stages_of_ranks
+    return _on_smallest(forms, lambda form: _check_stages(form[0], self_check, placement, form[1]))
 
 
 def _check_plan(
-    model: nn.Module, plan: TPPlan, kept: Kept | None, self_check: SelfCheck, sample: Mapping[str, Any]
-) -> None:
-    fewer = _fewer_to_shard(model, plan, kept) if self_check in ("auto", "on") and kept is not None else None
-    _on_fewer_or_whole(fewer, (model, plan), lambda which: _check_shards(*which, self_check, sample))
+    model: nn.Module,
+    plan: TPPlan,
+    shown: Shown,
+    self_check: SelfCheck,
+    sample: Mapping[str, Any],
+    defers: bool = False,
+) -> bool:
+    """Returns whether it was compared."""
+    forms: list[tuple[nn.Module, TPPlan, Mapping[str, Any]]] = [(model, plan, sample)]
+    if self_check in ("auto", "on"):
+        fewer = None if shown.kept is None else _fewer_to_shard(model, plan, shown.kept)
+        if fewer is not None:
+            forms.insert(0, (*fewer, sample))
+        if (narrow := shown.narrow) is not None:
+            forms.insert(0, (narrow.shown.model, narrow.plan, narrow.shown.batch(sample)))
+    return _on_smallest(forms, lambda form: _check_shards(*form[:2], self_check, form[2], defers))
 
 
-def _on_fewer_or_whole(fewer: T | None, whole: T, check: Callable[[T], bool]) -> None:
-    """Check few blocks; where that fails it is for the whole model to say what is wrong, if anything is.
+def _on_smallest(forms: Sequence[T], check: Callable[[T], bool]) -> bool:
+    """Check the first of a model's forms; where that fails it is for the next, larger one to say what is wrong, if anything is.
 
-    A model without some of its trained blocks may overflow where the whole one does not.
+    A model without some of its trained blocks may overflow where the whole one does not. Returns whether one was compared.
     """
-    try:
-        check(whole if fewer is None else fewer)
-    except Exception:
-        if fewer is None or not check(whole):
-            raise
+    failed: Exception | None = None
+    for form in forms:
+        try:
+            if check(form):
+                return True
+            break
+        except Exception as error:  # noqa: BLE001 - raised below, unless a larger form shows that all is well
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return False
+
+
+def _narrow_to_cut(cut: _Cut, samples: Sequence[Mapping[str, Any]]) -> tuple[_Cut, Sequence[Mapping[str, Any]]] | None:
+    """The same cut of a narrow model, and its batches; None where there is none that runs alike.
+
+    Raises:
+        PlanError: It cannot be cut.
+    """
+    plan = cut.plan
+    if plan.discovered_on != "meta":
+        return None
+    narrow = narrow_model(cut.model, plan.stack, samples[0])
+    if narrow is None:
+        return None
+    small = PipelinePlan(narrow.model, narrow.record, samples[0], plan.discovered_on)
+    made = _Cut(narrow.model, small, cut.bounds)
+    for span in spans_of(cut.bounds):
+        if span.lo and {*small.crossings(span.lo)} != {*plan.crossings(span.lo)}:
+            return None
+        if _held(narrow.model, small, span) != _held(cut.model, plan, span):
+            return None
+    return made, [narrow.batch(sample) for sample in samples]
 
 
 def _fewer_to_cut(model: nn.Module, cut: Cut, sample: Mapping[str, Any]) -> _Cut | None:
@@ -175,13 +234,15 @@ def _unpatched(copied: nn.Module, stack: str) -> Callable[..., Any]:
     return copied.forward
 
 
-def _check_shards(model: nn.Module, shards: TPPlan, self_check: SelfCheck, sample: Mapping[str, Any]) -> bool:
+def _check_shards(
+    model: nn.Module, shards: TPPlan, self_check: SelfCheck, sample: Mapping[str, Any], defers_logits: bool
+) -> bool:
     """Returns whether they were compared."""
     wide = sum(p.numel() * max(p.element_size(), 4) for p in model.parameters())
     needed = 2 * (shards.tp_size + 1) * wide  # whole and of each rank, with gradients; on the CPU, see `verify_model`
     if not _affordable(needed, torch.device("cpu"), self_check, "tensor_parallel"):
         return False
-    verify_model(model, shards, sample)
+    verify_model(model, shards, sample, defers_logits=defers_logits)
     return True
 
 
@@ -193,11 +254,11 @@ def _affordable(needed: int, device: torch.device, self_check: SelfCheck, sectio
     if needed <= SELF_CHECK_MEMORY_SHARE * free:
         return True
     logger.warning(
-        "hf_parallel: %s.self_check=auto: skipped, it needs %.1f GiB for copies and %.1f GiB are free. The plan was not "
+        "hf_parallel: %s.self_check=auto: skipped, it needs %.1f GB for copies and %.1f GB are free. The plan was not "
         "compared with the whole model; set %s.self_check: on to insist.",
         section,
-        needed / 2**30,
-        free / 2**30,
+        needed / 1e9,
+        free / 1e9,
         section,
     )
     return False

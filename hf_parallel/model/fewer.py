@@ -8,10 +8,11 @@ model and one of the model with fewer blocks run the same ops on the same data: 
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -250,6 +251,16 @@ def _relative(name: str, stack: str, epoch: int) -> str:
         return name
     block, _, rest = name[len(stack) + 1 :].partition(".")
     return f"{int(block) - (epoch - 1) // 2:+d} {rest}"
+
+
+def same_ops(one: Record, other: Record) -> bool:
+    """Whether two forwards ran the same ops on the same data, whatever numbers (sizes, scales) they were given."""
+    outlines = (_outline(_without_numbers(record)) for record in (one, other))
+    return sorted(one.blocks) == sorted(other.blocks) and operator.eq(*outlines)
+
+
+def _without_numbers(record: Record) -> Record:
+    return replace(record, ops=[replace(op, scalars="") for op in record.ops])
 
 
 def _same_forward(whole: Record, fewer: Record, kept: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
+from hf_parallel.compat.private_transformers import masks_without_values
 
 
 @contextlib.contextmanager
@@ -20,7 +21,7 @@ def on_meta(model: nn.Module) -> Iterator[None]:
     Tensors that are one object stay one object. Afterwards, whatever happened, the very same objects are back, and
     parameters and buffers that were registered inside are gone.
     """
-    with _replaced(model, lambda tensor: tensor.detach().to("meta")):
+    with _replaced(model, lambda tensor: tensor.detach().to("meta")), masks_without_values():
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_peft import base_model
 from hf_parallel.model.structure import leaves
 
 
@@ -50,7 +51,8 @@ def probe_samples(
 
     Returns:
         The base (`input_ids`, `attention_mask`, `labels`) first; then without `attention_mask`, with each of
-        `position_ids` and `token_type_ids` that the model's forward names, and with both.
+        `position_ids` and `token_type_ids` that the model's forward names, and with both. That of a model with adapters
+        passes on what its base names.
     """
     base = tiny_samples(vocab_size, device=device, **({"use_cache": False} | fixed))[0]
     ids: Tensor = base["input_ids"]
@@ -58,7 +60,7 @@ def probe_samples(
         "position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape),
         "token_type_ids": torch.zeros_like(ids),
     }
-    named = inspect.signature(model.forward).parameters
+    named = inspect.signature(base_model(model).forward).parameters
     extras = {name: value for name, value in extras.items() if name in named}
     samples = [base, {name: value for name, value in base.items() if name != "attention_mask"}]
     samples += [base | {name: value} for name, value in extras.items()]

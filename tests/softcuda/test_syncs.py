@@ -64,3 +64,20 @@ def test_a_step_waits_for_the_device_no_more_than_is_known(layout: str, tmp_path
             own = [place for place in places if "hf_parallel/" in place or place.startswith("hf_parallel")]
             waits = [place for place in own if not any(name in place for name in NEEDED)]
             assert len(waits) <= LAYOUTS[layout][1], "\n".join(waits)
+
+
+def test_changes_of_parts_are_judged_when_the_next_step_comes() -> None:
+    from hf_parallel.engine.changed_parts import ChangedParts
+    from hf_parallel.errors import UnsupportedError
+    from softcuda.syncs import HostSyncs
+
+    gradient = torch.ones(4, device="cuda")
+    parts = ChangedParts(lambda: gradient.double().square().sum(), 2)
+    with HostSyncs().counting() as places:
+        parts.remember()
+        gradient.mul_(2)
+        parts.refuse_changes()
+    assert places == []
+    parts.remember()
+    with pytest.raises(UnsupportedError, match="gradients were changed"):
+        parts.refuse_changes()

@@ -14,6 +14,7 @@ from stage_models import VOCAB, build
 from torch import Tensor, nn
 
 from hf_parallel.engine import self_check
+from hf_parallel.engine.plan_shards import Shown
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.errors import PlanError
 from hf_parallel.model import fewer as fewer_module
@@ -258,7 +259,7 @@ def test_a_plan_that_is_wrong_in_a_block_that_is_left_out_is_seen() -> None:
     del wrong.linears["model.layers.7.mlp.gate_proj"]
     assert self_check._fewer_to_shard(model, wrong, fewer.kept) is None
     with pytest.raises((PlanError, KeyError, RuntimeError)):
-        self_check._check_plan(model, wrong, fewer.kept, "on", samples()[0])
+        self_check._check_plan(model, wrong, Shown(kept=fewer.kept), "on", samples()[0])
 
 
 class Writing(Counting):

@@ -72,7 +72,7 @@ def kept(config: PretrainedConfig) -> int:
     """Number of blocks of the model that is planned."""
     with quiet():
         blueprint = module.Blueprint(config, zoo.models.AutoModelForCausalLM.from_config)
-        reduced = module._reduce(blueprint, module._skeleton(blueprint), {})
+        reduced = module._reduce(blueprint, module.skeleton(blueprint), {})
     return config.num_hidden_layers if reduced is None else reduced.depth
 
 
@@ -144,7 +144,7 @@ def test_blocks_that_no_prefix_shows_keep_the_full_depth() -> None:
 def test_widths_beyond_the_memory_are_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 128256}
     config = LlamaConfig(**{**LLAMA, **sizes}, num_hidden_layers=80)
-    needed = r"LlamaForCausalLM of random weights with its real widths needs \d+\.\d GiB \(\d\.\d\d billion .*, 1\.0 GiB are free"
+    needed = r"LlamaForCausalLM of random weights with its real widths needs \d+\.\d GB \(\d\.\d\d billion .*, 1\.1 GB are free"
     monkeypatch.setattr(module, "_free_bytes", lambda: 2**30)
     with pytest.raises(PlanError, match=needed):
         plan_for(config, 2)

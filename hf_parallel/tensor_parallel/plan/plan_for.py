@@ -22,8 +22,9 @@ from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
 from hf_parallel.model.fewer import config_with_blocks
+from hf_parallel.model.narrow import forward_if_alike, narrow_config
 from hf_parallel.model.probes import Probes
-from hf_parallel.model.stack import kind_of
+from hf_parallel.model.stack import candidate_stacks, kind_of
 from hf_parallel.model.support import refuse_model
 from hf_parallel.settings.sections import ExpertSharing, Treatment
 from hf_parallel.tensor_parallel.plan.complete import plan_model
@@ -75,7 +76,7 @@ def plan_for(
     blueprint = (
         source if isinstance(source, Blueprint) else Blueprint(_config_of(source), AutoModelForCausalLM.from_config)
     )
-    full = _skeleton(blueprint)
+    full = skeleton(blueprint)
     reduced = _reduce(blueprint, full, overrides or {})
     if reduced is not None:
         model = _with_random_weights(reduced.blueprint, reduced.model, tp_size)
@@ -91,7 +92,7 @@ def reduced_model(blueprint: Blueprint) -> nn.Module:
     Raises:
         PlanError: There is not enough memory.
     """
-    full = _skeleton(blueprint)
+    full = skeleton(blueprint)
     reduced = _reduce(blueprint, full, {})
     return _with_random_weights(*(reduced.blueprint, reduced.model) if reduced is not None else (blueprint, full), 1)
 
@@ -107,6 +108,26 @@ class Blueprint:
 
     config: PretrainedConfig
     build: Callable[..., nn.Module]
+
+
+def narrow_blueprint(blueprint: Blueprint, sample: Mapping[str, Any], parts: int = 1) -> Blueprint | None:
+    """The blueprint of a narrow model of the same structure (see `model.narrow`); None where there is none.
+
+    Args:
+        blueprint: Of the wide model, which is not given values.
+        sample: A batch of text.
+        parts: A width that is divisible by so many stays so, and one that is not stays not.
+    """
+    config = narrow_config(blueprint.config, parts=parts)
+    if config is None:
+        return None
+    narrow = replace(blueprint, config=config)
+    try:
+        wide = skeleton(blueprint)
+        record = forward_if_alike(skeleton(narrow), wide, candidate_stacks(wide)[0], sample)
+    except Exception:  # noqa: BLE001 - a config may insist on widths in any way, and code may need values
+        return None
+    return None if record is None else narrow
 
 
 def blueprint_of(model: nn.Module) -> Blueprint:
@@ -127,7 +148,7 @@ def blueprint_of(model: nn.Module) -> Blueprint:
         return made if dtype is None else made.to(dtype)
 
     blueprint = Blueprint(vars(model)["config"], build)
-    described = {(name, tuple(p.shape)) for name, p in _skeleton(blueprint).named_parameters()}
+    described = {(name, tuple(p.shape)) for name, p in skeleton(blueprint).named_parameters()}
     odd = sorted(described ^ {(name, tuple(p.shape)) for name, p in model.named_parameters()})
     if odd:
         raise PlanError(
@@ -168,7 +189,7 @@ def _config_of(source: PretrainedConfig | str | PathLike[str]) -> PretrainedConf
     return source if isinstance(source, PretrainedConfig) else AutoConfig.from_pretrained(source)
 
 
-def _skeleton(blueprint: Blueprint) -> nn.Module:
+def skeleton(blueprint: Blueprint) -> nn.Module:
     """The model, without values."""
     with torch.device("meta"):
         return blueprint.build(copy.deepcopy(blueprint.config))
@@ -183,8 +204,8 @@ def _with_random_weights(blueprint: Blueprint, skeleton: nn.Module, tp_size: int
     needed, free = _bytes_needed(skeleton, tp_size), _free_bytes()
     if needed > free:
         raise PlanError(
-            f"plan_for: a {type(skeleton).__name__} of random weights with its real widths needs {needed / 2**30:.1f} GiB "
-            f"({_size(skeleton) / 1e9:.2f} billion parameters in fp32 and copies of a block), {free / 2**30:.1f} GiB are "
+            f"plan_for: a {type(skeleton).__name__} of random weights with its real widths needs {needed / 1e9:.1f} GB "
+            f"({_size(skeleton) / 1e9:.2f} billion parameters in fp32 and copies of a block), {free / 1e9:.1f} GB are "
             "free. Plan where there is more memory, and keep the plan: TPPlan.to_json, TPPlan.from_json."
         )
     with torch.random.fork_rng(devices=[]):
@@ -230,7 +251,7 @@ def _reduce(blueprint: Blueprint, full: nn.Module, overrides: Mapping[str, Treat
         return None
     shorter = replace(blueprint, config=config_with_blocks(blueprint.config, depth, range(shown)))
     try:
-        model = _skeleton(shorter)
+        model = skeleton(shorter)
     except Exception:  # noqa: BLE001  a config may insist on a depth in any way
         return None
     same = stacks == _stacks(model, shown) and _outside(model, stacks) == _outside(full, stacks)

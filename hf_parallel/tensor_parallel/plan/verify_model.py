@@ -30,7 +30,7 @@ RANK_TIMEOUT_S = 300.0  # ranks that disagree on the number of collectives wait 
 Result = tuple[list[Tensor], dict[str, Tensor | None]]
 
 
-def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> None:
+def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any], *, defers_logits: bool = False) -> None:
     """Run all ranks of `plan` on copies of `model` in this process and compare with the plain model.
 
     Pure. Needs memory for `tp_size + 1` copies (in fp32 where the model is in half precision) and runs on the CPU, so
@@ -40,6 +40,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
         model: The full model, before the plan is applied.
         plan: Its plan.
         sample: Keyword arguments of a forward pass.
+        defers_logits: Whether logits stay unmade, see `apply_tensor_parallel`.
 
     Raises:
         PlanError: If an output or a gradient differs; names the first ones.
@@ -55,7 +56,7 @@ def verify_model(model: nn.Module, plan: TPPlan, sample: Mapping[str, Any]) -> N
     groups = virtual_groups(plan.tp_size, RANK_TIMEOUT_S)
     shards = [_copied(model) for _ in groups]
     for rank, group in enumerate(groups):
-        apply_tensor_parallel(shards[rank], plan, group, rank, lambda name: True)
+        apply_tensor_parallel(shards[rank], plan, group, rank, lambda name: True, defers_logits=defers_logits)
     for trains, reference in zip(modes, expected, strict=True):
         _verify(plan, shards, groups, sample, trains, reference)
 

@@ -1,0 +1,73 @@
+"""Notices what user code does to gradients that are parts of shards: norms that torch takes of them are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_parallel.errors import UnsupportedError
+
+
+class ChangedParts:
+    """Compares gradients before a step with what the reduction left; a change of a DTensor leaves no other trace.
+
+    No step waits for a GPU: its answer is judged before the next one, when the device has long got to it.
+
+    Args:
+        power: The sum of the squares of this rank's parts (0-d).
+        tp_size: Ranks that share each layer.
+    """
+
+    def __init__(self, power: Callable[[], Tensor], tp_size: int) -> None:
+        self._power, self._tp_size = power, tp_size
+        self._known: Tensor | None = None
+        self._unjudged: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def remember(self) -> None:
+        """The gradients are as they should be."""
+        self._known = self._power()
+
+    def remember_again(self) -> None:
+        """We have changed them ourselves."""
+        if self._known is not None:
+            self.remember()
+
+    def refuse_changes(self) -> None:
+        """Before a step.
+
+        Raises:
+            UnsupportedError: Gradients were changed, on a GPU those of the step before.
+        """
+        self.judge()
+        known, self._known = self._known, None
+        if known is None:
+            return
+        changed = (known == known) & (known != self._power())  # NaN is no change
+        if changed.device.type != "cuda":
+            self._judge(changed)
+            return
+        here = torch.empty((), dtype=torch.bool, pin_memory=True)
+        here.copy_(changed, non_blocking=True)
+        self._unjudged = here, torch.cuda.current_stream(changed.device).record_event()
+
+    def judge(self) -> None:
+        """Judge a step that is not judged yet; before its weights are evaluated or saved.
+
+        Raises:
+            UnsupportedError: Its gradients were changed.
+        """
+        before, self._unjudged = self._unjudged, None
+        if before is not None:
+            before[1].synchronize()
+            self._judge(before[0])
+
+    def _judge(self, changed: Tensor) -> None:
+        if changed:
+            raise UnsupportedError(
+                "gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
+                f"tp_size={self._tp_size} and parameters shared out over replicas: a norm of them counts this rank's "
+                "shards only. Use max_grad_norm or accelerator.clip_grad_norm_, hooks on parameters, or zero.stage 1 or 2 of the "
+                "native engine."
+            )

@@ -1,0 +1,273 @@
+"""A narrow model that stands for a wide one where plans and checks take values: same blocks, heads and code, fewer channels.
+
+What a plan says does not depend on widths but for sizes, and a check of a cut compares what flows where. The values and the
+time of the real widths would only be spent. The narrow model has random weights; that it runs as the wide one does is shown
+by one forward of each on `meta`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from hf_parallel.compat.private_torch import own_buffers
+from hf_parallel.compat.private_transformers import copy_loss_function
+from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
+from hf_parallel.model.meta import inputs_on_meta, on_meta
+from hf_parallel.model.record import Record, record_forward, unchanged
+from hf_parallel.model.stack import PLACES
+
+
+# Numbers of a config that are widths; all of them are divided by one number.
+WIDTHS: Final = (
+    *("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "head_dim"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim", "rotary_dim", "kv_channels"),
+)
+HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+LEAST_HEAD: Final = 8  # channels of a head: positions are rotated in pairs
+LEAST_VOCABULARY: Final = 256
+SMALL: Final = 2**20  # elements of a model that costs next to nothing to plan and check as it is
+TEXT: Final = frozenset({"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"})
+IDS: Final = ("input_ids", "labels")
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """A model that runs as a wide one does.
+
+    Args:
+        model: It, with random weights.
+        vocab_size: Of its text.
+        record: Of its forward on `meta`.
+    """
+
+    model: nn.Module
+    vocab_size: int
+    record: Record
+
+    def batch(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of the wide model with ids that the narrow one has."""
+        return with_fewer_words(sample, self.vocab_size)
+
+
+def with_fewer_words(sample: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A batch of text with ids of 0 .. vocab_size - 1; labels below 0 stay."""
+    made = dict(sample)
+    for name in IDS:
+        if isinstance(value := sample.get(name), Tensor):
+            made[name] = torch.where(value < 0, value, value % vocab_size)
+    return made
+
+
+def narrow_model(model: nn.Module, stack: str, sample: Mapping[str, Any], *, parts: int = 1) -> Narrow | None:
+    """A narrow model of the same structure, None where none is smaller or it cannot be shown that it runs alike.
+
+    Args:
+        model: Whole, on any device; its values are not looked at.
+        stack: Name of the list of its blocks.
+        sample: A batch of text.
+        parts: A width that is divisible by so many stays so, and one that is not stays not.
+    """
+    config = vars(model).get("config")
+    made = narrow_config(config, parts=parts) if isinstance(config, PretrainedConfig) and _is_wide(model) else None
+    if made is None:
+        return None
+    try:
+        narrow = _built(model, made)
+        record = forward_if_alike(narrow, model, stack, sample)
+    except Exception:  # noqa: BLE001 - a config may insist on widths in any way, and code may need values
+        return None
+    return None if record is None else Narrow(narrow, made.get_text_config().vocab_size, record)
+
+
+def _is_wide(model: nn.Module) -> bool:
+    return sum(p.numel() for p in model.parameters()) > SMALL
+
+
+def forward_if_alike(narrow: nn.Module, wide: nn.Module, stack: str, sample: Mapping[str, Any]) -> Record | None:
+    """A forward of the narrow one of two models, on `meta`; None where it is not shown that both run alike.
+
+    Args:
+        narrow: Of the same class.
+        wide: With a config.
+        stack: Name of the list of their blocks.
+        sample: A batch of text.
+    """
+    plain = all(name in TEXT for name, value in sample.items() if isinstance(value, Tensor))
+    if not (plain and is_stock(wide) and _is_wide(wide)):
+        return None
+    ratios = _ratios(vars(narrow)["config"], vars(wide)["config"])
+    if not (has_shapes_of(narrow, wide, ratios) and _has_settings_of(narrow, wide, ratios)):
+        return None
+    records = [_recorded(one, stack, sample) for one in (narrow, wide)]
+    reads = any(name in op.name for op in records[1].ops for name in READS_VALUES)
+    return None if reads or not same_ops(*records) else records[0]
+
+
+def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool = True) -> PretrainedConfig | None:
+    """A config of narrower blocks, and of fewer words; None where it names no widths or they cannot be divided.
+
+    Args:
+        config: Of the wide model.
+        parts: See `narrow_model`.
+        vocabulary: Whether the vocabulary gets smaller.
+    """
+    text = config.get_text_config()
+    heads = next((n for name in HEADS if isinstance(n := getattr(text, name, None), int)), 0)
+    widths = {name: n for name in WIDTHS if isinstance(n := getattr(text, name, None), int) and n > 0}
+    hidden = max((widths.get(name, 0) for name in WIDTHS[:3]), default=0)
+    if not heads or not hidden:
+        return None
+    head = widths.get("head_dim", hidden // heads)
+    common = math.gcd(*widths.values(), head)
+    times = next(
+        (
+            n
+            for n in (32, 16, 8, 4, 2)
+            if common % n == 0
+            and head // n >= LEAST_HEAD
+            and all(_parts_alike(w, w // n, parts) for w in widths.values())
+        ),
+        1,
+    )
+    if times == 1:
+        return None
+    made = copy.deepcopy(config)
+    inside = vars(made.get_text_config())
+    for name, number in widths.items():
+        key = text.attribute_map.get(name, name)
+        if key in inside:
+            inside[key] = number // times
+    if vocabulary and isinstance(size := getattr(text, "vocab_size", None), int):
+        inside[text.attribute_map.get("vocab_size", "vocab_size")] = _fewer_words(text, size, parts)
+    return made
+
+
+def _parts_alike(wide: int, narrow: int, parts: int) -> bool:
+    return (wide % parts == 0) == (narrow % parts == 0)
+
+
+def _fewer_words(text: PretrainedConfig, size: int, parts: int) -> int:
+    """The smallest vocabulary of which the real one is a multiple and that has all words that the config names."""
+    named = [value for key, value in vars(text).items() if "token_id" in key]
+    ids = [
+        n for value in named for n in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(n, int)
+    ]
+    least = max(LEAST_VOCABULARY, *(n + 1 for n in ids)) if ids else LEAST_VOCABULARY
+    divisors = sorted({d for n in range(1, math.isqrt(size) + 1) if size % n == 0 for d in (n, size // n)})
+    return next((d for d in divisors if d >= least and _parts_alike(size, d, parts)), size)
+
+
+def largest_block(model: nn.Module) -> int:
+    """Elements of the largest module of a list of modules."""
+    blocks = [block for part in model.modules() if isinstance(part, nn.ModuleList) for block in part]
+    return max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+
+
+def has_shapes_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int] | None = None) -> bool:
+    """Whether both have the same parameters and buffers, tied alike, but for widths that are multiples.
+
+    Args:
+        narrow: The one model.
+        wide: The other.
+        ratios: Of a width that is not the same, what it may be a multiple by; None: any number. A width that is put together
+            of parts is a multiple by one of these only if each of its parts is.
+    """
+    here, there = _tensors(narrow), _tensors(wide)
+
+    def is_scaled(small: int, large: int) -> bool:
+        if small == large or not small:
+            return small == large
+        return large % small == 0 and (ratios is None or large // small in ratios)
+
+    def is_alike(one: Tensor, other: Tensor) -> bool:
+        return one.ndim == other.ndim and all(map(is_scaled, one.shape, other.shape))
+
+    named = here.keys() == there.keys() and _ties(here) == _ties(there)
+    return named and all(is_alike(tensor, there[name]) for name, tensor in here.items())
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    every: Any = {"remove_duplicate": False}
+    return dict(itertools.chain(model.named_parameters(**every), model.named_buffers(**every)))
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> set[tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {tuple(sorted(group)) for group in names.values()}
+
+
+def _built(model: nn.Module, config: PretrainedConfig) -> nn.Module:
+    """A model of the config in the state of another one: dtypes, device, what is frozen and what trains, its loss."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made: nn.Module = type(model)(config)
+    there = dict(model.named_parameters())
+    for name, parameter in made.named_parameters():
+        other = there[name]
+        parameter.data = parameter.data.to(other.device, other.dtype)
+        parameter.requires_grad_(other.requires_grad)
+    modules = dict(made.named_modules())
+    for name, module in model.named_modules():
+        modules[name].training = module.training
+        buffers = own_buffers(modules[name])
+        for key, buffer in own_buffers(module).items():
+            mine = buffers.get(key)
+            if mine is not None and buffer is not None:
+                buffers[key] = mine.to(buffer.device, buffer.dtype)
+    copy_loss_function(model, made)
+    return made
+
+
+def _has_settings_of(narrow: nn.Module, wide: nn.Module, ratios: frozenset[int]) -> bool:
+    """Whether both are made of the same classes with the same settings, but for numbers that follow from widths."""
+    here, there = dict(narrow.named_modules()), dict(wide.named_modules())
+    if here.keys() != there.keys():
+        return False
+    for name, module in here.items():
+        other = there[name]
+        if type(module) is not type(other):
+            return False
+        mine, theirs = _settings(module), _settings(other)
+        if mine.keys() != theirs.keys() or not all(_is_scaled(mine[key], theirs[key], ratios) for key in mine):
+            return False
+    return True
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Plain values that the code of a module may read, but its place; transformers notes loading under private names."""
+    plain = (int, float, bool, str, type(None))
+    named = {key: value for key, value in vars(module).items() if type(value) in plain and not key.startswith("_")}
+    return {key: value for key, value in named.items() if not any(word in key for word in PLACES)}
+
+
+def _is_scaled(narrow: Any, wide: Any, ratios: frozenset[int]) -> bool:
+    """Whether a number is the same, one of the ratios larger, or a scale that is a power or a root of a width."""
+    if narrow == wide or type(narrow) not in (int, float) or type(narrow) is not type(wide) or not narrow or not wide:
+        return bool(narrow == wide)
+    if type(narrow) is int:
+        return wide % narrow == 0 and wide // narrow in ratios
+    square = max(narrow / wide, wide / narrow) ** 2
+    return any(math.isclose(square, expected, rel_tol=1e-6) for n in ratios for expected in (n, n * n))
+
+
+def _ratios(narrow: PretrainedConfig, wide: PretrainedConfig) -> frozenset[int]:
+    """How much wider, by channels and by words."""
+    here, there = vars(narrow.get_text_config()), vars(wide.get_text_config())
+    pairs = [(value, there[key]) for key, value in here.items() if type(value) is int and value != there[key]]
+    return frozenset(large // small for small, large in pairs)
+
+
+def _recorded(model: nn.Module, stack: str, sample: Mapping[str, Any]) -> Record:
+    with unchanged(model), on_meta(model):
+        return record_forward(model, stack, [stack], model.forward, inputs_on_meta(sample))

@@ -1,0 +1,206 @@
+"""A narrow model stands for a wide one only where it is shown that it runs alike, and then gives the same plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tp_models import CASES, LLAMA
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
+
+from hf_parallel.engine import self_check, weights
+from hf_parallel.engine.plan_stages import Cut
+from hf_parallel.errors import PlanError
+from hf_parallel.model import narrow as narrow_module
+from hf_parallel.model.narrow import narrow_config, narrow_model
+from hf_parallel.model.probes import Probes
+from hf_parallel.model.samples import tiny_samples
+from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.pipeline_parallel.plan import verify_stages
+from hf_parallel.pipeline_parallel.plan.costs import StageCosts
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
+from hf_parallel.settings.sections import PipelineConfig
+from hf_parallel.tensor_parallel.plan.complete import plan_model
+from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, plan_for, skeleton
+from hf_parallel.tensor_parallel.plan.widened import widened
+
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 1024}
+KINDS: dict[str, Any] = {
+    "llama": LlamaConfig(**LLAMA | WIDE),
+    "llama_tied": LlamaConfig(**LLAMA | WIDE | CASES["llama_tied"]),
+    "llama_kv1": LlamaConfig(**LLAMA | WIDE | CASES["llama_kv1"]),
+    "llama_bias": LlamaConfig(**LLAMA | WIDE | {"attention_bias": True, "mlp_bias": True}),
+    "smollm2": LlamaConfig(
+        **LLAMA | WIDE | {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+    ),
+    "gpt2": GPT2Config(vocab_size=1024, n_embd=128, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2),
+    "qwen3": Qwen3Config(**LLAMA | WIDE | {"head_dim": 32}),
+    "phi3": Phi3Config(**LLAMA | WIDE),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _narrows_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow_module, "SMALL", 0)
+
+
+def wide(kind: str, attention: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(KINDS[kind], attn_implementation=attention)
+    return model.eval()
+
+
+def sample() -> dict[str, Any]:
+    return tiny_samples(1024, use_cache=False)[0]
+
+
+def narrowed(model: nn.Module, **options: Any) -> narrow_module.Narrow | None:
+    return narrow_model(model, candidate_stacks(model)[0], sample(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*((kind, "sdpa") for kind in KINDS), ("llama", "eager"), ("gpt2", "eager")]
+)
+def test_the_plan_of_a_narrow_model_is_that_of_the_wide_one(kind: str, attention: str) -> None:
+    model = wide(kind, attention)
+    for sequence in (False, True):
+        small = narrowed(model, parts=2)
+        assert small is not None
+        assert sum(p.numel() for p in small.model.parameters()) < sum(p.numel() for p in model.parameters()) / 2
+        found = plan_model(small.model, 2, small.batch(sample()), sequence=sequence)
+        made, expected = widened(found, small.model, model), plan_model(model, 2, sample(), sequence=sequence)
+        assert made.flops == pytest.approx(expected.flops)
+        expected.flops.update(made.flops)
+        assert made.to_json() == expected.to_json()
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "smollm2", "gpt2", "phi3"])
+def test_a_model_without_values_is_planned_by_a_narrow_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    real = weights.plan_for
+
+    def counted(source: Any, *args: Any, **kwargs: Any) -> Any:
+        planned.append(sum(p.numel() for p in skeleton(source).parameters()))
+        return real(source, *args, **kwargs)
+
+    monkeypatch.setattr(weights, "plan_for", counted)
+    blueprint = Blueprint(KINDS[kind], AutoModelForCausalLM.from_config)
+    stand_in = weights._stand_in(blueprint)
+    made, expected = stand_in.plan(2, sample()), plan_for(KINDS[kind], 2, sample=sample())
+    assert len(planned) == 1
+    assert planned[0] < sum(p.numel() for p in skeleton(blueprint).parameters()) / 2
+    expected.flops.update(made.flops)
+    assert made.to_json() == expected.to_json()
+    small, batch = stand_in.model(sample())
+    assert judge_loss(small, batch) == judge_loss(wide(kind), sample())
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "gpt2"])
+def test_a_cut_is_checked_on_a_narrow_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(kind)
+    probes = Probes(model, torch.device("cpu"))
+    plan = discover_stages(model, probes.batch)
+    cut = Cut(plan, ScheduleChoice(PipelineConfig(), 2), StageCosts((1.0, 1.0), 0.0), [0, 1, 2], "mean")
+    checked: list[int] = []
+    real = self_check.check_split
+
+    def counted(model: nn.Module, *rest: Any) -> None:
+        checked.append(sum(p.numel() for p in model.parameters()))
+        real(model, *rest)
+
+    monkeypatch.setattr(self_check, "check_split", counted)
+    whole = sum(p.numel() for p in model.parameters())
+    self_check._check_cut(model, cut, "auto", probes)
+    assert len(checked) == 1
+    assert checked[0] < whole / 2
+    self_check._check_cut(model, cut, "full", probes)
+    assert checked[1:] == [whole]
+    # What a cut would lose shows on the narrow model, too, and the wide one has the last word.
+    monkeypatch.setattr(verify_stages, "_as_received", lambda tensor: tensor.detach().mul(1.01).requires_grad_())
+    with pytest.raises(PlanError, match="cannot pipeline"):
+        self_check._check_cut(model, cut, "auto", probes)
+    assert checked[2] < checked[3] == whole
+
+
+def test_sizes_keep_whether_ranks_can_share_them() -> None:
+    made = narrow_config(LlamaConfig(**LLAMA | WIDE | {"vocab_size": 3 * 1024, "intermediate_size": 192}), parts=3)
+    assert made is not None
+    assert (made.vocab_size % 3, made.intermediate_size % 3) == (0, 0)
+    assert made.vocab_size < 3 * 1024
+    named = narrow_config(LlamaConfig(**LLAMA | WIDE | {"eos_token_id": [2, 700]}))
+    assert named is not None
+    assert named.vocab_size > 700
+    assert narrow_config(LlamaConfig(**LLAMA)) is None  # heads of 8 channels
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+
+
+def patched(model: Any) -> None:
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+
+
+def patched_below(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+
+
+def other_setting(model: Any) -> None:
+    model.model.layers[1].self_attn.is_causal = False
+
+
+def other_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling = 0.5
+
+
+def own_setting(model: Any) -> None:
+    model.temperature = 2.0
+
+
+def other_class(model: Any) -> None:
+    model.model.norm = nn.LayerNorm(128)
+
+
+def untied(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def resized(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Linear(128, 192, bias=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [hooked, patched, patched_below, other_setting, other_scale, own_setting, other_class, untied, resized],
+)
+def test_a_model_that_is_not_what_its_config_describes_is_tried_as_it_is(change: Any) -> None:
+    model = wide("llama_tied")
+    assert narrowed(model) is not None
+    change(model)
+    assert narrowed(model) is None
+
+
+def test_state_is_that_of_the_wide_model() -> None:
+    model = wide("llama_tied").to(torch.bfloat16)
+    model.train()
+    model.model.norm.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    before = torch.random.get_rng_state()
+    small = narrowed(model)
+    assert small is not None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    there = dict(model.named_parameters())
+    for name, parameter in small.model.named_parameters():
+        assert (parameter.dtype, parameter.requires_grad) == (there[name].dtype, there[name].requires_grad)
+    assert small.model.training
+
+
+def test_batches_that_are_not_text_alone_are_tried_as_they_are() -> None:
+    model = wide("llama_tied")
+    picture = sample() | {"pixel_values": torch.zeros(2, 3, 4, 4)}
+    assert narrow_model(model, "model.layers", picture) is None
