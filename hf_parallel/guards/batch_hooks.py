@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import accumulation_hooks, gradient_hooks
+from hf_parallel.compat.private_torch import with_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.hooks import Hook, HookGuard
 from hf_parallel.ledger import Ledger
@@ -97,11 +97,8 @@ class BatchHooks:
     @property
     def hooked(self) -> list[nn.Parameter]:
         """This rank's parameters that have hooks."""
-        return [
-            parameter
-            for name, parameter in self._parameters.items()
-            if (gradient_hooks(parameter) or accumulation_hooks(parameter)) and any(self._guard.hooks_of(name))
-        ]
+        found = with_hooks(self._parameters.items())
+        return [self._parameters[name] for name in found if any(self._guard.hooks_of(name))]
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks, has_hooks, version_of
+from hf_parallel.compat.private_torch import Onlooker, accumulation_hooks, gradient_hooks, version_of, with_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -52,9 +52,8 @@ class HookGuard:
         """
         if self._mesh.mp_group is None:
             return
-        for name, parameter in self._parameters.items():
-            if has_hooks(parameter):
-                self._adapt(name)
+        for name in with_hooks(self._parameters.items()):
+            self._adapt(name)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -48,8 +48,12 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, advice: str | None = None) -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
+
+        Args:
+            what: What is called, in words.
+            advice: What to do if not all do; None for that of all calls.
 
         Raises:
             UnsupportedError: Some did not come in time.
@@ -68,7 +72,7 @@ class Meeting:
             missing = [name for rank, name in enumerate(self._names) if rank not in here]
             raise UnsupportedError(
                 f"{what} was called by {', '.join(self._names[rank] for rank in here)} and for {self._bound_s:g} s not by "
-                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. {self._advice}"
+                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. {advice or self._advice}"
             )
 
 
@@ -81,6 +85,17 @@ def meeting_of_copy(mesh: Mesh) -> Meeting:
         first=first,
         topic=f"copy {mesh.dp_rank}",
         advice="Read it on every rank, and log on one.",
+    )
+
+
+def meeting_of_shards(mesh: Mesh) -> Meeting:
+    """For what the tensor-parallel ranks of this rank's stage must read together."""
+    first = mesh.rank - mesh.tp_rank
+    return Meeting(
+        [mesh.shape.describe(first + index) for index in range(mesh.shape.tp_size)],
+        first=first,
+        topic=f"shards of {first}",
+        advice="Read them on every rank, and log on one.",
     )
 
 

@@ -1,23 +1,29 @@
-"""Callbacks of users that compute with `model.parameters()` of a pipeline, of which each rank has those of its own stages.
+"""Code of users that computes with the weights of a pipeline, of which each rank has those of its own stages.
 
 What is made of one parameter alone, or of those of one block, is right on the stage that has it. A threshold over all of
 them is another number on every stage, and noise drawn for one parameter after another is other noise. Both are followed
-through the functions of torch that a callback calls, and refused when they are about to be written to a parameter.
+through the functions of torch that user code calls, and refused when they are about to be written to a parameter.
+
+Numbers are refused when Python reads them: one that was made of several blocks, and those of one block after another, of which
+a sum, a count or a log would be that of this stage. What is written before the next block is read needs no sum.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import arguments_written, id_of_storage, name_of_op
+from hf_parallel.compat.private_torch import arguments_written, id_of_storage, name_of_op, no_torch_function
 from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytree
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.parts import PartTensor
 from hf_parallel.guards.shown import SharedGradient
 
 
@@ -25,6 +31,9 @@ OVERWRITES = ("copy_", "zero_", "fill_")
 KEPT = 1024  # numbers that Python has read, and seedings
 STATE = 5000  # bytes of a Mersenne twister: counters and 624 words
 EMPTY = frozenset[Any]()
+# Read by Python, past the operations of torch.
+LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
+LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
 
 
 @dataclass(frozen=True)
@@ -87,18 +96,31 @@ class OnStages(TorchDispatchMode):
         parameters: Name -> this rank's parameter.
         pp_size: Number of stages, for messages.
         resting: Whether the model itself runs, in an evaluation that a callback starts.
+        everywhere: Names of parameters that all stages hold: numbers of these are the same on all.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], pp_size: int, resting: Callable[[], bool] = lambda: False
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        pp_size: int,
+        resting: Callable[[], bool] = lambda: False,
+        everywhere: frozenset[str] = EMPTY,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
+        self._everywhere = everywhere
         self._found: dict[int, str] | None = None
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
         self._numbers: dict[float, Origin] = {}  # which Python has of tensors
         self._draws = Draws()
         self._runs = False
+        self._leaving = _Leaving(self)
+        self._read = ""  # the block whose numbers Python has read since the last write to a parameter
+
+    @property
+    def modes(self) -> Sequence[object]:
+        """What functions of torch go through in user code, the innermost first."""
+        return self._leaving, self
 
     @property
     def _names(self) -> dict[int, str]:
@@ -113,6 +135,7 @@ class OnStages(TorchDispatchMode):
             kept = self._origins.get(_storage(parameter))
             if kept is not None:
                 self._write(name, kept[1])
+        self._read = ""
         self._numbers = dict(list(self._numbers.items())[-KEPT:])
         self._draws.trim()
         self._origins = {key: kept for key, kept in self._origins.items() if not kept[0].expired()}
@@ -123,12 +146,15 @@ class OnStages(TorchDispatchMode):
             return func(*args, **kwargs)
         name = name_of_op(func).partition("::")[2]
         drawn = self._drawn(func, args, kwargs)
+        scalars = list(self._scalars(args, kwargs))
+        if not drawn and not scalars and not any(map(self._origin, _tensors((args, kwargs)))):
+            return func(*args, **kwargs)  # nothing of the weights
         pairs = list(_pairs(name, func, args, kwargs))
         origins = []
         for written, given in pairs:
             free = name.endswith("_like") or name.startswith(("new_", "empty"))
             origin = NOTHING if free else functools.reduce(Origin.__or__, map(self._origin, given), NOTHING)
-            origin |= functools.reduce(Origin.__or__, self._scalars(args, kwargs), drawn)
+            origin |= functools.reduce(Origin.__or__, scalars, drawn)
             for tensor in written:
                 self._written(name, tensor, origin, bool(drawn))
             origins.append(origin)
@@ -137,10 +163,31 @@ class OnStages(TorchDispatchMode):
             for leaf in _tensors((args, kwargs)):
                 self._origins.pop(_storage(leaf), None)
             return out
-        if isinstance(out, float) and not out.is_integer() and origins[0]:
-            self._numbers[out] = origins[0]
+        if isinstance(out, (bool, int, float)) and origins[0]:
+            self._leave(origins[0], is_truth=isinstance(out, bool))
+            if isinstance(out, float) and not out.is_integer():
+                self._numbers[out] = origins[0]
         self._note_results(out, origins)
         return out
+
+    def leaves(self, tensor: Tensor) -> None:
+        """Python reads all of a tensor, or counts its elements."""
+        self._leave(self._origin(tensor), is_truth=False)
+
+    def follow(self, source: Tensor, made: Tensor) -> None:
+        """`made` was made of `source` out of sight: tensor-parallel ranks have put it together."""
+        origin = self._origin(source)
+        if origin:
+            self._note(made, origin)
+
+    def _leave(self, origin: Origin, is_truth: bool) -> None:
+        """Python gets a number; whether something holds of one block may be asked block by block."""
+        if len(origin.blocks) > 1:
+            self._refuse_reads(origin.blocks)
+        for block in origin.blocks if not is_truth else ():
+            if self._read not in ("", block):
+                self._refuse_reads({self._read, block})
+            self._read = block
 
     def _scalars(self, args: Any, kwargs: Any) -> Iterator[Origin]:
         """Of numbers that Python has read from tensors, as they are."""
@@ -165,7 +212,8 @@ class OnStages(TorchDispatchMode):
     def _origin(self, tensor: Tensor) -> Origin:
         key = _storage(tensor)
         if key in self._names:
-            return Origin(frozenset([block_of(self._names[key])]))
+            name = self._names[key]
+            return NOTHING if name in self._everywhere else Origin(frozenset([block_of(name)]))
         return self._origins[key][1] if key in self._origins else NOTHING
 
     def _note(self, tensor: Tensor, origin: Origin) -> None:
@@ -183,6 +231,7 @@ class OnStages(TorchDispatchMode):
         self._note(tensor, before | origin)
 
     def _write(self, name: str, origin: Origin) -> None:
+        self._read = ""
         if len(origin.blocks) > 1:
             self._refuse_numbers(name, origin.blocks)
         for draw in origin.draws:
@@ -197,6 +246,15 @@ class OnStages(TorchDispatchMode):
             f"{' and '.join(sorted(blocks)[:2])}, ...) with pp_size={self._pp_size}: a rank has the parameters of its own stages "
             "only, so a threshold, mean or norm over model.parameters() is another one on each stage. Compute it of each parameter or "
             "block by itself, do it to the whole model before training or after it, or set pp_size to 1."
+        )
+
+    def _refuse_reads(self, blocks: Collection[str]) -> NoReturn:
+        raise UnsupportedError(
+            f"numbers of the parameters of several blocks (of {' and '.join(sorted(blocks)[:2])}, ...) are read with "
+            f"pp_size={self._pp_size}: a rank has the parameters of its own stages only, so a norm, sum, count or log over "
+            "model.parameters() or model.state_dict() would be that of a stage. Take the whole weights from "
+            "accelerator.get_state_dict(model), called on every rank, which gives them to rank 0; or model.num_parameters() for the "
+            "count; or write to each parameter what you made of it before you read the next; or set pp_size to 1."
         )
 
     def _refuse_noise(self, first: str, second: str) -> NoReturn:
@@ -216,7 +274,7 @@ class OnStages(TorchDispatchMode):
                 return call(*args, **kwargs)
             self._runs = True
             try:
-                with self:
+                with self, self._leaving:
                     result = call(*args, **kwargs)
                 self._end()
             finally:
@@ -224,6 +282,21 @@ class OnStages(TorchDispatchMode):
             return result
 
         return called
+
+
+class _Leaving(TorchFunctionMode):
+    """Tells what Python reads past the operations of torch."""
+
+    def __init__(self, stages: OnStages) -> None:
+        super().__init__()
+        self._stages = stages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in LEAVING:
+            caller = sys._getframe(1).f_globals.get("__name__", "") + "."
+            if not caller.startswith(LIBRARIES):
+                self._stages.leaves(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def block_of(name: str) -> str:
@@ -238,8 +311,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Of ordinary tensors; 0 for others."""
-    return id_of_storage(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else 0
+    """Of tensors that have one of their own; 0 for others."""
+    if not isinstance(tensor, PartTensor) and type(tensor) not in (Tensor, nn.Parameter):
+        return 0
+    with no_torch_function():
+        return id_of_storage(tensor.untyped_storage())
 
 
 def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.states import ACROSS
 
 
 # What brings values out of tensors, into files and into other libraries.
@@ -38,6 +39,36 @@ class PartTensor(Tensor):
         refuse_part_of_model("saving a tensor")
 
 
+class ShardOfState(PartTensor):
+    """One that is a shard: single elements may be read and changed, anything else would be that of the shard.
+
+    In code of users that all ranks run alike `tensor_parallel.run.parts` puts shards together before this is asked.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ACROSS or name in COMPARISONS:
+            _refuse_shard(name)
+        out = super().__torch_function__(func, types, args, kwargs)
+        given = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardOfState)), None)
+        for leaf in pytree.tree_leaves(out) if given is not None else ():
+            if isinstance(leaf, Tensor) and given is not None and leaf.shape != given.shape:
+                _refuse_shard(name)
+        return out
+
+
+COMPARISONS = frozenset({"equal", "allclose"})
+
+
+def _refuse_shard(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{name} of a tensor of a state_dict() with tp_size above 1: this rank has only its shard of the tensor, whose numbers, rows "
+        "and views are not those of the whole. Do it in a callback or a method of a Trainer, on all ranks, where shards are put "
+        "together; in a loop of your own take whole weights from accelerator.get_state_dict(model), called on every rank."
+    )
+
+
 def refuse_part_of_model(what: str) -> NoReturn:
     """End what would write a part of the model as if it were all of it.
 
@@ -56,20 +87,27 @@ def _refuse_to_save(protocol: Any) -> NoReturn:
     refuse_part_of_model("saving a tensor")
 
 
-def _mark(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+ShardOf = Callable[[nn.Module, str, Tensor], Tensor | None]
+
+
+def _mark(shard_of: ShardOf, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for key, value in state.items():
-        if not key.startswith(prefix) or isinstance(value, nn.Parameter) or not isinstance(value, Tensor):
-            continue  # with keep_vars the parameters themselves were asked for
-        state[key] = _marked(value)
+        if not key.startswith(prefix) or not isinstance(value, Tensor):
+            continue
+        shard = shard_of(module, key[len(prefix) :], value)
+        if shard is not None and shard is not value:
+            state[key] = shard
+        elif not isinstance(value, nn.Parameter):  # with keep_vars the parameters themselves were asked for
+            state[key] = _marked(value, PartTensor if shard is None else ShardOfState)
 
 
-def _marked(value: Any) -> Any:
+def _marked(value: Any, kind: type[PartTensor] = PartTensor) -> Any:
     """The same memory under another object, which is not saved."""
     if isinstance(value, DTensor):
         alias = value.detach()
         vars(alias)["__reduce_ex__"] = _refuse_to_save
         return alias
-    return value.as_subclass(PartTensor) if type(value) is Tensor else value
+    return value.as_subclass(kind) if type(value) is Tensor else value
 
 
 def _name_all(
@@ -88,13 +126,18 @@ def _name_all(
 
 
 def mark_parts(
-    model: nn.Module, take_whole: Callable[[dict[str, Any], str], None], names_of_tied: Sequence[Sequence[str]] = ()
+    model: nn.Module,
+    take_whole: Callable[[dict[str, Any], str], None],
+    shard_of: ShardOf,
+    names_of_tied: Sequence[Sequence[str]] = (),
 ) -> None:
     """Mark what the state dicts of a model and its modules have from now on; let the model take a whole one.
 
     Args:
         model: Of which this rank holds a part.
         take_whole: Puts this rank's part in the place of whole tensors; given a state dict to change and the prefix of its keys.
+        shard_of: Given a module, the attribute and a tensor of its state dict: what to show if it is sharded over tensor-parallel
+            ranks, the same tensor or one that stands for the whole; None if it is not.
         names_of_tied: Of each tensor here that has several names in the whole model, all of them.
     """
 
@@ -102,7 +145,7 @@ def mark_parts(
         take_whole(state, prefix)
 
     for module in model.modules():
-        module.register_state_dict_post_hook(_mark)
+        module.register_state_dict_post_hook(functools.partial(_mark, shard_of))
     model.register_state_dict_post_hook(functools.partial(_name_all, names_of_tied))
     model.register_load_state_dict_pre_hook(take)
 

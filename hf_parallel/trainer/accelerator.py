@@ -23,6 +23,7 @@ from transformers.trainer_utils import seed_worker
 from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
 from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
+from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
@@ -240,7 +241,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
             )
         self.hf_parallel_engine.backpropagates(loss.detach())
-        with self.hf_parallel.watchdog.engaged():
+        with set_aside(*self.hf_parallel_engine.watching), self.hf_parallel.watchdog.engaged():
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
@@ -302,7 +303,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         session.meeting.meet("accelerator.get_state_dict()")
         attachment.gradients.replicas.synchronise()
-        with session.watchdog.waiting("waits for the weights of the other ranks"):
+        # What is gathered is of all stages.
+        with set_aside(*session.engine.watching), session.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
             if dist.is_initialized():
                 dist.barrier()

@@ -27,9 +27,10 @@ from hf_parallel.deepspeed.trainer import (
     refuse_other_runs,
     take_over,
 )
-from hf_parallel.dry_run.memory.disk import disk_shortages
+from hf_parallel.engine.opening import batch_line
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.mesh import compare_over_ranks, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
@@ -122,6 +123,10 @@ class HFParallelCallback(TrainerCallback):
         self.session = Session.start(self.config, self._schedule, self.explanation)
         self.session.sample = self.sample or packed_sample(trainer, self.config)
         attach_trainer(trainer, self.session)
+        if self.session.mesh.rank == 0:
+            dp_size = self.session.mesh.shape.dp_size
+            rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+            logger.info("hf_parallel: %s", batch_line(rows, steps, dp_size, self.config))
 
     def _plan(self, trainer: Trainer) -> None:
         """Take the layout that is planned for this run."""

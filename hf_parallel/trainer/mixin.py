@@ -24,11 +24,10 @@ from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.additive import why_not_additive
 from hf_parallel.guards.batches import Announced
-from hf_parallel.guards.on_stages import OnStages
-from hf_parallel.tensor_parallel.run.parts import watch_calls
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
+from hf_parallel.trainer.user_code import UserCode, is_users
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     accelerator: HFParallelAccelerator
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
-    _hf_parallel_watched: nn.Module
+    _hf_parallel_watched: UserCode | None = None
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
     _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
@@ -51,7 +50,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """Cut and shard the model first, so that the optimizer is made of this rank's parameters."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
-            self._watch_callbacks()
+            self._watch_users()
         try:
             return super().create_optimizer(model)
         except ValueError as error:
@@ -64,19 +63,13 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 "([{'params': []}]), or choose pipeline.split so that every stage trains some."
             ) from error
 
-    def _watch_callbacks(self) -> None:
-        """Numbers that callbacks take of parameters are those of whole ones, or refused."""
-        handler = self.callback_handler
-        if any(map(is_users, handler.callbacks)) and getattr(self, "_hf_parallel_watched", None) is not self.model:
-            vars(handler).pop("call_event", None)
-            call, pipeline = handler.call_event, self._pipeline
-            if pipeline is not None:
-                stages = OnStages(
-                    pipeline.attachment.parameters, pipeline.mesh.shape.pp_size, lambda: pipeline.is_running
-                )
-                call = stages.watch(call)
-            handler.call_event = watch_calls(call, self.model)  # type: ignore[method-assign]
-            self._hf_parallel_watched = self.model
+    def _watch_users(self) -> None:
+        """Numbers that code of users takes of parameters are those of whole ones, or refused."""
+        watched, engine = self._hf_parallel_watched, self._engine
+        if engine is not None and (watched is None or watched.model is not self.model):
+            if watched is not None:
+                watched.stop()
+            self._hf_parallel_watched = UserCode(self, self.model, engine)
 
     @property
     def _pipeline(self) -> PipelineEngine | None:
@@ -155,6 +148,11 @@ class HFParallelTrainerMixin(CheckpointMixin):
             return int(super().get_total_train_batch_size(args))
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As stock, of one rank: stock adds up all ranks, each of which counts the parameters of the whole model."""
+        total = int(super().floating_point_ops(inputs))
+        return total if self.hf_parallel_session is None else total // self.hf_parallel_session.mesh.shape.mp_size
+
     # -- loss ----------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -211,6 +209,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """As stock; the model is parallelized before stock starts its clock."""
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
+            self._watch_users()
         return super().evaluation_loop(*args, **kwargs)
 
     def _has_stock_loss(self) -> bool:
@@ -310,11 +309,6 @@ def by_hand(pp_size: int) -> str:
         "there is no graph from the loss to model.parameters(). Call accelerator.backward(loss), which leaves the gradients in "
         "p.grad, or set pp_size to 1."
     )
-
-
-def is_users(callback: TrainerCallback) -> bool:
-    """Whether a callback is neither of transformers nor ours."""
-    return not type(callback).__module__.startswith(("transformers.", "hf_parallel."))
 
 
 def looks_at_gradients(callback: TrainerCallback) -> bool:

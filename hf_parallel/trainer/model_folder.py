@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.parts import mark_parts
 from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
+from hf_parallel.tensor_parallel.run.parts import shard_of
 
 
 def is_whole(engine: Engine) -> bool:
@@ -47,35 +49,62 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
     if engine.mesh.shape.mp_size > 1 or engine.gradients.replicas.sharded is not None:
         held = engine.attachment.ledger.held_by(engine.mesh.pp_rank)
         tied = [entry.aliases for entry in held if len(entry.aliases) > 1]
-        mark_parts(engine.model, functools.partial(take_whole, engine), tied)
+        mark_parts(engine.model, functools.partial(take_whole, engine), shard_of, tied)
 
 
-def install_counts(engine: Engine, whole: tuple[int, frozenset[str]]) -> None:
-    """Let PEFT count the parameters of the whole model where a rank has a part of them (`print_trainable_parameters`).
+@dataclass(frozen=True)
+class Counts:
+    """What a whole model says of its parameters, before it is cut and sharded.
+
+    Args:
+        of_peft: All of them as PEFT counts; None for a model without adapters.
+        trained: Names of those that are trained.
+        embeddings: Names of the weights of embeddings.
+    """
+
+    of_peft: int | None
+    trained: frozenset[str]
+    embeddings: frozenset[str]
+
+
+def counts_of(model: Any) -> Counts:
+    """Of a whole model."""
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    embeddings = frozenset(
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    )
+    peft = has_adapters(model) and hasattr(model, "get_nb_trainable_parameters")
+    return Counts(int(model.get_nb_trainable_parameters()[1]) if peft else None, trained, embeddings)
+
+
+def install_counts(engine: Engine, whole: Counts) -> None:
+    """Let a model count the parameters of the whole where a rank has a part of them (`num_parameters`, and PEFT's).
 
     Args:
         engine: The model's engine.
-        whole: As of `counts_of`, before the model was cut and sharded.
+        whole: Of the model before it was cut and sharded.
     """
-    total, trained = whole
+    sizes = {entry.name: math.prod(entry.shape) for entry in engine.attachment.ledger if entry.kind == "param"}
 
-    def get_nb_trainable_parameters() -> tuple[int, int]:
-        attachment = engine.attachment
-        flags = {name: name in trained for name in attachment.ledger.entries}
-        flags |= {name: parameter.requires_grad for name, parameter in attachment.parameters.items()}
-        entries = attachment.ledger.entries
-        return sum(math.prod(entries[name].shape) for name, trains in flags.items() if trains), total
+    def trained() -> set[str]:
+        """On other stages, what was trained when the model was prepared."""
+        here = engine.attachment.parameters
+        flags = {name: here[name].requires_grad if name in here else name in whole.trained for name in sizes}
+        return {name for name, trains in flags.items() if trains}
+
+    def num_parameters(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        names = (trained() if only_trainable else sizes.keys()) - (whole.embeddings if exclude_embeddings else set())
+        return sum(sizes[name] for name in names)
+
+    def get_nb_trainable_parameters() -> tuple[int, int | None]:
+        return sum(sizes[name] for name in trained()), whole.of_peft
 
     if engine.mesh.shape.mp_size > 1:
-        vars(engine.model)["get_nb_trainable_parameters"] = get_nb_trainable_parameters
-
-
-def counts_of(model: nn.Module) -> tuple[int, frozenset[str]] | None:
-    """All parameters of a whole PEFT model, as PEFT counts them, and the names of those that are trained; else None."""
-    if not has_adapters(model) or not hasattr(model, "get_nb_trainable_parameters"):
-        return None
-    names = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return int(model.get_nb_trainable_parameters()[1]), names  # type: ignore[operator]
+        own = vars(engine.model)
+        if hasattr(engine.model, "num_parameters") and not getattr(engine.model, "is_loaded_in_4bit", False):
+            own["num_parameters"] = num_parameters
+        if whole.of_peft is not None:
+            own["get_nb_trainable_parameters"] = get_nb_trainable_parameters
 
 
 @torch.no_grad()

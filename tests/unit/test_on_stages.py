@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.on_stages import OnStages, block_of
+from hf_parallel.guards.parts import PartTensor
 
 
 Weights = dict[str, nn.Parameter]
@@ -78,12 +79,40 @@ def noise_by_shape(weights: Weights) -> None:
         parameter.data += torch.rand(parameter.shape)
 
 
-@pytest.mark.parametrize("change", [pruned, pruned_by_number, pruned_data, normed, normed_foreach, vector])
+@pytest.mark.parametrize("change", [pruned, pruned_data, normed, normed_foreach, vector])
 def test_numbers_of_several_blocks_are_refused(change: Callable[[Weights], None]) -> None:
     with pytest.raises(
         UnsupportedError, match=r"parameter \S+weight is changed .*made of the parameters of 4 blocks.*pp_size=2"
     ):
         run(change)
+
+
+def summed(weights: Weights) -> float:
+    return float(sum(p.detach().norm().item() ** 2 for p in weights.values()))
+
+
+def stacked(weights: Weights) -> float:
+    return float(torch.stack([p.norm() for p in weights.values()]).norm())
+
+
+def through_numpy(weights: Weights) -> float:
+    return sum(float((p.detach().numpy() ** 2).sum()) for p in weights.values())
+
+
+def counted(weights: Weights) -> int:
+    return sum(p.numel() for p in weights.values())
+
+
+def of_states(weights: Weights) -> float:
+    return sum(float(p.detach().as_subclass(PartTensor).norm()) for p in weights.values())
+
+
+@pytest.mark.parametrize("read", [pruned_by_number, summed, stacked, through_numpy, counted, of_states])
+def test_numbers_of_several_blocks_are_not_read(read: Callable[[Weights], object]) -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"numbers of the parameters of several blocks.*pp_size=2.*get_state_dict"
+    ):
+        run(read)
 
 
 @pytest.mark.parametrize("change", [noise, noise_in_place, noise_by_shape])
@@ -98,6 +127,21 @@ def alone(weights: Weights) -> None:
     for parameter in weights.values():
         parameter.mul_((1 / parameter.norm()).clamp(max=1))
         parameter.sub_(parameter.mean()).clamp_(-0.1, 0.1)
+
+
+def by_numbers(weights: Weights) -> None:
+    for parameter in weights.values():
+        limit = parameter.std().item()
+        parameter.clamp_(-limit, limit).div_(parameter.numel())
+
+
+def one_block(weights: Weights) -> float:
+    found = [weights[name] for name in NAMES if "layers.0" in name]
+    return sum(p.norm().item() for p in found) + sum(p.numel() for p in found)
+
+
+def finite(weights: Weights) -> bool:
+    return all(bool(torch.isfinite(p).all()) for p in weights.values())
 
 
 def within_a_block(weights: Weights) -> None:
@@ -140,7 +184,9 @@ class Averages:
             parameter.copy_(buffer)
 
 
-@pytest.mark.parametrize("change", [alone, within_a_block, logged, named_noise, seeded_anew, Averages()])
+@pytest.mark.parametrize(
+    "change", [alone, by_numbers, one_block, finite, within_a_block, logged, named_noise, seeded_anew, Averages()]
+)
 def test_what_is_right_on_each_stage_is_left_alone(change: Callable[[Weights], object]) -> None:
     run(change, events=2)
 

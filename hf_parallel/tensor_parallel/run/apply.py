@@ -53,6 +53,7 @@ def apply_tensor_parallel(
     *,
     deferral: Deferral | None = None,
     reduces_in_fp32: bool = False,
+    defers_logits: bool = False,
 ) -> None:
     """Turn `model` into the part of it that `tp_rank` computes. In place; call after the model is cut into stages.
 
@@ -74,6 +75,7 @@ def apply_tensor_parallel(
         holds: Whether this stage holds the parameter (or per-head buffer) of that name; the others are not touched.
         deferral: Puts off the weight gradients of sharded layers, for a schedule that splits backward passes.
         reduces_in_fp32: Whether half-precision partial sums are made and summed over the ranks in fp32.
+        defers_logits: Whether a head that is sharded over the vocabulary leaves its logits unmade for the loss.
 
     Raises:
         PlanError: If the plan is for another number of ranks, was applied before, or does not fit the parameters.
@@ -101,7 +103,8 @@ def apply_tensor_parallel(
             continue
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
         if linear.role == "vocab_head":
-            install_loss(base_model(model), module, shared, linear.weight.ranges(plan.tp_size, tp_rank)[0][0])
+            start = linear.weight.ranges(plan.tp_size, tp_rank)[0][0]
+            install_loss(base_model(model), module, shared, start, defers_logits=defers_logits)
     seeds = PairSeeds(plan.tp_size, tp_rank)
     install_adapters(model, plan, shared, seeds, tp_rank, holds)
     for pair in plan.pairs:

@@ -1,6 +1,6 @@
-"""Callbacks of users that compute with `model.parameters()`, of which tensor-parallel ranks hold parts.
+"""Code of users that all ranks run alike and that computes with weights, of which tensor-parallel ranks hold parts.
 
-What changes or makes single elements is right on parts, and runs on them; numbers drawn for a part, and tensors in the shape
+It has them from `model.parameters()`, from attributes of modules or from `model.state_dict()`. What changes or makes single elements is right on parts, and runs on them; numbers drawn for a part, and tensors in the shape
 of the whole, are cut. Anything else (a norm, a mean, a count of elements) means the whole tensor and is given it; all ranks must
 then do the same, as callbacks do. Rows and views of a part are refused by name: they would be other rows on each rank.
 """
@@ -11,16 +11,18 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_parallel.compat.private_torch import no_torch_function, own_parameters
+from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, own_tensor
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered
+from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered, stand_in
 
 
 # Where a reduction has the dimensions that it is over, if not by name.
@@ -53,34 +55,140 @@ DRAWS = frozenset(
     {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"}
 )
 DRAWS |= {"kaiming_uniform_", "rand_like", "randn_like", "randint_like"}
-SIZES = frozenset({Tensor.numel, Tensor.nelement, Tensor.size, Tensor.__len__, Tensor.shape.__get__})  # type: ignore[attr-defined]
-READS = frozenset({"numpy", "tolist", "__array__", "bernoulli", "dropout"})  # mean the whole of a part
+SIZES = frozenset(
+    {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.__len__, Tensor.shape.__get__, Tensor.nbytes.__get__}  # type: ignore[attr-defined]
+)
+# Mean the whole of a part; the last is what saving asks for.
+READS = frozenset({"numpy", "tolist", "__array__", "bernoulli", "dropout", "__reduce_ex__"})
+PLAIN = (Tensor, nn.Parameter)
+Place: TypeAlias = tuple[int, torch.Size]
 LIBRARIES = ("hf_parallel.", "transformers.", "accelerate.", "safetensors.", "peft.")
 
 
-class OnParts(TorchFunctionMode):
-    """Notices what user code does with this rank's parts of parameters.
+class KnownParts:
+    """Tells this rank's parts of parameters, and what was made of them element by element, from other tensors.
 
     Args:
-        parts: The parameters, and how they are sharded; at least one.
+        held: The parameters, and how they are sharded; at least one.
+        kinds: Classes of tensors, beside torch's own, that may be parts.
+        meet: Called before the first part is put together in a call of user code: all ranks must.
+        gathered: Told each part that is put together, and the whole of it.
     """
 
-    def __init__(self, parts: Sequence[tuple[Tensor, Owned]]) -> None:
+    def __init__(
+        self,
+        held: Sequence[tuple[Tensor, Owned]],
+        kinds: tuple[type[Tensor], ...] = (),
+        meet: Callable[[], None] = lambda: None,
+        gathered: Callable[[Tensor, Tensor], None] = lambda part, whole: None,
+    ) -> None:
+        self.reads, self.kinds, self._meet, self._gathered = held[0][1].reads, kinds, meet, gathered
+        self._met = False
+        self._held = {id(tensor): (tensor, owned) for tensor, owned in held}
+        self._made = WeakTensorKeyDictionary()
+        self._places: dict[Place, tuple[Tensor, Owned]] | None = None
+
+    def begin(self) -> None:
+        """User code is called: parameters may have other memory by now."""
+        self._places, self._met = None, False
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, Owned] | None:
+        """A tensor that is a part with its layout; None for any other."""
+        held = self._held.get(id(tensor))
+        if held is not None or type(tensor) not in (*PLAIN, *self.kinds):
+            return held
+        owned = self._made.get(tensor)
+        if owned is None:
+            if self._places is None:
+                self._places = {place: one for one in self._held.values() if (place := _place(one[0])) is not None}
+            place = _place(tensor)
+            there = self._places.get(place) if place is not None else None
+            if there is not None and _place(there[0]) == place:  # else it was moved, and something else is there
+                owned = there[1]
+        return None if owned is None else (tensor, owned)
+
+    def whole(self, part: Tensor, owned: Owned) -> Tensor:
+        """Put a part together; collective over the tensor-parallel group."""
+        if not self._met:
+            self._met = True
+            self._meet()
+        with no_torch_function():
+            whole = gathered(owned, part.detach())
+        self._gathered(part, whole)
+        return whole
+
+    def note(self, tensor: Tensor, owned: Owned) -> None:
+        """`tensor` was made of a part that is sharded so."""
+        if type(tensor) in (*PLAIN, *self.kinds):
+            self._made[tensor] = owned
+
+
+class OnParts(TorchFunctionMode):
+    """Notices what user code does with this rank's parts of parameters; kept as `watching` of the model's `Reads`."""
+
+    def __init__(self, known: KnownParts) -> None:
         super().__init__()
-        self._reads = parts[0][1].reads
-        self._known = {id(tensor): (tensor, owned) for tensor, owned in parts}
+        self._known, self._reads = known, known.reads
+
+    def __enter__(self) -> Any:
+        self._known.begin()
+        self._reads.watching = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._reads.watching = None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        found = [self._known[id(leaf)] for leaf in leaves if id(leaf) in self._known]
+        if self._reads.depth or in_backward_pass():  # a model that user code runs works on parts
+            return func(*args, **kwargs)
+        leaves = _tensors((args, kwargs))
+        found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
+        if not found:
+            return func(*args, **kwargs)
+        if not _asked_by_user():
+            out = func(*args, **kwargs)
+            self._is_alike(out, leaves, found[0])
+            return out
+        marked = next((type(leaf) for leaf, _ in found if type(leaf) in self._known.kinds), None)
+        if marked is None:
+            return self._carry_out(func, args, kwargs)
+        return self._on_marked(marked, func, args, kwargs)
+
+    def _on_marked(self, kind: type[Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+        """As `_carry_out`, of tensors that refuse what is done here; what is made of them in their shape refuses it again."""
+        before: dict[int, Tensor] = {}
+
+        def bare(leaf: Any) -> Any:
+            known = self._known.of(leaf) if isinstance(leaf, Tensor) and type(leaf) in self._known.kinds else None
+            if known is None:
+                return leaf
+            plain = leaf.as_subclass(Tensor)
+            self._known.note(plain, known[1])
+            before[id(plain)] = leaf
+            return plain
+
+        def marked(leaf: Any) -> Any:
+            known = self._known.of(leaf) if isinstance(leaf, Tensor) and id(leaf) not in before else None
+            if known is None:
+                return before.get(id(leaf), leaf)
+            again = leaf.as_subclass(kind)
+            self._known.note(again, known[1])
+            return again
+
+        args, kwargs = pytree.tree_map(bare, (args, kwargs))
+        return pytree.tree_map(marked, self._carry_out(func, args, kwargs))
+
+    def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On parts, where that gives the parts of what it gives on the whole; else on the whole."""
+        leaves = _tensors((args, kwargs))
+        found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         name = getattr(func, "__name__", "")
         changes = name.endswith("_") and not name.endswith("__") and name not in VIEWS
-        # A forward pass that a callback runs (an evaluation) works on parts.
-        if not found or self._reads.depth or not _asked_by_user():
-            return func(*args, **kwargs)
         if func in SIZES:
-            return func(torch.empty(_whole_shape(found[0]), device="meta"), *args[1:], **kwargs)
+            whole = torch.empty(_whole_shape(found[0]), dtype=found[0][0].dtype, device="meta")
+            return func(whole, *args[1:], **kwargs)
         if name in DRAWS and leaves[0] is found[0][0]:
             return self._draw(func, args, kwargs, found[0])
         if changes:
@@ -104,41 +212,52 @@ class OnParts(TorchFunctionMode):
         mine = _cut(func(*args, **kwargs), owned)
         if func.__name__.endswith("_"):
             return part.copy_(mine)
-        self._known[id(mine)] = mine, owned
+        self._known.note(mine, owned)
         return mine
 
     def _change(self, func: Any, args: Any, kwargs: Any, target: Tensor) -> Any:
         """A change in place: of a part, by parts; of something else, by what is whole."""
-        known = self._known.get(id(target))
+        known = self._known.of(target)
         if known is not None:
             part, owned = known
             return func(
                 *pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), args),
                 **pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), kwargs),
             )
-        parts = [self._known[id(leaf)] for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self._known]
+        parts = [known for leaf in _tensors((args, kwargs)) if (known := self._known.of(leaf)) is not None]
         if any(_here(target) == part.shape for part, _ in parts) or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
 
     def _is_alike(self, out: Any, leaves: list[Tensor], first: tuple[Tensor, Owned]) -> bool:
         """Whether everything that came out has the shape of a part that went in; it is known from then on."""
-        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        sources = [self._known.get(id(leaf)) for leaf in leaves[: len(made)]] if len(made) > 1 else [first] * len(made)
+        made = _tensors(out)
+        sources = [self._known.of(leaf) for leaf in leaves[: len(made)]] if len(made) > 1 else [first] * len(made)
         pairs = list(zip(made, sources, strict=False))
         if len(pairs) < len(made) or not all(source is None or _here(t) == _here(source[0]) for t, source in pairs):
             return False
         for tensor, source in pairs:
-            if source is not None and type(tensor) in (Tensor, nn.Parameter):
-                self._known[id(tensor)] = tensor, source[1]
+            if source is not None:
+                self._known.note(tensor, source[1])
         return True
 
     def _whole(self, value: Any) -> Any:
-        known = self._known.get(id(value))
-        if known is None:
-            return value
-        with no_torch_function():
-            return gathered(known[1], known[0].detach())
+        known = self._known.of(value) if isinstance(value, Tensor) else None
+        return value if known is None else self._known.whole(*known)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> Place | None:
+    """Where the memory of a tensor is, and the shape of it; None for one without memory of its own."""
+    if type(tensor) is DTensor or tensor.layout is not torch.strided:
+        return None
+    with no_torch_function(), contextlib.suppress(RuntimeError):  # of what `torch.func` wraps
+        at = tensor.data_ptr()
+        return (at, tensor.shape) if at else None
+    return None
 
 
 def _asked_by_user() -> bool:
@@ -206,20 +325,39 @@ def _refuse(owned: Owned, name: str) -> NoReturn:
     )
 
 
-def watch_calls(call: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+def shard_of(module: nn.Module, key: str, tensor: Tensor) -> Tensor | None:
+    """What a state dict shows of a shard: itself, or inside a loss of the user's, as `model.parameters()` there, the whole.
+
+    Args:
+        module: Which has it.
+        key: Its attribute.
+        tensor: The shard, or None is the answer.
+    """
+    owned: Owned | None = vars(module).get("tp_owned", {}).get(key)
+    return stand_in(owned, tensor) if owned is not None and owned.reads.in_loss else tensor if owned else None
+
+
+def known_parts(model: nn.Module, **options: Any) -> KnownParts | None:
+    """What is sharded of a model; None if nothing is. Options as of `KnownParts`."""
+    held = [
+        (tensor, owned)
+        for module in model.modules()
+        for key, owned in vars(module).get("tp_owned", {}).items()
+        if (tensor := own_tensor(module, key)) is not None
+    ]
+    return KnownParts(held, **options) if held else None
+
+
+def watch_calls(call: Callable[..., Any], known: KnownParts | None) -> Callable[..., Any]:
     """`call`, which calls code of users on all tensor-parallel ranks alike, made to notice what that does with parts."""
-    parts = []
-    for module in model.modules():
-        for key, owned in vars(module).get("tp_owned", {}).items():
-            tensor = own_parameters(module).get(key)
-            if tensor is not None:
-                parts.append((tensor, owned))
-    if not parts:
+    if known is None:
         return call
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with OnParts(parts):
+        if known.reads.watching is not None or known.reads.depth:
+            return call(*args, **kwargs)
+        with OnParts(known):
             return call(*args, **kwargs)
 
     return called

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_parallel.compat.private_torch import own_buffers, own_parameters
+from hf_parallel.compat.private_torch import own_buffers, own_parameters, own_tensor, set_aside
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy
@@ -52,7 +52,7 @@ def install_reads(
     found: dict[int, tuple[str, ShardSpec]] = {}
     for name, spec in specs.items():
         path, _, key = name.rpartition(".")
-        tensor = _held(model.get_submodule(path), key)
+        tensor = own_tensor(model.get_submodule(path), key)
         if tensor is not None:
             found.setdefault(id(tensor), (name, spec))
     kinds: dict[type, type] = {}
@@ -106,7 +106,8 @@ def in_lockstep(model: nn.Module, *, is_loss: bool = False) -> Iterator[None]:
     before, reads.in_loss = reads.in_loss, is_loss
     reads.depth += 1
     try:
-        yield
+        with set_aside(*(() if reads.watching is None else (reads.watching,))):
+            yield
     finally:
         reads.depth -= 1
         reads.in_loss = before
@@ -114,19 +115,16 @@ def in_lockstep(model: nn.Module, *, is_loss: bool = False) -> Iterator[None]:
             reads.inside.clear()
 
 
-def _held(module: nn.Module, key: str) -> Tensor | None:
-    tensor = own_parameters(module).get(key)
-    return own_buffers(module).get(key) if tensor is None else tensor
-
-
 def _noticing(plain: type) -> type:
     """A class like `plain` whose instances notice who reads their sharded tensors; of the same name."""
 
     def read(self: Any, name: str) -> Any:
         owned: Owned | None = self.__dict__.get("tp_owned", {}).get(name)
-        tensor = None if owned is None else _held(self, name)
+        tensor = None if owned is None else own_tensor(self, name)
         if owned is None or tensor is None or owned.scope.depth:
             return plain.__getattr__(self, name)  # type: ignore[attr-defined]  # nn.Module's
+        if owned.reads.watching is not None and not owned.reads.depth:  # which knows the part
+            return tensor
         if sys._getframe(1).f_globals.get("__name__", "").startswith(FULLY_SHARD):
             return tensor
         return stand_in(owned, tensor)

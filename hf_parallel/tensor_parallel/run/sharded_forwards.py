@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.head.defer import LogitsDeferral
 from hf_parallel.model.tensors import map_tensors, only_tensor
 from hf_parallel.tensor_parallel.run.functions import (
     SharedCopy,
@@ -22,7 +23,7 @@ from hf_parallel.tensor_parallel.run.functions import (
     reduce_from_tp,
     take_heads,
 )
-from hf_parallel.tensor_parallel.run.linear import column_product, plain_product, row_product, row_sum
+from hf_parallel.tensor_parallel.run.linear import column_product, plain_product, rounded_to, row_product, row_sum
 from hf_parallel.tensor_parallel.run.reads import own
 from hf_parallel.tensor_parallel.run.sequence import leaves_partial
 from hf_parallel.tensor_parallel.run.sequence_functions import copies_to_tp
@@ -206,8 +207,20 @@ def norm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def vocab_head_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
     if self.tp_vocab.local:
-        return self.tp_vocab.left(column_forward(self, *args, **named))  # type: ignore[no-any-return]
+        found = _unmade_logits(self, only_tensor(args, named))
+        return self.tp_vocab.left(column_forward(self, *args, **named) if found is None else found)  # type: ignore[no-any-return]
     return gather_forward(self, *args, **named)
+
+
+def _unmade_logits(self: Any, x: Tensor) -> Tensor | None:
+    """This rank's columns of the logits, not made; None where the head makes them."""
+    state: LinearState = self.tp_linear
+    deferral: LogitsDeferral | None = vars(self).get("logits_deferral")
+    if deferral is None or rounded_to(state.copy, x) is not None:  # its gradient would be summed in half precision
+        return None
+    partial = state.copy.partial_of(x)
+    hidden = _copied(x, state.copy) if partial is None else partial
+    return deferral.logits(hidden, own(self, "weight"), own(self, "bias"))
 
 
 def partial_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,9 +23,11 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
+from hf_parallel.head.defer import LogitsDeferral, made
+from hf_parallel.head.tiles import Tiling
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_from_tp, reduce_from_tp
-from hf_parallel.tensor_parallel.run.vocab_loss import vocab_parallel_loss
+from hf_parallel.tensor_parallel.run.vocab_loss import SharedColumns, vocab_parallel_loss
 from hf_parallel.tensor_parallel.run.vocab_watch import LogitsWatch, VocabMode, on_all
 
 
@@ -133,8 +135,20 @@ def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length:
     put_over(module, "tp_embedding", _EmbeddingState(shared, start, length), _embedding_forward)
 
 
-def install_loss(model: nn.Module, head: nn.Module, shared: SharedCopy, start: int) -> None:
-    """Give head and loss of a model their common mode, and `model.forward` what switches it. In place."""
+def install_loss(
+    model: nn.Module, head: nn.Module, shared: SharedCopy, start: int, *, defers_logits: bool = False
+) -> None:
+    """Give head and loss of a model their common mode, and `model.forward` what switches it. In place.
+
+    Args:
+        model: Without adapters around it.
+        head: Its head, which has the columns from `start` on.
+        shared: For the group.
+        start: First token of this rank.
+        defers_logits: Whether the head leaves its part of the logits unmade.
+    """
+    if defers_logits:
+        vars(head)["logits_deferral"] = LogitsDeferral(Tiling(columns=SharedColumns(shared.group, start)))
     mode = vars(model)["tp_vocab"] = vars(head)["tp_vocab"] = VocabMode()
     whole: Any = model.loss_function
     loss = vars(model)["tp_vocab_loss"] = VocabLoss(shared, mode, start, whole)
@@ -315,4 +329,4 @@ def _without_logits(model: nn.Module, output: Any) -> Any:
     if not isinstance(output, ModelOutput) or output.get("logits") is None:
         return output
     group, sizes = vars(model)["tp_vocab_loss"].copy.group, vars(model)["tp_vocab_head"].tp_linear.gather_sizes
-    return LabelledOutput().hide(output, lambda local: gather_from_tp(local, group, sizes))
+    return LabelledOutput().hide(output, lambda local: gather_from_tp(made(local), group, sizes))

@@ -8,6 +8,7 @@ Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, "parallel cross entro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from hf_parallel.tensor_parallel.run.functions import TPGroup, max_over, sum_over
+from hf_parallel.head.unmade import UnmadeLogits
+from hf_parallel.tensor_parallel.run.functions import TPGroup, gather_over, max_over, sum_over
 
 
 CHUNK_ELEMENTS = 2**22  # of fp32 intermediates: 16 MiB, whatever the batch; larger chunks are not faster
@@ -35,7 +37,8 @@ def vocab_parallel_loss(
     """The loss of transformers' `ForCausalLMLoss` from this rank's part of the logits.
 
     Args:
-        logits: f[... S v], columns [start, start + v) of the vocabulary. Computed with in fp32, a chunk at a time.
+        logits: f[... S v], columns [start, start + v) of the vocabulary. Computed with in fp32, a chunk at a time; those
+            that are not made yet stay so.
         labels: i[... S] in tokens of the full vocabulary; position s is scored against label s + 1.
         group: The tensor-parallel group; all its ranks must call this with the same labels.
         start: First column that this rank has.
@@ -52,15 +55,41 @@ def vocab_parallel_loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)  # (batch * seq,)
     ignored = targets == ignore_index
-    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]), targets, group, start
-    )
-    total = losses.masked_fill(ignored, 0.0).sum()  # not losses * mask: an ignored label may give nan
+    if isinstance(logits, UnmadeLogits):
+        logits = logits.float()
+    if isinstance(logits, UnmadeLogits):
+        total = logits.tiled_loss(targets, ignore_index)
+    else:
+        losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits.reshape(-1, logits.shape[-1]), targets, group, start
+        )
+        total = losses.masked_fill(ignored, 0.0).sum()  # not losses * mask: an ignored label may give nan
     if num_items_in_batch is None:
         return total / (~ignored).sum()
     return total / (
         num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
     )
+
+
+@dataclass(frozen=True)
+class SharedColumns:
+    """The columns of a head that one rank has, and those of the others.
+
+    Args:
+        group: The tensor-parallel group.
+        start: First column of this rank.
+    """
+
+    group: TPGroup
+    start: int
+
+    def merged(self, top: Tensor, total: Tensor, picked: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """As `tiles.Columns`; one small all-gather, of four numbers a token."""
+        mine = torch.stack([top, total, picked.masked_fill(~held, 0.0), held.to(top.dtype)])  # (4, tokens)
+        tops, totals, labels, holders = torch.stack(gather_over(mine, self.group), 1).unbind()  # (tp, tokens) each
+        largest = tops.amax(0)
+        log_sum = (totals * (tops - largest).exp()).sum(0).log() + largest
+        return log_sum, torch.where(holders.sum(0) > 0, labels.sum(0), torch.nan)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.compat.torch_tools import TorchDispatchMode, pytree
+from hf_parallel.head.unmade import UnmadeLogits
 from hf_parallel.tensor_parallel.run.functions import TPGroup, max_over
 
 
@@ -84,7 +85,10 @@ class LogitsWatch(TorchDispatchMode):
         self._marked: dict[int, Tensor] = {}  # by storage, which is kept, so that no other tensor gets its address
 
     def mark(self, tensor: Tensor) -> None:
-        """Follow `tensor`."""
+        """Follow `tensor`; logits that are not made from when they are."""
+        if isinstance(tensor, UnmadeLogits):
+            tensor.recipe.reads.on_made = self.mark
+            return
         self._marked[tensor.untyped_storage().data_ptr()] = tensor
 
     def is_marked(self, tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hf_parallel.compat.private_torch import (
     in_backward_pass,
@@ -61,6 +62,7 @@ class Reads:
         depth: Calls that are running which all ranks of the group make alike.
         reports: Whether this rank says who reads what.
         in_loss: Whether a loss of the user's runs now, outside of the model's forward.
+        watching: What puts parts together in code of the user's that runs now (`parts.OnParts`).
     """
 
     copy: SharedCopy
@@ -68,6 +70,7 @@ class Reads:
     depth: int = 0
     in_loss: bool = False
     reports: bool = False
+    watching: TorchFunctionMode | None = None
     inside: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, Tensor] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)

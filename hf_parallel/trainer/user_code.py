@@ -1,0 +1,88 @@
+"""Code of users inside a Trainer that all ranks run alike: numbers it takes of weights are those of whole ones, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.guards.meeting import meeting_of_shards
+from hf_parallel.guards.on_stages import OnStages
+from hf_parallel.guards.parts import ShardOfState
+from hf_parallel.tensor_parallel.run.parts import known_parts, watch_calls
+
+
+# What subclasses override and that runs on all ranks. In `compute_loss` a model of shards itself lists whole parameters.
+METHODS = ("training_step", "prediction_step", "evaluation_loop", "evaluate", "predict", "log", "save_model")
+KINDS: tuple[type[Tensor], ...] = (ShardOfState,)
+LIBRARIES = ("transformers", "hf_parallel")
+
+
+class UserCode:
+    """Watches what a Trainer calls of users, for one model.
+
+    Args:
+        trainer: The Trainer; changed in place.
+        model: Its model, cut and sharded.
+        engine: The model's engine.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, engine: Engine) -> None:
+        self.model = model
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        stages: OnStages | None = None
+        meeting = meeting_of_shards(engine.mesh)
+        options: dict[str, Any] = {"kinds": KINDS, "meet": lambda: meeting.meet("a number of sharded weights")}
+        if isinstance(engine, PipelineEngine):
+            stages = OnStages(
+                *(engine.attachment.parameters, engine.mesh.shape.pp_size),
+                resting=lambda: engine.is_running,
+                everywhere=engine.everywhere,
+            )
+            engine.watching, options["gathered"] = stages.modes, stages.follow
+        known = known_parts(model, **options)
+        if stages is None and known is None:
+            return
+
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            return watch_calls(call if stages is None else stages.watch(call), known)
+
+        handler = trainer.callback_handler
+        self._replace(handler, "call_event", watched(handler.call_event))  # for callbacks that are added later, too
+        for name in METHODS:
+            if _overrides(trainer, name):
+                self._replace(trainer, name, watched(getattr(trainer, name)))
+        if stages is not None and _overrides(trainer, "compute_loss"):
+            self._replace(trainer, "compute_loss", stages.watch(trainer.compute_loss))
+        if trainer.compute_metrics is not None:
+            self._replace(trainer, "compute_metrics", watched(trainer.compute_metrics))
+
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name), by))
+        vars(owner)[name] = by
+
+    def stop(self) -> None:
+        """Put back what was there before, unless somebody has put something else there."""
+        for owner, name, own, ours in self._replaced:
+            if vars(owner).get(name) is ours:
+                del vars(owner)[name]
+                if own is not None:
+                    vars(owner)[name] = own
+
+
+def is_users(callback: Any) -> bool:
+    """Whether a callback is neither of transformers nor ours."""
+    return _is_users(type(callback))
+
+
+def _overrides(trainer: Trainer, name: str) -> bool:
+    """Whether a method was put on the object or is one of a subclass; ours may be put over that."""
+    return name in vars(trainer) or any(name in vars(kind) and _is_users(kind) for kind in type(trainer).__mro__)
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in LIBRARIES
