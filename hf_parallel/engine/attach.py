@@ -9,6 +9,7 @@ from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
+from hf_parallel.engine.generation import install_generate
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.held import held_tensors
 from hf_parallel.engine.pipeline_reads import ReadingPipelineEngine
@@ -59,6 +60,7 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
     if plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
         engine.part_hooks = _part_hooks(setup.model, plans.tensor_parallel)
     engine.install()
+    install_generate(engine)
     return engine
 
 

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,7 +21,7 @@ from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from hf_parallel.batches import BatchCheck, RandomCheck
-from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward
+from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
@@ -87,6 +87,7 @@ class Engine:
         self._installed: Callable[..., Any] | None = None
         self._holds_back = False
         self._queued = False
+        self.watching: Sequence[object] = ()  # modes that follow what user code computes around the model
         self.gathers = meeting_of_copy(self.mesh)
         self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
         self.part_hooks = PartHooks(attachment.model, {})
@@ -153,7 +154,12 @@ class Engine:
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             engine.part_hooks.check()
-            with engine.attachment.watchdog.engaged(), engine.gradients.replicas.forward(), in_lockstep(engine.model):
+            with (
+                set_aside(*engine.watching),
+                engine.attachment.watchdog.engaged(),
+                engine.gradients.replicas.forward(),
+                in_lockstep(engine.model),
+            ):
                 return engine.run(args, kwargs)
 
         # Not a bound method: `inspect.signature` would take the first input of the wrapped one for `self`.

@@ -22,6 +22,7 @@ from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.reducer import GradientReducer
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
@@ -71,13 +72,13 @@ class GradientSync:
         self._weights: WeightGuard | None = None
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
-        self._parts: float | None = None  # of gradients that are parts of shards, after the reduction
+        self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
-        self.replicas.before_reading.append(self.settle_states)
+        self.replicas.before_reading += [self.settle_states, self._parts.judge]
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -174,7 +175,7 @@ class GradientSync:
         if sharded is not None:
             self.arrivals.settle(self._parameters.values())
             if self._mesh.mp_group is not None:
-                queue_after_backward(self._remember_parts)  # after `fully_shard` has put its last gradients there
+                queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
 
@@ -194,23 +195,8 @@ class GradientSync:
         )
         self._lay_out()
 
-    def _remember_parts(self) -> None:
-        self._parts = self._parts_now()
-
-    def _parts_now(self) -> float:
-        """The sum of the squares of this rank's parts: a change of a DTensor leaves no other trace. Waits for the device."""
-        return float(self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0))
-
-    def _refuse_changed_parts(self) -> None:
-        """Norms that torch takes of parts of shards are those of this tensor-parallel rank alone."""
-        known, self._parts = self._parts, None
-        if known is not None and known == known and known != self._parts_now():  # NaN is no change
-            raise UnsupportedError(
-                f"gradients were changed between the backward pass and the step (torch.nn.utils.clip_grad_norm_, p.grad.mul_) with "
-                f"tp_size={self._mesh.shape.tp_size} and parameters shared out over replicas: a norm of them counts this rank's "
-                "shards only. Use max_grad_norm or accelerator.clip_grad_norm_, hooks on parameters, or zero.stage 1 or 2 of the "
-                "native engine."
-            )
+    def _power_of_parts(self) -> torch.Tensor:
+        return self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0)
 
     def _reduce_shared(self) -> None:
         for reducer in self._shared:
@@ -268,8 +254,7 @@ class GradientSync:
         for device, gradients in by_device.items():
             scale_all(gradients, factor.to(device))
         self.arrivals.note_all()
-        if self._parts is not None:
-            self._remember_parts()
+        self._parts.remember_again()
 
     def guard(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> OwnHooks:
         """Make `optimizer` refuse to step on gradients that were never reduced, and keep only live parameters.
@@ -358,7 +343,7 @@ class GradientSync:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.before_update()
-        self._refuse_changed_parts()
+        self._parts.refuse_changes()
         zero = self.replicas.zero
         if zero is not None:
             self._guard_states(optimizer)

@@ -7,7 +7,9 @@ place: cut into pipeline stages, its blocks checkpointed, its layers sharded, it
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.opening import holdings_of, opening
 from hf_parallel.engine.plans import agree, make_plans, summary
 from hf_parallel.engine.self_check import check_plans
 from hf_parallel.engine.setup import Setup
@@ -23,11 +26,14 @@ from hf_parallel.engine.transform import (
     checkpoint_activations,
     compile_blocks,
     cut_into_stages,
+    defer_head,
     shard_layers,
     shard_over_replicas,
     shard_sequence,
 )
+from hf_parallel.engine.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
+from hf_parallel.logs import told_if_slow
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.support import refuse_model
@@ -73,18 +79,23 @@ def parallelize(
     refuse_model(model, shape.mp_size, tp_size=shape.tp_size, shares_parameters=shares)
     keep_trainable(model)
     watchdog.runs("plans the stages and shards")
-    setup = Setup(model, config, schedule, mesh, device, watchdog)
+    started = time.monotonic()
     probes = Probes(model, device, sample) if needs_probes(config) else None
+    verdicts = Verdicts()
+    if probes is not None and config.remembers_verdicts:
+        verdicts = verdicts_of(model, config, shape, device, probes.batch)
+    setup = Setup(model, config, schedule, mesh, device, watchdog, verdicts)
 
     late = prepare_late_weights(setup)
     start = begin_alike_on_all(setup)
-    with late.computable():
+    with late.computable(), told_if_slow(partial(_tell, setup, "plans stages and shards")):
         plans = make_plans(setup, probes, late.stand_in)
     agree(plans, setup, start)
     if late.is_empty:
         warn_of_waste(setup, plans.ledger)
-    if late.stand_in is None and probes is not None:
-        check_plans(setup, plans, probes)
+    with told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
+        compared = late.stand_in is None and probes is not None and check_plans(setup, plans, probes)
+    holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 
     # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
     # enter and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
@@ -93,15 +104,25 @@ def parallelize(
     stages = cut_into_stages(setup, plans)
     checkpoint_activations(setup, plans, sequence)
     shard_layers(setup, plans, stages)
-    late.read(plans.ledger)
+    defer_head(setup, plans)
+    with told_if_slow(partial(_tell, setup, "reads the weights")):
+        late.read(plans.ledger)
     replicas = shard_over_replicas(setup, plans.units, compute_dtype)
 
     engine = attach(setup, plans, stages, replicas)
     watchdog.runs()
     if setup.reports:
-        for line in [*summary(plans, setup), *engine.gradients.replicas.describe()]:
+        of_replicas = engine.gradients.replicas.describe()
+        for line in opening(plans, setup, holdings, of_replicas, seconds, compared=compared):
             logger.info("hf_parallel: %s", line)
+        for line in summary(plans, setup):
+            logger.debug("hf_parallel: %s", line)
     return engine
+
+
+def _tell(setup: Setup, doing: str) -> None:
+    if setup.reports:
+        logger.info("hf_parallel: %s ...", doing)
 
 
 def needs_probes(config: HFParallelConfig) -> bool:

@@ -55,6 +55,9 @@ class PipelineEngine(Engine):
         programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
         loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
+
+    Attributes:
+        generated: Whether `model.generate()` ran.
     """
 
     def __init__(
@@ -99,13 +102,20 @@ class PipelineEngine(Engine):
         self._direct = self._watch_direct()
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
+        self.generated = False
         self._needs_logits = True
         self._unlisted: Collection[str] | None = ()  # outputs that nobody looks for; None: nobody goes through them
 
     def _watch_direct(self) -> DirectGradients:
+        return DirectGradients(
+            self.attachment.parameters, self.everywhere, self.mesh.shape.pp_size, self.end_pass_later
+        )
+
+    @property
+    def everywhere(self) -> frozenset[str]:
+        """Names of parameters that all stages hold."""
         entries, size = self.attachment.ledger.entries, self.mesh.shape.pp_size
-        everywhere = frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
-        return DirectGradients(self.attachment.parameters, everywhere, size, self.end_pass_later)
+        return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
         """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""

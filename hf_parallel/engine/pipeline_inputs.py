@@ -40,8 +40,8 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
         given.append("return_dict=False")
     if given:
         raise UnsupportedError(
-            f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, "
-            "and generate() needs a key-value cache. Save the model with trainer.save_model() and load it in one "
+            f"{', '.join(given)} with pp_size={pp_size}: a pipeline returns loss and logits only, and its stages keep no "
+            "key-value cache (model.generate() works without). Save the model with trainer.save_model() and load it in one "
             "process for that, or use pp_size 1."
         )
     if batch.get("use_cache") is not None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.autograd_nodes import outputs_node
 from hf_parallel.engine.other_outputs import CallKind, Caught, OtherOutputs, Reading
 from hf_parallel.engine.pipeline import PipelineEngine, logits_in
@@ -133,6 +134,7 @@ class ReadingPipelineEngine(PipelineEngine):
         before, self.seeds.step = self.seeds.step, step
         try:
             with (
+                set_aside(*self.watching),
                 self.attachment.watchdog.engaged(),
                 self.gradients.replicas.forward(),
                 in_lockstep(self.model),

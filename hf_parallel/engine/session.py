@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hf_parallel
 from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
@@ -109,7 +110,8 @@ class Session:
         watchdog = Watchdog(store, mesh.rank, names, limit)
         watchdog.start()
         if mesh.rank == 0:
-            logger.info("hf_parallel: %s", explanation)
+            backend = f" by {dist.get_backend()}" if dist.is_initialized() else ""
+            logger.info("hf_parallel %s: %s%s", hf_parallel.__version__, explanation, backend)
         session = cls(config, schedule, explanation, mesh, watchdog)
         weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
         return session

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
+from hf_parallel.engine.verdicts import Verdicts
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
@@ -26,6 +28,7 @@ class Setup:
         mesh: This rank's mesh.
         device: Where the model is.
         watchdog: For waits.
+        verdicts: What was found out at earlier starts.
     """
 
     model: nn.Module
@@ -34,6 +37,7 @@ class Setup:
     mesh: Mesh
     device: torch.device
     watchdog: Watchdog
+    verdicts: Verdicts = field(default_factory=Verdicts)
 
     @property
     def name(self) -> str:
@@ -52,8 +56,8 @@ class StandIn:
 
     Args:
         plan: As `plan_model`, from tp_size, sample and settings.
-        model: Makes a small model that computes its loss as the model does.
+        model: Makes a small model that computes its loss as the model does, from a batch, and the batch for it.
     """
 
     plan: Callable[..., TPPlan]
-    model: Callable[[], nn.Module]
+    model: Callable[[Mapping[str, Any]], tuple[nn.Module, Mapping[str, Any]]]

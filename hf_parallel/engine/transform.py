@@ -17,6 +17,7 @@ from hf_parallel.data_parallel.host import pins
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
+from hf_parallel.head.defer import defer_logits
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients
@@ -116,7 +117,19 @@ def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
         holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         deferral=None if stages is None else stages.weights,
         reduces_in_fp32=setup.config.tensor_parallel.reduces_in_fp32,
+        defers_logits=plans.head.is_deferred,
     )
+
+
+def defer_head(setup: Setup, plans: Plans) -> None:
+    """The head leaves its logits unmade for the loss, on the ranks that hold it.
+
+    Comes after the layers are sharded: a head that is sharded over the vocabulary does so by itself.
+    """
+    name, shards = plans.head.name, plans.tensor_parallel
+    is_sharded = shards is not None and name in shards.linears
+    if plans.head.is_deferred and not is_sharded and plans.ledger.holds(setup.mesh.pp_rank, f"{name}.weight"):
+        defer_logits(setup.model.get_submodule(name))
 
 
 def shard_over_replicas(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,16 @@ from hf_parallel.errors import PlanError
 from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
 from hf_parallel.model.meta import off_meta
-from hf_parallel.tensor_parallel.plan.plan_for import Blueprint, blueprint_of, plan_for, reduced_model
+from hf_parallel.model.narrow import with_fewer_words
+from hf_parallel.tensor_parallel.plan.plan_for import (
+    Blueprint,
+    blueprint_of,
+    narrow_blueprint,
+    plan_for,
+    reduced_model,
+    skeleton,
+)
+from hf_parallel.tensor_parallel.plan.widened import widened
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 
@@ -128,10 +136,22 @@ def _blueprint(setup: Setup) -> Blueprint | None:
 def _stand_in(blueprint: Blueprint) -> StandIn:
     def plan(tp_size: int, sample: Mapping[str, Any], **settings: Any) -> TPPlan:
         here = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in sample.items()}
+        narrow = narrow_blueprint(blueprint, here, tp_size)
+        if narrow is not None:
+            with suppress(PlanError):  # then it is for the real widths to say why
+                made = plan_for(narrow, tp_size, sample=_batch_for(narrow, here), **settings)
+                return widened(made, skeleton(narrow), skeleton(blueprint))
         return plan_for(blueprint, tp_size, sample=here, **settings)
 
-    model: Callable[[], nn.Module] = partial(reduced_model, blueprint)
+    def model(sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
+        narrow = narrow_blueprint(blueprint, sample)
+        return reduced_model(narrow or blueprint), sample if narrow is None else _batch_for(narrow, sample)
+
     return StandIn(plan, model)
+
+
+def _batch_for(narrow: Blueprint, sample: Mapping[str, Any]) -> dict[str, Any]:
+    return with_fewer_words(sample, narrow.config.get_text_config().vocab_size)
 
 
 def _refuse_unlike_files(setup: Setup, ledger: Ledger) -> None:

@@ -18,7 +18,7 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
 
 from hf_parallel.pipeline_parallel.schedule.actions import format_schedule
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
-from hf_parallel.settings.sections import STAGES_PER_RANK
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK
 
 
 # All runs happen in the set-up of the first test.

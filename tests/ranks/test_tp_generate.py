@@ -85,8 +85,7 @@ def without_cache(rank: int, world_size: int) -> None:
     assert tokens(model, use_cache=False) == expected
 
 
-def test_a_pipeline_generates_without_a_cache(tmp_path: Path) -> None:
-    """With a cache it refuses: see test_failures."""
+def test_a_pipeline_of_shards_generates_without_a_cache(tmp_path: Path) -> None:
     run_ranks(without_cache, 4, tmp_path=tmp_path, env=ENV)
 
 

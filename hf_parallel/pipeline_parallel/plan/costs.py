@@ -56,13 +56,19 @@ class StageCosts:
         return StageCosts(blocks, self.first + back.first, self.last + back.last, unit=self.unit)
 
 
-def stage_costs(bounds: Sequence[int], costs: StageCosts) -> list[float]:
-    """Forward cost of each stage of a partition, prologue and tail included."""
+def stage_costs(bounds: Sequence[int], costs: StageCosts, speeds: Sequence[float] | None = None) -> list[float]:
+    """Forward cost of each stage of a partition, prologue and tail included.
+
+    Args:
+        bounds: [0, ..., num_blocks].
+        costs: of the parts, on a rank of speed 1.
+        speeds: of the rank of each stage, above 0; None if all are 1.
+    """
     sums = [0.0, *accumulate(costs.blocks)]
     stages = [sums[hi] - sums[lo] for lo, hi in pairwise(bounds)]
     stages[0] += costs.first
     stages[-1] += costs.last
-    return stages
+    return stages if speeds is None else [cost / speed for cost, speed in zip(stages, speeds, strict=True)]
 
 
 def block_costs(

@@ -94,7 +94,12 @@ class Prediction:
 
 
 def predict(
-    plan: PipelinePlan, bounds: Sequence[int], costs: StageCosts, schedule: Schedule, holdings: Sequence[Holding]
+    plan: PipelinePlan,
+    bounds: Sequence[int],
+    costs: StageCosts,
+    schedule: Schedule,
+    holdings: Sequence[Holding],
+    speeds: Sequence[float] | None = None,
 ) -> Prediction:
     """Put together what is known of a cut.
 
@@ -104,8 +109,9 @@ def predict(
         costs: analytic or measured.
         schedule: actions of a training step.
         holdings: of each pipeline rank.
+        speeds: of the rank of each stage; None if all are alike.
     """
-    forward, backward = stage_costs(bounds, costs), stage_costs(bounds, costs.of_backward())
+    forward, backward = (stage_costs(bounds, part, speeds) for part in (costs, costs.of_backward()))
     timed = simulate(schedule, forward, backward)
     saved, total = saved_per_token(plan, bounds), sum(forward) + sum(backward) or 1.0
     stages = tuple(
@@ -176,4 +182,4 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _bytes(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"

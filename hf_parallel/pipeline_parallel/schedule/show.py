@@ -13,7 +13,7 @@ from rich.text import Text
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.pipeline_parallel.schedule.actions import Action, Kind
-from hf_parallel.pipeline_parallel.schedule.simulate import Simulation
+from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations
 
 
 # Fill and ink of each kind, for a rank's 1st, 3rd, ... stage and for its 2nd, 4th, ...
@@ -22,6 +22,12 @@ COLORS: Final[Mapping[Kind, tuple[tuple[str, str], tuple[str, str]]]] = {
     "B": (("#2e7d4f", "#ffffff"), ("#93d6ad", "#000000")),
     "I": (("#167a7f", "#ffffff"), ("#8fdadd", "#000000")),
     "W": (("#b35412", "#ffffff"), ("#f5c08f", "#000000")),
+}
+KIND_NAMES: Final[Mapping[Kind, str]] = {
+    "F": "f: forward",
+    "B": "b: backward",
+    "I": "i: gradients of the inputs",
+    "W": "w: gradients of the weights",
 }
 MICROSECONDS_A_UNIT = 1000.0
 
@@ -38,15 +44,20 @@ class _Bar:
     ink: str
 
 
-def columns_per_unit(results: Iterable[Simulation], width: int) -> float:
+def columns_per_unit(results: Iterable[Simulation], width: int, *, in_colour: bool = True) -> float:
     """Return the text columns of one time unit that let all the results fit ``width`` columns.
 
-    Where there is room, the shortest action takes a whole number of columns.
+    Where there is room, the shortest action takes a whole number of columns. Without colours it always has room for the
+    letter of its kind, whatever the width: nothing else tells kinds apart.
     """
     results = list(results)
     scale = width / (max(result.makespan for result in results) or 1.0)
     lengths = [bar.end - bar.start for result in results for bar in _bars(result) if bar.end > bar.start]
     shortest = min(lengths, default=0.0)
+    most = max((bar.action.microbatch for result in results for bar in _bars(result)), default=0)
+    letters = len(str(most)) + 1
+    if shortest and not in_colour and scale * shortest < letters:
+        return letters / shortest
     return math.floor(scale * shortest) / shortest if scale * shortest >= 1.0 else scale
 
 
@@ -86,21 +97,39 @@ def write_picture(path: str | Path, results: Mapping[str, Simulation], kind: Lit
         OSError: If the file cannot be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         raise UnsupportedError(
-            f"{path}: a picture needs matplotlib, which is not installed. Run `pip install matplotlib` (or install the extra "
-            "hf_parallel[viz]), or use --trace, which needs nothing."
+            f"{path}: a picture needs matplotlib, which is not installed. Run pip install 'hf_parallel[viz]', or use --trace, "
+            "which needs nothing."
         ) from None
     heights = [len(result.schedule) + 1 for result in results.values()]
-    figure = Figure(figsize=(14, 0.32 * sum(heights) + 0.6 * len(heights)), layout="constrained")
+    figure = Figure(figsize=(14, 0.32 * sum(heights) + 0.6 * len(heights) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axes, (title, result) in zip(grid[:, 0], results.items(), strict=True):
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(f"{title}: {figures_of(result)}", loc="left", fontsize=10)
         _draw(axes, result)
-    figure.savefig(path, dpi=120, format=kind)
+    grid[-1, 0].set_xlim(0, max(result.makespan for result in results.values()) or 1.0)
+    grid[-1, 0].set_xlabel("time; 1 is the unit of --times, the forward of a rank's whole share by default")
+    kinds = sorted({bar.action.kind for result in results.values() for bar in _bars(result)}, key="FBIW".index)
+    handles = [Patch(facecolor=COLORS[one][0][0], label=KIND_NAMES[one]) for one in kinds]
+    if any(bar.fill == COLORS[bar.action.kind][1][0] for result in results.values() for bar in _bars(result)):
+        handles.append(Patch(facecolor=COLORS["F"][1][0], label="lighter: the rank's 2nd, 4th, ... stage"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "hf_parallel"}
+    ):  # text as text, and the same file each time
+        figure.savefig(path, dpi=120, format=kind, metadata={"Date": None} if kind == "svg" else None)
+
+
+def figures_of(result: Simulation) -> str:
+    """The figures of a timed schedule for its title: step, bubble, and the most activations that a rank holds."""
+    peak = max(peak_activations(result.schedule))
+    return f"step {result.makespan:g}, bubble {result.bubble_fraction:.1%}, activations of {peak:.3g} microbatches at most"
 
 
 def _draw(axes: Any, result: Simulation) -> None:

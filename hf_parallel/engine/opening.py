@@ -1,0 +1,152 @@
+"""What rank 0 says when a run begins: one line for each question that one has then. The tables are details."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_parallel.engine.held import holding_of
+from hf_parallel.engine.plans import Plans
+from hf_parallel.engine.setup import Setup
+from hf_parallel.machine.facts import this_machine
+from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction, predict
+from hf_parallel.settings.config import HFParallelConfig
+
+
+MAX_NAMED = 4  # stages that are named one by one
+
+
+def opening(
+    plans: Plans,
+    setup: Setup,
+    holdings: Sequence[Holding],
+    replicas: Sequence[str],
+    seconds: float,
+    *,
+    compared: bool,
+) -> list[str]:
+    """The lines, without those of the layout and of the batch, which others know.
+
+    Args:
+        plans: What was found out.
+        setup: The settings and the mesh.
+        holdings: Of each pipeline rank, before the model was changed; see `holdings_of`.
+        replicas: What the replicas do with each other, a line each.
+        seconds: What planning and comparing took.
+        compared: Whether the planned parts were compared with the whole model.
+    """
+    how = "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
+    how = "ready" if plans.cut is None and plans.tensor_parallel is None else how
+    lines = [f"{how} in {seconds:.1f} s; tables of cut, costs and shards with HF_PARALLEL_LOG=debug"]
+    parts = [*_stages(plans), *_shards(plans), *_recomputed(plans), *replicas]
+    lines += ["; ".join(parts)] if parts else []
+    lines.append(_memory(holdings, plans.prediction, setup))
+    if plans.prediction is not None:
+        lines.append(_idle(plans, plans.prediction))
+    return lines
+
+
+def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:
+    """What each pipeline rank will keep of the model, which is still whole."""
+    shape = setup.mesh.shape
+    return [holding_of(setup.model, plans.ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+
+
+def _stages(plans: Plans) -> list[str]:
+    if plans.prediction is None:
+        return []
+    stages = plans.prediction.stages
+    if len(stages) > MAX_NAMED:
+        sizes = [hi - lo for lo, hi in (stage.blocks for stage in stages)]
+        shares = [stage.share for stage in stages]
+        return [
+            f"{len(stages)} stages of {min(sizes)} to {max(sizes)} blocks with {min(shares):.1%} to {max(shares):.1%} of the compute"
+        ]
+    named = []
+    for index, stage in enumerate(stages):
+        lo, hi = stage.blocks
+        blocks = f"blocks {lo} to {hi - 1}" if hi > lo else "the head alone"
+        named.append(f"stage {index} on rank {stage.rank} {blocks} ({stage.share:.0%} of the compute)")
+    return [", ".join(named)]
+
+
+def _shards(plans: Plans) -> list[str]:
+    if plans.tensor_parallel is None:
+        return []
+    share = plans.tensor_parallel.coverage()
+    return [
+        f"tensor parallel: {share.paired + share.gathered:.0%} of the parameters sharded, {share.replicated:.0%} whole on every rank"
+    ]
+
+
+def _recomputed(plans: Plans) -> list[str]:
+    if not plans.recomputed:
+        return []
+    return [f"activation checkpointing of {sum(map(len, plans.recomputed))} blocks in {len(plans.recomputed)} groups"]
+
+
+def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: Setup) -> str:
+    """What the fullest rank keeps for its parameters, against what it has."""
+    zero, group = setup.config.zero, setup.mesh.dp_shard_group
+    parts = group.size() if group is not None and zero.stage else 1
+    fullest = max(holdings, key=lambda held: held.weights + held.gradients + held.optimizer)
+    terms = {
+        "weights": fullest.weights / (parts if zero.shards_parameters else 1),
+        "gradients": fullest.gradients / (parts if zero.stage > 1 else 1),
+        "Adam": fullest.optimizer / parts,
+    }
+    offloaded = [
+        name for name, key in (("Adam", zero.offload_optimizer), ("weights", zero.offload_param)) if key != "none"
+    ]
+    here = " + ".join(f"{name} {_gb(size)}" for name, size in terms.items())
+    text = f"memory of the fullest rank: {here} = {_gb(sum(terms.values()))} GB of {_gb(_limit(setup))} GB"
+    if offloaded:
+        text += f" ({' and '.join(offloaded)} in host memory)"
+    if prediction is not None:
+        kept = 1000 * max(rank.activations for rank in prediction.ranks)
+        text += f", and activations of {_gb(kept)} GB for 1000 tokens of a microbatch"
+    return text
+
+
+def _limit(setup: Setup) -> float:
+    """Bytes of the card; on the CPU a process's share of the RAM."""
+    if setup.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(setup.device).total_memory)
+    return this_machine().ram_bytes / max(setup.mesh.shape.world_size, 1)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
+
+
+def _idle(plans: Plans, prediction: Prediction) -> str:
+    """The bubble, and what twice the microbatches would leave of it."""
+    cut, count = plans.cut, prediction.num_microbatches
+    text = f"expected: ranks are idle for {prediction.bubble:.0%} of a step of {count} microbatches"
+    if cut is None or cut.schedule.settings.schedule == "csv":
+        return text
+    held = [rank.holding for rank in prediction.ranks]
+    other = predict(cut.stages, cut.bounds, cut.costs, cut.schedule.training(2 * count), held)
+    return f"{text} ({cut.schedule.settings.schedule}); num_microbatches: {2 * count} would leave {other.bubble:.0%}"
+
+
+def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) -> str:
+    """What a step trains on, and what it equals.
+
+    Args:
+        rows: Of a batch on each replica.
+        steps: Batches of an optimizer step.
+        dp_size: Replicas.
+        config: The settings.
+    """
+    lossy = []
+    if config.gradient_compression.method != "none":
+        lossy.append(f"gradients are sent as {config.gradient_compression.method}")
+    if config.local_sgd.sync_every > 1:
+        lossy.append(f"replicas meet every {config.local_sgd.sync_every} steps")
+    equal = f"not those of one process: {' and '.join(lossy)}" if lossy else "those of one process with these rows"
+    return (
+        f"an optimizer step has {rows * steps * dp_size} rows ({rows} a batch x {steps} batches x dp {dp_size}); its loss and "
+        f"gradients are {equal}"
+    )

@@ -1,0 +1,71 @@
+"""Giving the head of a model logits that are made when they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.head.tiles import Head, Tiling
+from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
+
+
+@dataclass
+class LogitsDeferral:
+    """Of one head; kept on the module as `logits_deferral`.
+
+    Args:
+        tiling: How its losses are computed.
+        last: What became of the logits of its last forward.
+    """
+
+    tiling: Tiling
+    last: Reads = field(default_factory=Reads)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Logits f[... V] of `hidden` f[... H], not made; None where they have to be, for want of a graph.
+
+        Args:
+            hidden: What the head is given.
+            weight: p[V H].
+            bias: p[V] or None.
+        """
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+            return None
+        dtype = _autocast_dtype(hidden)
+        if dtype is None and weight.dtype != hidden.dtype:
+            return None  # the layer's own forward says what is wrong
+        self.last = Reads()
+        return unmade(Recipe(hidden, Head(weight, bias, dtype or hidden.dtype, (), self.tiling), self.last))
+
+
+def defer_logits(head: nn.Module) -> None:
+    """Have a head, a linear layer, return logits that are made when they are read, while gradients are recorded. In place."""
+    if "logits_deferral" not in vars(head):  # of an earlier training
+        vars(head)["logits_deferral_inner"] = head.forward
+    vars(head)["logits_deferral"] = LogitsDeferral(Tiling())
+    vars(head)["forward"] = MethodType(_deferred_forward, head)
+
+
+def made(logits: Tensor) -> Tensor:
+    """Logits as an ordinary tensor."""
+    return logits.made() if isinstance(logits, UnmadeLogits) else logits
+
+
+def _deferred_forward(self: Any, *args: Tensor, **named: Tensor) -> Tensor:
+    hidden = args[0] if args else next(iter(named.values()))
+    parameters = own_parameters(self)
+    found = self.logits_deferral.logits(hidden, parameters["weight"], parameters.get("bias"))
+    result: Tensor = self.logits_deferral_inner(*args, **named) if found is None else found
+    return result
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast computes a product with `x` in; None without it."""
+    kind = x.device.type
+    casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else None

@@ -1,0 +1,19 @@
+"""How many tokens a loss without logits works on at a time. Pure: memory is counted with it where there is no torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+LEAST_ROWS: Final = 256  # below this the head's weight is read too often for what is computed with it
+
+
+def rows_of_tile(tokens: int, hidden: int, vocabulary: int) -> int:
+    """Tokens whose logits are as large as the hidden states of all, at least `LEAST_ROWS`.
+
+    Args:
+        tokens: Of a microbatch.
+        hidden: Width of the hidden states.
+        vocabulary: Entries of this rank's part of it.
+    """
+    return max(LEAST_ROWS, -(-tokens * hidden // max(vocabulary, 1)))
