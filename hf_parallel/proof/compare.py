@@ -1,0 +1,195 @@
+"""Two recorded runs, tensor by tensor, and how far apart rounding alone drives them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.record import LOGGED, RUN
+
+
+REFERENCE = "reference"
+PERTURBED = 2  # references with weights moved at rounding level
+EXACT = 1e-5  # relative, in fp32
+MARGIN = 4.0  # times the spread of one process under perturbations at rounding level
+# A tensor that is smaller than this share of the largest is compared at that scale: the true gradient of a key's bias is zero.
+FLOOR = 1e-3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor, or a logged number, of one rank is from the reference.
+
+    Args:
+        what: loss, grad_norm, learning_rate, gradient or parameter.
+        step: Of the optimizer, from 1.
+        name: Of the parameter; empty for a number.
+        rank: The rank that differs most.
+        relative: The difference over the size of the reference.
+        allowed: The most that `relative` may be.
+    """
+
+    what: str
+    step: int
+    name: str
+    rank: int
+    relative: float
+    allowed: float
+
+    @property
+    def excess(self) -> float:
+        """How many times too large; NaN counts as infinite."""
+        return float("inf") if self.relative != self.relative else self.relative / self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All differences of a job, the largest excess first.
+
+    Args:
+        differences: One for each tensor and step, and for each number.
+        missing: Gradients that one of the two runs lacks, `name (step n, rank r)`.
+        shared: Parameters that several stages hold.
+    """
+
+    differences: list[Difference]
+    missing: list[str]
+    shared: frozenset[str] = frozenset()
+
+    def dump(self, path: Path) -> None:
+        """Write it for another process."""
+        differences = [dataclasses.asdict(each) for each in self.differences]
+        path.write_text(
+            json.dumps({"differences": differences, "missing": self.missing, "shared": sorted(self.shared)})
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Comparison:
+        """The inverse of `dump`."""
+        read = json.loads(path.read_text())
+        return cls([Difference(**each) for each in read["differences"]], read["missing"], frozenset(read["shared"]))
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is where it should be."""
+        return not self.missing and all(each.excess <= 1 for each in self.differences)
+
+    def largest(self, *what: str) -> float:
+        """The largest relative difference of a kind; 0.0 if there is none."""
+        found = [each.relative for each in self.differences if each.what in what]
+        return max(found, default=0.0, key=lambda value: float("inf") if value != value else value)
+
+
+def compare(job: Job, folder: Path) -> Comparison:
+    """Compare the runs that `start` left in a folder: all that was recorded before a rank of the layout failed, if one did."""
+    ranks = [folder / f"rank{rank}" for rank in range(job.processes)]
+    steps = [step for step in range(job.steps) if all((rank / f"gradients-{step}.json").exists() for rank in ranks)]
+    has_ended = all((rank / RUN).exists() for rank in ranks)
+    differences = list(_numbers(job, folder)) if has_ended else []
+    missing: list[str] = []
+    for step in steps:
+        found, absent = _tensors(job, folder, f"gradients-{step}", step + 1)
+        differences += found
+        missing += absent
+    if has_ended:
+        found, absent = _tensors(job, folder, "parameters", job.steps)
+        differences += found
+        missing += absent
+    shared = json.loads((folder / "rank0" / RUN).read_text())["shared"] if has_ended else []
+    return Comparison(sorted(differences, key=lambda each: -each.excess), missing, frozenset(shared))
+
+
+def _numbers(job: Job, folder: Path) -> Iterator[Difference]:
+    reference = _logged(folder / REFERENCE)
+    others = [_logged(folder / f"perturbed{number}") for number in range(1, PERTURBED + 1)]
+    for rank in range(job.processes):
+        logged = _logged(folder / f"rank{rank}")
+        for step in range(job.steps):
+            for key in LOGGED:
+                expected, got = (
+                    float(run[step].get(key, float("nan"))) if step < len(run) else float("nan")
+                    for run in (reference, logged)
+                )
+                if expected != expected and got != got:
+                    continue
+                scale = abs(expected) or 1.0
+                spread = max(abs(float(run[step].get(key, expected)) - expected) / scale for run in others)
+                yield Difference(key, step + 1, "", rank, abs(got - expected) / scale, max(EXACT, MARGIN * spread))
+
+
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    logged: list[dict[str, Any]] = json.loads((folder / RUN).read_text())["logged"]
+    return logged
+
+
+class Recorded:
+    """The tensors that one process recorded.
+
+    Args:
+        folder: Of the process.
+        what: gradients-N or parameters.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        listed = json.loads((folder / f"{what}.json").read_text())
+        self.absent = set(listed["absent"])
+        self._pieces: dict[str, list[tuple[str, list[int]]]] = {}
+        for key, (name, offsets) in listed["pieces"].items():
+            self._pieces.setdefault(name, []).append((key, offsets))
+        self._file = safe_open(folder / f"{what}.safetensors", framework="pt")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that it has, or has parts of."""
+        return list(self._pieces)
+
+    def pieces(self, name: str) -> Iterator[tuple[list[int], Tensor]]:
+        """Offsets in the whole tensor, and the elements, in fp64."""
+        for key, offsets in self._pieces.get(name, ()):
+            yield offsets, self._file.get_tensor(key).double()
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor that it has all of."""
+        return next(tensor for _, tensor in self.pieces(name))
+
+
+def _tensors(job: Job, folder: Path, what: str, step: int) -> tuple[list[Difference], list[str]]:
+    reference = Recorded(folder / REFERENCE, what)
+    ranks = [Recorded(folder / f"rank{rank}", what) for rank in range(job.processes)]
+    others = [Recorded(folder / f"perturbed{number}", what) for number in range(1, PERTURBED + 1)]
+    kind = what.split("-")[0].removesuffix("s")
+    whole = functools.lru_cache(maxsize=1)(reference.whole)
+    largest = max((whole(name).norm().item() for name in reference.names), default=0.0)
+    differences, missing = [], []
+    for name in reference.names:
+        expected = whole(name)
+        scale = max(expected.norm().item(), FLOOR * largest) or 1.0
+        spread = max((other.whole(name) - expected).norm().item() for other in others) / scale
+        worst, worst_rank, seen = 0.0, 0, torch.zeros(expected.shape, dtype=torch.bool)
+        for rank, recorded in enumerate(ranks):
+            squares = 0.0
+            for offsets, piece in recorded.pieces(name):
+                at = tuple(slice(begin, begin + size) for begin, size in zip(offsets, piece.shape, strict=True))
+                squares += (piece - expected[at]).square().sum().item()
+                seen[at] = True
+            relative = squares**0.5 / scale
+            if not relative <= worst:
+                worst, worst_rank = relative, rank
+            if name in recorded.absent:
+                missing.append(f"{name} (step {step}, rank {rank})")
+        if not seen.all() and not any(entry.startswith(f"{name} (step {step},") for entry in missing):
+            missing.append(f"{name} (step {step}: no rank has all of it)")
+        differences.append(Difference(kind, step, name, worst_rank, worst, max(EXACT, MARGIN * spread)))
+    extra = {name for recorded in ranks for name in recorded.names} - set(reference.names)
+    missing += [f"{name} (step {step}: one process has none)" for name in sorted(extra)]
+    return differences, missing

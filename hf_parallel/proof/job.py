@@ -1,0 +1,119 @@
+"""What is trained twice: a model, a layout, and the batches of a few optimizer steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hf_parallel.errors import ConfigError
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.sections import spelled
+
+
+DTYPES: Final = ("fp32", "bf16")
+LOSSY: Final = "by design it trains otherwise than one process does. Verify without it"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One verification.
+
+    Args:
+        model: A `config.json`, a folder with one and perhaps weights, or a name.
+        settings: Settings of hf_parallel, as in the `hf_parallel` section of a recipe.
+        processes: Ranks of the layout.
+        steps: Optimizer steps, 1 or more.
+        rows: Of a batch of each replica, 1 or more.
+        length: Tokens of a row, 4 or more.
+        accumulation: Batches of an optimizer step, 1 or more.
+        dtype: Of the products: fp32, or bf16 (mixed precision).
+        layers: How many blocks of the model; None: all.
+        random_weights: Whether weights are drawn instead of read.
+        seed: Of weights and data.
+        tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
+        trace: Whether one step is trained only, and what passes through the modules is noted.
+    """
+
+    model: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    steps: int = 3
+    rows: int = 4
+    length: int = 16
+    accumulation: int = 1
+    dtype: str = "fp32"
+    layers: int | None = None
+    random_weights: bool = False
+    seed: int = 0
+    tamper: str | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={spelled(value)}: it is an integer of {least} or more."
+            for name, least in {
+                "processes": 1,
+                "steps": 1,
+                "rows": 1,
+                "length": 4,
+                "accumulation": 1,
+                "layers": 1,
+            }.items()
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < least)
+        ]
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype={spelled(self.dtype)}: expected one of {', '.join(DTYPES)}.")
+        if problems:
+            raise ConfigError("\n".join(problems))
+        problems = list(self._of_layout())
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _of_layout(self) -> list[str]:
+        config, problems = self.config, []
+        shards = config.tp_size * config.pp_size
+        if self.processes % shards:
+            problems.append(
+                f"processes={self.processes}: it is a multiple of tp_size * pp_size = {config.tp_size} * {config.pp_size} = {shards}."
+            )
+        if config.layout == "auto":
+            problems.append("layout=auto: name the layout that is to be verified (tp_size, pp_size, zero.stage).")
+        if config.zero.engine == "deepspeed":
+            problems.append("zero.engine=deepspeed: DeepSpeed trains with code of its own. Set it to native or fsdp2.")
+        if config.gradient_compression.method != "none":
+            problems.append(f"gradient_compression.method={config.gradient_compression.method}: {LOSSY} (none).")
+        if config.local_sgd.sync_every > 1:
+            problems.append(f"local_sgd.sync_every={config.local_sgd.sync_every}: {LOSSY} (1).")
+        return problems
+
+    @property
+    def config(self) -> HFParallelConfig:
+        """The settings, validated."""
+        return HFParallelConfig.from_mapping({}, source="verify").with_overrides(**self.settings)
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the layout."""
+        return self.processes // (self.config.tp_size * self.config.pp_size)
+
+    @property
+    def layout(self) -> str:
+        """The layout in words that are used in tables, such as pp2xdp2."""
+        config = self.config
+        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas}
+        axes = "x".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
+        zero = f" zero{config.zero.stage}" if config.zero.stage else ""
+        return f"{axes}{zero}"
+
+    def dump(self, path: Path) -> None:
+        """Write it for another process."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """The inverse of `dump`."""
+        return cls(**json.loads(path.read_text()))

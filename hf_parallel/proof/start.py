@@ -1,0 +1,147 @@
+"""The process that starts the runs of a job and judges them: `python -m hf_parallel.proof.start FOLDER`.
+
+It imports everything once and forks: the ranks of the layout together with the reference, then the perturbed references, then
+the judge. It never computes itself, so no thread of torch exists when it forks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
+from hf_parallel.proof.bisect import first_divergence
+from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, compare
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.train import train
+
+
+JOB, ERROR, LOG, JUDGED, PLACE = "job.json", "error.json", "output.log", "judged.json", "place.json"
+COMPARED, TRACED, JUDGE = "compared", "traced", "judge"
+SILENT = "ended and left no report"
+GRACE = 3.0  # s, for the others of a layout in which a rank failed
+LONGEST = 1800.0  # s, of a run
+TIMEOUT = timedelta(seconds=60)
+
+
+def main(folder: Path) -> None:
+    """Run a job, compare, and run it once more with traces if it differs; leaves `judged.json`, or errors of the runs."""
+    job = Job.load(folder / JOB)
+    compared, traced = folder / COMPARED, folder / TRACED
+    if not _references(job, compared):
+        return
+    ended = _layout(job, compared)
+    if not ended and (_is_refused(compared) or not (compared / "rank0" / "gradients-0.json").exists()):
+        return
+    if not _run_all(folder, {JUDGE: lambda: compare(job, compared).dump(folder / JUDGED)}):
+        return
+    if ended and Comparison.load(folder / JUDGED).ok:
+        return
+    once = dataclasses.replace(job, steps=1, trace=True)
+    is_traced = _references(once, traced) and _layout(once, traced)
+
+    def place() -> None:
+        found = Comparison.load(folder / JUDGED)
+        (folder / PLACE).write_text(json.dumps(first_divergence(job, found, traced if is_traced else None)))
+
+    _run_all(folder, {PLACE.removesuffix(".json"): place})
+
+
+def _references(job: Job, folder: Path) -> bool:
+    """Train in one process, and in some with perturbed weights; whether all ended well."""
+    places = {REFERENCE: 0} | {f"perturbed{number}": number for number in range(1, PERTURBED + 1)}
+    return _run_all(folder, {place: _perturbed(job, folder / place, number) for place, number in places.items()})
+
+
+def _layout(job: Job, folder: Path) -> bool:
+    """Train in the layout; whether all ranks ended well."""
+    return _run_all(folder, {f"rank{r}": _rank(job, folder, r, job.processes) for r in range(job.processes)})
+
+
+def _is_refused(folder: Path) -> bool:
+    return any(json.loads(path.read_text())["refused"] for path in folder.glob(f"rank*/{ERROR}"))
+
+
+def _perturbed(job: Job, folder: Path, number: int) -> Callable[[], None]:
+    return lambda: train(job, folder, layout=False, perturbed=number)
+
+
+def _rank(job: Job, folder: Path, rank: int, world: int) -> Callable[[], None]:
+    def run() -> None:
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=TIMEOUT
+        )
+        train(job, folder / f"rank{rank}", layout=True, rank=rank)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    return run
+
+
+def _run_all(folder: Path, runs: dict[str, Callable[[], None]]) -> bool:
+    """Fork a process for each, and wait; when one fails, or after `LONGEST`, the others are ended. Whether all ended well."""
+    started = {_fork(folder / name, run): name for name, run in runs.items()}
+    failed_at: float | None = None
+    deadline = time.monotonic() + LONGEST
+    while started:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        now = time.monotonic()
+        if pid in started:
+            name = started.pop(pid)
+            if status:
+                _leave(folder / name, "RankFailure", f"{SILENT} (wait status {status})")
+                failed_at = failed_at or now
+            continue
+        if now > deadline or (failed_at is not None and now > failed_at + GRACE):
+            for each, name in started.items():
+                os.kill(each, signal.SIGKILL)
+                _leave(folder / name, "RankFailure", SILENT)
+            failed_at = now
+        time.sleep(0.02)
+    return failed_at is None
+
+
+def _fork(folder: Path, run: Callable[[], None]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with open(folder / LOG, "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        os.chdir(folder)
+        torch.set_num_threads(1)
+        run()
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent reads it
+        traceback.print_exc()
+        refused = isinstance(error, (ConfigError, PlanError, UnsupportedError))
+        _leave(folder, type(error).__name__, str(error), refused=refused)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _leave(folder: Path, kind: str, text: str, *, refused: bool = False) -> None:
+    if not (folder / ERROR).exists():
+        (folder / ERROR).write_text(json.dumps({"kind": kind, "text": text, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,185 @@
+"""The training run that is verified: a stock Trainer, AdamW and clipping, on batches that show what layouts get wrong."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+from hf_parallel.memory.shape import config_of
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.record import Recorder
+from hf_parallel.proof.trace import Tracer
+from hf_parallel.trainer.callback import HFParallelCallback
+
+
+EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8}
+CLIP = 0.1  # below the norms of a model that has not converged, so that clipping is in effect
+RATE = 1e-3
+
+
+def train(job: Job, folder: Path, *, layout: bool, rank: int = 0, perturbed: int = 0) -> None:
+    """Train, and leave in `folder` what is compared.
+
+    Args:
+        job: The job.
+        folder: Of this rank.
+        layout: Whether this process is a rank of the layout; else it is the reference.
+        rank: Of the layout.
+        perturbed: 0, or which perturbation at rounding level the weights get.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build_model(job)
+    if perturbed:
+        _perturb(model, EPS[job.dtype], perturbed)
+    recorder = Recorder(folder, job.steps)
+    callbacks: list[TrainerCallback] = [recorder]
+    if layout:
+        callbacks.append(HFParallelCallback(job.config))
+    if layout and job.tamper is not None:
+        callbacks.append(_Tamper(job.tamper))
+    tracer = Tracer(model) if job.trace else None
+    if tracer is not None:
+        callbacks.append(_SwitchOn(tracer))
+    trainer = recorder.trainer = Trainer(
+        model=model,
+        args=_arguments(job, folder, layout=layout),
+        train_dataset=batches_of(job, model),
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
+    for callback in callbacks:
+        if isinstance(callback, _Tamper):
+            callback.trainer = trainer
+    trainer.train()
+    recorder.finish()
+    if tracer is not None:
+        tracer.write(folder, recorder.place())
+    session = getattr(trainer.accelerator, "hf_parallel", None)
+    if session is not None:
+        session.watchdog.stop()
+
+
+class _SwitchOn(TrainerCallback):
+    """Traces from the first step on."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.tracer = tracer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The layout is planned and checked."""
+        self.tracer.is_on = True
+
+
+class _Tamper(TrainerCallback):
+    """Puts a bug into a rank when all is planned, checked and prepared.
+
+    Args:
+        name: `module:function`, called with the Trainer.
+    """
+
+    def __init__(self, name: str) -> None:
+        module, _, function = name.partition(":")
+        self._function = getattr(importlib.import_module(module), function)
+        self.trainer: Trainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is cut, sharded and replicated."""
+        self._function(self.trainer)
+
+
+def build_model(job: Job) -> nn.Module:
+    """The model in fp32, without dropout: masks are drawn otherwise in a layout, as they are in data parallelism."""
+    config = config_of(job.model)
+    _without_dropout(config)
+    if job.layers is not None:
+        _cut(config, job.layers)
+    torch.manual_seed(job.seed)
+    folder = Path(job.model).expanduser()
+    if job.random_weights or folder.suffix == ".json" or not any(folder.glob("*.safetensors*")):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _enliven(model)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(job.model, config=config, dtype=torch.float32)
+    return model.train()
+
+
+def _without_dropout(config: Any) -> None:
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)
+
+
+def _cut(config: Any, layers: int) -> None:
+    text = config.get_text_config()
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+    for name, value in vars(text).items():  # a list with an entry for each block
+        if name.endswith("_types") and isinstance(value, list) and len(value) > text.num_hidden_layers:
+            setattr(text, name, value[: text.num_hidden_layers])
+
+
+@torch.no_grad()
+def _enliven(model: nn.Module) -> None:
+    """Biases and norms, which begin at 0 or 1, get values: else one that is left out or added twice changes nothing."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue
+        noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+        if not bool(parameter.isfinite().all()):  # never initialised
+            parameter.copy_(noise)
+        elif parameter.ndim < 2 or bool((parameter == parameter.flatten()[0]).all()):
+            parameter.add_(noise)
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, eps: float, seed: int) -> None:
+    """Move each weight by up to half a unit in its last place."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + eps * (torch.rand(parameter.shape, generator=generator) - 0.5))
+
+
+def batches_of(job: Job, model: nn.Module) -> list[dict[str, Tensor]]:
+    """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left."""
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(job.seed + 1)
+    rows = []
+    for row in range(job.replicas * job.rows * job.accumulation * job.steps):
+        ids = torch.randint(0, vocabulary, (job.length,), generator=generator)
+        padding = (row % 2) * (1 + row % max(1, job.length // 4))
+        mask = (torch.arange(job.length) >= padding).long()
+        prompt = padding + int(torch.randint(0, job.length // 2, (), generator=generator))
+        labels = ids.masked_fill(torch.arange(job.length) < prompt, -100)
+        rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return rows
+
+
+def _arguments(job: Job, folder: Path, *, layout: bool) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder / "output"),
+        per_device_train_batch_size=job.rows if layout else job.rows * job.replicas,
+        gradient_accumulation_steps=job.accumulation,
+        max_steps=job.steps,
+        learning_rate=RATE,
+        lr_scheduler_type="linear",
+        weight_decay=0.1,
+        adam_epsilon=1e-6,
+        max_grad_norm=CLIP,
+        optim="adamw_torch",
+        bf16=job.dtype == "bf16",
+        train_sampling_strategy="sequential",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=True,
+    )

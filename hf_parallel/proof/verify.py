@@ -1,0 +1,186 @@
+"""`hf_parallel.verify`: the proof that a layout trains a model as one process does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_parallel.errors import ParallelError
+from hf_parallel.memory.shape import config_of
+from hf_parallel.proof.compare import Comparison
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.start import ERROR, JOB, JUDGED, LOG, PLACE, SILENT
+
+
+WORST = 10  # differences that a verdict lists
+AS_ONE = {
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_PARALLEL_CACHE": "",  # every check is made
+}
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HF_PARALLEL_CONFIG_FILE")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out.
+
+    Args:
+        model_type: Of the config.
+        layout: Such as pp2xdp2.
+        ok: Whether every loss, gradient and parameter agrees.
+        refused: Why the layout does not train this model; None if it does.
+        stopped: What a rank said that noticed by itself that the run went wrong; None if none did.
+        loss_max_rel: Largest relative difference of a loss or of the gradients' norm.
+        grad_max_rel: Of a gradient, clipped, of any step.
+        param_max_rel: Of a parameter after the last step.
+        worst: The differences nearest to, or furthest beyond, what is allowed.
+        missing_gradients: Gradients that one of the two runs lacks.
+        first_divergence: Where they part: module, microbatch and kind; None if they agree.
+    """
+
+    model_type: str
+    layout: str
+    ok: bool = False
+    refused: str | None = None
+    stopped: str | None = None
+    loss_max_rel: float | None = None
+    grad_max_rel: float | None = None
+    param_max_rel: float | None = None
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    missing_gradients: list[str] = field(default_factory=list)
+    first_divergence: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As written by `--json`."""
+        return dataclasses.asdict(self)
+
+
+def verify(  # noqa: PLR0913 - each is an option of the command
+    model: str | os.PathLike[str] | Any,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    processes: int | None = None,
+    steps: int = 3,
+    rows: int = 4,
+    length: int = 16,
+    accumulation: int = 1,
+    dtype: str = "fp32",
+    layers: int | None = None,
+    random_weights: bool = False,
+    seed: int = 0,
+    tamper: str | None = None,
+) -> Verdict:
+    """Train a model a few steps in one process and in a layout, on the same weights and batches, and compare everything.
+
+    Every loss, the gradients' norm, every gradient of every step and every parameter after the last one, on every rank. In fp32
+    they agree to 1e-5 relative; beyond that, and in bf16, a tensor may differ by four times as much as one process differs from
+    itself when its weights are moved by half a unit in their last place. Dropout is switched off: masks depend on the layout.
+    It starts processes of its own, on the CPU.
+
+    Args:
+        model: A transformers config, a `config.json`, a folder with one and perhaps weights, or a name.
+        settings: Settings of hf_parallel, such as `{"pp_size": 2}`.
+        processes: Ranks; None: as few as the layout needs (two replicas with ZeRO).
+        steps: Optimizer steps, 1 or more.
+        rows: Of a batch of each replica, 1 or more.
+        length: Tokens of a row, 4 or more.
+        accumulation: Batches of an optimizer step, 1 or more.
+        dtype: fp32, or bf16 (mixed precision).
+        layers: How many blocks of the model; None: all.
+        random_weights: Whether weights are drawn instead of read.
+        seed: Of weights and data.
+        tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
+
+    Raises:
+        ConfigError: All problems of the arguments.
+        ParallelError: A run ended without a result.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf-parallel-verify-") as temporary:
+        folder = Path(temporary)
+        config: Any = model
+        if hasattr(config, "to_dict"):
+            config.save_pretrained(folder / "model")
+            model, random_weights = folder / "model", True
+        settings = dict(settings or {})
+        job = Job(
+            model=str(model),
+            settings=settings,
+            processes=processes or fewest(settings),
+            steps=steps,
+            rows=rows,
+            length=length,
+            accumulation=accumulation,
+            dtype=dtype,
+            layers=layers,
+            random_weights=random_weights,
+            seed=seed,
+            tamper=tamper,
+        )
+        return prove(job, folder)
+
+
+def fewest(settings: Mapping[str, Any]) -> int:
+    """The fewest ranks of a layout: with ZeRO, or without any axis, two replicas."""
+    shards = int(settings.get("tp_size", 1)) * int(settings.get("pp_size", 1))
+    has_zero = bool(dict(settings.get("zero") or {}).get("stage"))
+    return 2 * shards if has_zero or shards == 1 else shards
+
+
+def prove(job: Job, folder: Path) -> Verdict:
+    """Run a job in a folder, and tell what came out.
+
+    Raises:
+        ParallelError: A run ended without a result.
+    """
+    model_type = str(config_of(job.model).model_type)
+    job.dump(folder / JOB)
+    environment = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS} | AS_ONE
+    command = [sys.executable, "-m", "hf_parallel.proof.start", str(folder)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if not (folder / JUDGED).exists():
+        refused = _why_not(folder, ended.stderr)
+        return Verdict(model_type, job.layout, refused=refused)
+    found = Comparison.load(folder / JUDGED)
+    place = folder / PLACE
+    stopped = [json.loads(path.read_text())["text"] for path in sorted(folder.glob(f"compared/*/{ERROR}"))]
+    return Verdict(
+        model_type,
+        job.layout,
+        ok=found.ok and not stopped,
+        stopped=next((text for text in stopped if text != SILENT), None),
+        loss_max_rel=found.largest("loss", "grad_norm"),
+        grad_max_rel=found.largest("gradient"),
+        param_max_rel=found.largest("parameter"),
+        worst=[dataclasses.asdict(each) for each in found.differences[:WORST]],
+        missing_gradients=found.missing,
+        first_divergence=json.loads(place.read_text()) if place.exists() else None,
+    )
+
+
+def _why_not(folder: Path, stderr: str) -> str:
+    """Why the layout was refused.
+
+    Raises:
+        ParallelError: A run failed otherwise.
+    """
+    errors = {path.parent: json.loads(path.read_text()) for path in sorted(folder.glob(f"**/{ERROR}"))}
+    told = {place: error for place, error in errors.items() if SILENT not in error["text"]}
+    for place, error in told.items():
+        if error["refused"] and place.name.startswith("rank"):
+            return str(error["text"])
+    for place, error in (told or errors).items():
+        log = place / LOG
+        tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+        raise ParallelError(f"verify: {place.name} raised {error['kind']}: {error['text']}\n{tail}")
+    raise ParallelError(f"verify: the runs could not be started:\n{stderr[-2000:]}")

@@ -1,0 +1,113 @@
+"""`hf_parallel.verify` on models nobody cut before, with and without bugs put into the layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from hf_parallel import ConfigError, verify
+from hf_parallel.cli.main import app
+
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
+
+CONFIG = LlamaConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=61,
+    tie_word_embeddings=True,
+)
+
+
+def halve_a_weight(trainer: Any) -> None:
+    """A bug: one replica's, or stage's, up projection has other values."""
+    mesh = trainer.accelerator.hf_parallel.mesh
+    if mesh.rank == 1:
+        for name, parameter in trainer.model.named_parameters():
+            if name == "model.layers.1.mlp.up_proj.weight":
+                parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"pp_size": 2, "num_microbatches": 4}, {"tp_size": 2}, {"zero": {"stage": 1}}],
+    ids=["pp2", "tp2", "zero1"],
+)
+def test_layouts_agree_with_one_process(settings: dict[str, Any]) -> None:
+    verdict = verify(CONFIG, settings, steps=2)
+    assert verdict.ok, verdict
+    assert verdict.refused is None
+    assert verdict.first_divergence is None
+    assert verdict.grad_max_rel is not None
+    assert 0 < verdict.grad_max_rel <= 1e-5
+    assert verdict.loss_max_rel is not None
+    assert verdict.loss_max_rel <= 1e-5
+    assert verdict.missing_gradients == []
+
+
+def test_a_bug_is_found_and_its_module_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    verdict = verify(CONFIG, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:halve_a_weight")
+    assert not verdict.ok
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence == {"module": "model.layers.1.mlp.up_proj", "microbatch": 0, "kind": "forward"}
+
+
+def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    out = tmp_path / "verdict.json"
+    words = [
+        "verify",
+        str(tmp_path),
+        "--dp",
+        "2",
+        "--steps",
+        "1",
+        "--layers",
+        "1",
+        "--random-weights",
+        "--json",
+        str(out),
+    ]
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    verdict = json.loads(out.read_text())
+    assert verdict["ok"]
+    assert verdict["layout"] == "dp2"
+    assert verdict["model_type"] == "llama"
+
+
+def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "8", "--microbatches", "8", "--json", "-"])
+    assert ended.exit_code == 3
+    assert "pp_size=8" in json.loads(ended.output)["refused"]
+
+
+def test_what_cannot_be_verified_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"gradient_compression\.method=bf16: by design"):
+        verify(CONFIG, {"gradient_compression": {"method": "bf16"}})
+    with pytest.raises(
+        ConfigError, match=r"steps=0: it is an integer of 1 or more(.|\n)*dtype=.int8.: expected one of"
+    ):
+        verify(CONFIG, {"pp_size": 2}, steps=0, dtype="int8")
+    with pytest.raises(ConfigError, match=r"processes=3: it is a multiple of tp_size \* pp_size = 1 \* 2 = 2"):
+        verify(CONFIG, {"pp_size": 2}, processes=3)
+
+
+def test_bf16_is_judged_by_the_spread_of_one_process() -> None:
+    verdict = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="bf16")
+    assert verdict.ok
+    assert verdict.grad_max_rel is not None
+    assert verdict.grad_max_rel > 1e-5
+    assert all(torch.isfinite(torch.tensor(each["allowed"])) for each in verdict.worst)
