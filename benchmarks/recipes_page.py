@@ -15,10 +15,10 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_parallel.dry_run.check_file import Checked, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, judge, layout_of_file
-from hf_parallel.dry_run.memory.report import GB, zero_table
-from hf_parallel.dry_run.memory.shape import shape_of_config
-from hf_parallel.dry_run.memory.terms import Memory, ModelShape, Precision, Work
 from hf_parallel.machine.facts import Gpu, Machine
+from hf_parallel.memory.report import GB, zero_table
+from hf_parallel.memory.shape import shape_of_config
+from hf_parallel.memory.terms import Memory, ModelShape, Precision, Work
 from hf_parallel.settings.recipes import list_recipes, recipes_folder
 
 

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
+from hf_parallel.cli.answers import log_lines_on_stderr
 from hf_parallel.dry_run.doctor import examine
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Look at GPUs, cores, RAM, disk, networks, backends, compilers and versions; exit with 1 if something is wrong."""
-    checks = examine()
+    with log_lines_on_stderr():
+        checks = examine()
     wrong = [check for check in checks if check.status == "error"]
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]

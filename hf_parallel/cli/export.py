@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from hf_parallel.cli.answers import log_lines_on_stderr
 from hf_parallel.cli.engine_configs import Target, arguments_for, to_accelerate, to_deepspeed, to_fsdp
 from hf_parallel.deepspeed.keys import zero_keys
 from hf_parallel.errors import ParallelError
@@ -22,12 +23,14 @@ def export(
     try:
         config, accelerate = read_recipe(file)
         found: dict[str, Any]
+        with log_lines_on_stderr():  # DeepSpeed logs to stdout when it is imported
+            keys = None if to == "fsdp" else zero_keys()
         if to == "deepspeed":
-            found = to_deepspeed(config, accelerate, zero_keys())
+            found = to_deepspeed(config, accelerate, keys)
         elif to == "fsdp":
             found = to_fsdp(config, accelerate)
         else:
-            found = to_accelerate(config, accelerate, zero_keys())
+            found = to_accelerate(config, accelerate, keys)
     except ParallelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

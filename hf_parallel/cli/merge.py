@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from hf_parallel.cli.answers import working
 from hf_parallel.errors import CheckpointError
 
 
@@ -25,7 +26,8 @@ def merge(
     from hf_parallel.checkpoints.state.merge import merge as merge_checkpoint
 
     try:
-        found = merge_checkpoint(checkpoint, folder, max_shard_size, trainer_state=trainer_state)
+        with working("merging"):
+            found = merge_checkpoint(checkpoint, folder, max_shard_size, trainer_state=trainer_state)
     except (CheckpointError, ValueError, OSError) as error:
         typer.echo(str(error)[:1600], err=True)
         raise typer.Exit(1) from None

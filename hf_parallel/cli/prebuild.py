@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from hf_parallel.cli.answers import log_lines_on_stderr
 from hf_parallel.deepspeed.ops import build, needed_ops
+from hf_parallel.deepspeed.worker import refuse_missing_deepspeed
 from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.machine.facts import extensions_folder, gpus
 from hf_parallel.settings.recipes import find_recipe, read_recipe
@@ -21,9 +23,11 @@ def prebuild(
     """Compile DeepSpeed's ops for a file with zero.engine: deepspeed, in this process; takes minutes the first time."""
     try:
         names, on_cpu = _ops_of(file)
+        refuse_missing_deepspeed()
         if on_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
-        seconds = build(names)
+        with log_lines_on_stderr():  # the compiler's too
+            seconds = build(names)
     except ParallelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -13,14 +13,19 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, load_recipe
 
 
+FIRST_MACHINE: Final = "machine-0"  # until the launch line, or the user, says the address
+
+
 def accelerate_settings(num_processes: int, mixed_precision: str, use_cpu: bool, nodes: int = 1) -> dict[str, Any]:
     """What stands around our section in a recipe."""
+    address = {"main_process_ip": FIRST_MACHINE} if nodes > 1 else {}
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
         "num_processes": num_processes,
         "num_machines": nodes,
         "machine_rank": 0,
+        **address,
         "main_process_port": 29500 if nodes > 1 else 0,
         "mixed_precision": mixed_precision,
         "use_cpu": use_cpu,

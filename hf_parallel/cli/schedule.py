@@ -25,18 +25,15 @@ from hf_parallel.pipeline_parallel.schedule.actions import (
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
 from hf_parallel.pipeline_parallel.schedule.show import (
     columns_per_unit,
+    figures_of,
     timeline_text,
     write_picture,
     write_trace,
 )
 from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations, peak_live, simulate
+from hf_parallel.settings.schedule_names import SHORT_NAMES
 
 
-SHORT_NAMES: Final = {
-    "zb": "interleaved_zero_bubble",
-    "zbv": "zbv_zero_bubble",
-    "interleaved": "interleaved_1f1b",
-}
 Content = TypeVar("Content")
 MAX_PASSES: Final = 100_000
 DEFAULT_RANKS, DEFAULT_MICROBATCHES = 4, 8
@@ -186,9 +183,10 @@ def _facts(name: str, result: Simulation) -> dict[str, Any]:
 
 def _show(results: dict[str, Simulation], facts: list[dict[str, Any]]) -> None:
     console = Console()
-    scale = columns_per_unit(results.values(), max(20, console.width - 8))
+    in_colour = console.color_system is not None
+    scale = columns_per_unit(results.values(), max(20, console.width - 8), in_colour=in_colour)
     for name, result in results.items():
-        console.print(name, style="bold", markup=False, highlight=False)
+        console.print(f"{name}: {figures_of(result)}", style="bold", markup=False, highlight=False, soft_wrap=True)
         console.print(timeline_text(result, scale=scale), soft_wrap=True)
         console.print()
     table = Table("schedule", "stages", "step time", "bubble", "peak activations of each rank")
@@ -198,7 +196,7 @@ def _show(results: dict[str, Simulation], facts: list[dict[str, Any]]) -> None:
         table.add_row(row["schedule"], *cells)
     console.print(table)
     console.print(
-        "Microbatch digits; f forward, b backward, i its inputs, w its weights, dots idle.",
+        "A number is that of a microbatch; f forward, b backward, i its inputs, w its weights, dots idle.",
         style="dim",
         soft_wrap=True,
     )

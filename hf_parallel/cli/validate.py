@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_parallel.cli.answers import log_lines_on_stderr, working
 from hf_parallel.dry_run.check_file import Checked, Finding, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, batch_errors, judge, layout_of_file
-from hf_parallel.dry_run.memory.report import GB, describe
-from hf_parallel.dry_run.memory.shape import shape_of
-from hf_parallel.dry_run.memory.terms import Precision, Work
 from hf_parallel.errors import ParallelError
 from hf_parallel.machine.facts import this_machine
+from hf_parallel.memory.report import GB, describe
+from hf_parallel.memory.shape import shape_of
+from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.settings.recipes import find_recipe
 
 
@@ -80,7 +81,8 @@ def validate(  # noqa: PLR0913 - each is an option
         model, Work(rows, length), accumulation, global_batch, adapters, bits, gpu_gb, host_gb, precision
     )
     try:
-        checked, verdict = _answer(find_recipe(file), request)
+        with working("checking"), log_lines_on_stderr():
+            checked, verdict = _answer(find_recipe(file), request)
     except ParallelError as error:
         checked, verdict = Checked(Path(file), None, {}, findings=(Finding("error", str(error)),)), None
     _print(checked, verdict, as_json)

@@ -22,9 +22,9 @@ from hf_parallel.settings.replica_sections import (
     LocalSgdConfig,
     ZeroConfig,
 )
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK
 from hf_parallel.settings.sections import (
     MAX_SIZE,
-    STAGES_PER_RANK,
     ActivationCheckpointingConfig,
     CheckpointConfig,
     Count,
@@ -47,6 +47,8 @@ PIPELINE_ONLY = (
     "num_microbatches",
     "split",
     "costs",
+    "rank_speed",
+    "rank_memory_gb",
     "transport",
 )
 # Settings that nothing reads when no layer is shared.
@@ -70,6 +72,8 @@ class HFParallelConfig(Section):
             checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
+        chunked_loss: Compute the loss from hidden states, a few tokens at a time, so that logits never exist as a whole: "auto"
+            where ranks share the model and a trial shows that it is exact, True there or an error, False never.
         pipeline: Stages, microbatches and schedule.
         tensor_parallel: Sharding of the layers.
         data_parallel: Messages between the data-parallel replicas.
@@ -97,6 +101,13 @@ class HFParallelConfig(Section):
             description="batches of an optimizer step, an integer of 1 or more, or 'auto' (TrainingArguments' number)"
         ),
     ] = "auto"
+    chunked_loss: Annotated[
+        Literal["auto"] | bool,
+        Field(
+            description="false, true, or 'auto' (with stages or shards, where it verifies): loss from hidden states, a few tokens "
+            "at a time, without logits"
+        ),
+    ] = False
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
     data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()
@@ -129,7 +140,7 @@ class HFParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = [*self._schedule_problems(), *self._split_problems()]
+        problems = [*self._schedule_problems(), *self._split_problems(), *self.pipeline.rank_problems(self.pp_size)]
         recompute = self.activation_checkpointing
         if recompute.every is None:
             problems += [
@@ -141,6 +152,7 @@ class HFParallelConfig(Section):
             *self._beside_auto(),
             *self._uncompiled(),
             *self._without_effect(),
+            *self._loss_problems(),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
         ]
@@ -220,6 +232,25 @@ class HFParallelConfig(Section):
             *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
         ]
 
+    def _loss_problems(self) -> list[str]:
+        """A loss without logits that cannot be, or that nobody would compute otherwise."""
+        wanted = self.chunked_loss
+        if wanted is True and self.model_parallel_size == 1:
+            return [
+                "chunked_loss=true with tp_size=1 and pp_size=1 is not available: outputs of replicas are watched, which makes "
+                "the logits. Set chunked_loss to false, or pp_size to 2."
+            ]
+        if wanted is True and self.zero.engine == "deepspeed":
+            return [
+                "chunked_loss=true with zero.engine=deepspeed has no effect: DeepSpeed runs the model. Set it to false."
+            ]
+        if wanted is True and self.zero.shards_parameters:
+            return [
+                f"chunked_loss=true with zero.stage={self.zero.stage}: the head's weight is gathered while the head runs, and the "
+                "loss would need it later. Set chunked_loss to auto, or zero.stage to 1."
+            ]
+        return []
+
     def _uncompiled(self) -> list[str]:
         """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""
         backend, recompute = self.pipeline.compile_blocks, self.activation_checkpointing
@@ -240,10 +271,17 @@ class HFParallelConfig(Section):
 
     def _between_replicas(self) -> list[str]:
         """What the replicas do with each other, and whose work it is."""
+        method, every = self.gradient_compression.method, self.local_sgd.sync_every
+        dtype_problems = self.data_parallel.problems({
+            "zero.engine=deepspeed": self.zero.engine == "deepspeed",
+            f"gradient_compression.method={method}": method != "none",
+            f"local_sgd.sync_every={every}": every > 1,
+        })  # fmt: skip
         if self.zero.engine == "deepspeed":
             given = self.model_dump(exclude_defaults=True)
-            return deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)
+            return [*dtype_problems, *deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)]
         return [
+            *dtype_problems,
             *partition_problems(self.zero, self.pp_size, self.data_parallel),
             *compression_problems(self.zero, self.gradient_compression),
             *self._local_steps(),
@@ -341,10 +379,22 @@ class HFParallelConfig(Section):
         return self.tp_size * self.pp_size
 
     @property
+    def chunks_loss(self) -> bool:
+        """Whether the loss is computed without logits, if a trial shows that it can be."""
+        wanted = self.chunked_loss
+        return self.model_parallel_size > 1 and not self.zero.shards_parameters if wanted == "auto" else wanted
+
+    @property
     def works_on_blocks(self) -> bool:
         """Whether the model's stack of blocks is cut, recomputed or compiled."""
         compiled = self.pipeline.compile_blocks != "none"
         return compiled or self.pp_size > 1 or self.activation_checkpointing.every is not None
+
+    @property
+    def remembers_verdicts(self) -> bool:
+        """Whether what was found out at an earlier start counts: not where a self-check is insisted on."""
+        checks = [(self.pp_size, self.pipeline.self_check), (self.tp_size, self.tensor_parallel.self_check)]
+        return not any(size > 1 and self_check in ("on", "full") for size, self_check in checks)
 
     def dp_size(self, world_size: int) -> int:
         """Return the number of model copies in `world_size` ranks, 1 or more.
@@ -372,6 +422,12 @@ class HFParallelConfig(Section):
                 f"gradient_compression.method={method} with num_processes={world_size} and tp_size * pp_size = "
                 f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
                 f"gradient_compression.method to none, or num_processes to {2 * world_size}."
+            )
+        if self.data_parallel.reduce_dtype != "float32" and dp_size == 1 and world_size > 1:
+            raise ConfigError(
+                f"data_parallel.reduce_dtype={self.data_parallel.reduce_dtype} with num_processes={world_size} and tp_size * "
+                f"pp_size = {self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Remove "
+                f"data_parallel.reduce_dtype, or set num_processes to {2 * world_size}."
             )
         if self.local_sgd.sync_every > 1 and dp_size == 1 and world_size > 1:
             raise ConfigError(

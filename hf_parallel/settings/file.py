@@ -22,6 +22,20 @@ MAX_BYTES: Final = 1 << 16  # of YAML; the shipped files have less than 4 kB
 MAX_JSON_BYTES: Final = 1 << 20
 MAX_BITS: Final = 128  # of an integer
 MAX_NODES: Final = 2_000  # keys and values once every alias is written out
+# What to do about an error of PyYAML, by a part of its message.
+FIXES: Final = {
+    "\\t": "Indent with spaces: YAML has no tabs.",
+    "expected ',' or '}'": "Close the brace with }, or put a comma between its entries.",
+    "expected ',' or ']'": "Close the bracket with ], or put a comma between its entries.",
+    "<block end>": "Indent all keys of a section alike.",
+    "end of stream": "Close the quote.",
+    "could not find expected ':'": "Write `key: value`, with a colon and a space.",
+    "mapping values are not allowed": "Indent all keys of a section alike; quote a value that has a colon.",
+    "undefined alias": "Put the value in quotes.",
+    "cannot start any token": "Put the value in quotes.",
+    "is written twice": "Remove one of the two.",
+    "another document": "Remove the line with ---.",
+}
 
 
 def read_bounded(path: Path, limit: int = MAX_BYTES, what: str = "an accelerate config") -> str:
@@ -51,8 +65,7 @@ def read_bounded(path: Path, limit: int = MAX_BYTES, what: str = "an accelerate 
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path}: not valid YAML: line {line} has the byte {content[error.start]:#04x}, which is not UTF-8. Save the "
-            "file as UTF-8 text."
+            f"{path}:{line}: not valid YAML: the byte {content[error.start]:#04x} is not UTF-8. Save the file as UTF-8 text."
         ) from None
 
 
@@ -75,19 +88,29 @@ def parse_yaml(text: str, path: Path) -> Any:
     try:
         return None if loader is None else loader.get_single_data()
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}. Correct the file.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}. Correct the file.") from None
+        raise ConfigError(_syntax_error(error, path, text)) from None
     except RecursionError:
+        line = loader.line + 1 if loader else 1
         raise ConfigError(
-            f"{path}: not valid YAML: nested too deeply near line {loader.line + 1 if loader else 1}. Settings have at most "
-            "four levels."
+            f"{path}:{line}: not valid YAML: nested too deeply. Settings have at most four levels."
         ) from None
     except Exception as error:  # noqa: BLE001 - PyYAML lets through whatever its parts raise
         line = loader.line + 1 if loader else 1
         raise ConfigError(
-            f"{path}: not valid YAML near line {line}: {type(error).__name__}: {error}. Correct the file."
+            f"{path}:{line}: not valid YAML: {type(error).__name__}: {error}. Correct the line or the one above."
         ) from None
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, path: Path, text: str) -> str:
+    """One line for an error of PyYAML: what is open to the end of the file is named by the line that opens it."""
+    problem, context = error.problem_mark, error.context_mark
+    at_end = problem is not None and not text[problem.index :].strip("\0\n ")
+    mark = context if context is not None and (problem is None or at_end) else problem
+    line = 1 if mark is None else mark.line + 1
+    what = (error.problem or str(error)).rstrip(".")
+    what = f"{error.context}, {what}" if what.startswith("but") else what
+    fix = next((fix for part, fix in FIXES.items() if part in what), "Correct the line or the one above.")
+    return f"{path}:{line}: not valid YAML: {what}. {fix}"
 
 
 def _is_printable(text: str, path: Path) -> bool:
@@ -96,7 +119,7 @@ def _is_printable(text: str, path: Path) -> bool:
     if bad is not None:
         line = text.count("\n", 0, bad.start()) + 1
         raise ConfigError(
-            f"{path}: not valid YAML: line {line} has the character {ord(bad[0]):#06x}. Remove it, or save the file as text."
+            f"{path}:{line}: not valid YAML: the character {ord(bad[0]):#06x}. Remove it, or save the file as text."
         )
     return True
 
@@ -194,8 +217,8 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
                 if key in seen:
-                    again = key_node.start_mark.line + 1
-                    raise self._error(f"the key {str(key)[:60]!r} is written twice, again in line {again}", seen[key])
+                    first = seen[key].start_mark.line + 1
+                    raise self._error(f"the key {str(key)[:60]!r} is written twice, first in line {first}", key_node)
                 seen[key] = key_node
         return super().construct_mapping(node, deep)
 

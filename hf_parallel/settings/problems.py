@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.settings.schedule_names import SHORT_NAMES
 from hf_parallel.settings.sections import MAX_SHOWN, Section, spelled
+
+
+TRUTH: Final = {
+    "yes": True,
+    "true": True,
+    "on": True,
+    "1": True,
+    "no": False,
+    "false": False,
+    "off": False,
+    "0": False,
+}
+_DP = "The data parallel size is derived: num_processes / (tp_size * pp_size). Remove it, and set num_processes."
+_TRAINERS = "It is an argument of TrainingArguments. Remove it here."
+_OUTSIDE = "It stands at the top level of the file, outside of parallelism_config. Move it there."
+# Keys of other programs, and of other places, that mean something here.
+MEANT: Final = {
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "dp_replicate_size", "num_replicas"), _DP),
+    **dict.fromkeys(("tp", "tensor_parallel_size", "tensor_model_parallel_size"), "Did you mean tp_size?"),
+    **dict.fromkeys(
+        ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
+    ),
+    **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
+    "offload_optimizer_device": "Did you mean zero.offload_optimizer?",
+    "offload_param_device": "Did you mean zero.offload_param?",
+    "fsdp": "Did you mean zero.stage (3)?",
+    "gradient_checkpointing": "Did you mean activation_checkpointing.every (1)?",
+    **dict.fromkeys(("micro_batches", "microbatches", "chunks"), "Did you mean pipeline.num_microbatches?"),
+    **dict.fromkeys(
+        ("num_processes", "num_machines", "machine_rank", "mixed_precision", "use_cpu", "distributed_type"), _OUTSIDE
+    ),
+    **dict.fromkeys(("bf16", "fp16"), "Set mixed_precision at the top level of the file. Remove it here."),
+    **dict.fromkeys(("learning_rate", "per_device_train_batch_size", "max_grad_norm", "gradient_clipping"), _TRAINERS),
+}
 
 
 def sections_of(root: type[Section]) -> dict[str, type[Section]]:
@@ -40,14 +78,10 @@ def locate(root: type[Section], key: str) -> tuple[str, str]:
 
 def rewritten(error: ValidationError, root: type[Section], values: Mapping[str, Any]) -> list[str]:
     """Pydantic's errors, one line a setting (a union reports once for each of its members)."""
-    lines: dict[str, str] = {}
+    found: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
-        path = _setting_path(root, detail["loc"])
-        if path not in lines:
-            lines[path] = _problem(root, path, detail, values)
-        if len(lines) > MAX_LINES:
-            break
-    return list(lines.values())
+        found.setdefault(_setting_path(root, detail["loc"]), []).append(detail)
+    return [_problem(root, path, details, values) for path, details in islice(found.items(), MAX_LINES)]
 
 
 def _setting_path(root: type[Section], loc: Iterable[int | str]) -> str:
@@ -69,8 +103,9 @@ def _home(root: type[Section], section: str) -> type[Section]:
     return root
 
 
-def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mapping[str, Any]) -> str:
+def _problem(root: type[Section], path: str, details: Sequence[ErrorDetails], values: Mapping[str, Any]) -> str:
     section, _, leaf = path.rpartition(".")
+    detail = details[0]
     if detail["type"] == "together":
         return detail["msg"]
     if detail["type"] == "problem":
@@ -85,8 +120,88 @@ def _problem(root: type[Section], path: str, detail: ErrorDetails, values: Mappi
     for part in path.split("."):
         given = given[part] if isinstance(given, Mapping) else getattr(given, part, None)
     if leaf in sections_of(home):
-        return f"{path}={spelled(given)}: expected {field.description}. Write those keys on lines below it, or leave it out."
-    return f"{path}={spelled(given)}: expected {field.description}. Set {path} to {spelled(field.default)}."
+        return f"{path}={spelled(given)}: expected {field.description}. {as_mapping(given, leaf, sections_of(home)[leaf])}"
+    near = nearest_value(given, details, field.default)
+    return f"{path}={spelled(given)}: expected {field.description}. Set {path} to {spelled(near)}."
+
+
+def nearest_value(given: object, details: Sequence[ErrorDetails], default: object) -> object:
+    """The allowed value that was probably meant; `default` where nothing is near.
+
+    Args:
+        given: What was written.
+        details: What pydantic says of it, once for each member of a union; the allowed words and bounds stand there.
+        default: The setting's.
+    """
+    bounds = [detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})]
+    if isinstance(given, str):
+        words = [word for detail in details for word in _words_of(detail)]
+        near = nearest_word(given, words)
+        if near is not None:
+            return near
+        if given.lower() in TRUTH and any(detail["type"].startswith("bool") for detail in details):
+            return TRUTH[given.lower()]
+    elif given is True and "cpu" in [word for detail in details for word in _words_of(detail)]:
+        return "cpu"
+    elif (
+        isinstance(given, int | float)
+        and not isinstance(given, bool)
+        and (isinstance(given, int) or math.isfinite(given))
+    ):
+        if bounds:
+            return bounds[0]
+        if any(detail["type"].startswith("int") for detail in details):
+            return max(1, round(given))
+    return default
+
+
+def nearest_word(given: str, words: Iterable[str]) -> str | None:
+    """The word that was probably meant: letters exchanged count as near, and short names stand for their schedule."""
+    known = {word: word for word in words}
+    known |= {short: full for short, full in SHORT_NAMES.items() if full in known}
+    given = given.strip().lower()
+    letters = [word for word in known if sorted(word) == sorted(given)]
+    near = letters or difflib.get_close_matches(given[:MAX_SHOWN], known, n=1, cutoff=0.6)
+    return known[near[0]] if near else None
+
+
+def _takes(model: type[Section], key: str, value: object) -> bool:
+    """Whether a value is meant for this key of a section: it may have the value, and not just any text (a path)."""
+    try:
+        model(**{key: value})
+    except ValidationError:
+        return False
+    if not isinstance(value, str):
+        return True
+    try:
+        model(**{key: f"{value} or any other"})
+    except ValidationError:
+        return True
+    return False
+
+
+def _words_of(detail: ErrorDetails) -> list[str]:
+    expected = str(detail.get("ctx", {}).get("expected", "")) if detail["type"] == "literal_error" else ""
+    return re.findall(r"'([^']*)'", expected)
+
+
+def as_mapping(given: object, name: str = "", model: type[Section] | None = None) -> str:
+    """How to write what was meant where a mapping is expected.
+
+    Args:
+        given: What was written.
+        name: The section's.
+        model: The section's; the value may be meant for its first key that takes it.
+    """
+    if model is not None and isinstance(given, str | int) and not isinstance(given, bool):
+        key = next((key for key in model.model_fields if _takes(model, key, given)), None)
+        if key is not None:
+            return f"Write {name}: {{{key}: {given}}}."
+    if isinstance(given, list) and given and all(isinstance(item, Mapping) for item in given):
+        return "Remove the dashes before its keys."
+    if isinstance(given, str) and re.fullmatch(r"[a-z_]+ \S+", given):
+        return f"Write {given.replace(' ', ': ')} with a colon."
+    return "Write its keys on lines below it, or leave it out."
 
 
 def _cut(key: str) -> str:
@@ -96,6 +211,8 @@ def _cut(key: str) -> str:
 def _unknown_key(root: type[Section], key: str, section: str) -> str:
     sections, home, key = sections_of(root), _home(root, section), _cut(key)
     path = f"{section}.{key}" if section else key
+    if key in MEANT:
+        return f"{path}: unknown key. {MEANT[key]}"
     if not home.model_fields:
         return f"{path} is not available yet: the {section} section has no options. Remove it."
     known = [*home.model_fields]
@@ -105,6 +222,8 @@ def _unknown_key(root: type[Section], key: str, section: str) -> str:
     if elsewhere:
         return f"{path}: unknown key here. Move it to {' or '.join(elsewhere)}."
     leaves = {leaf: f"{name}.{leaf}" for name, model in sections.items() for leaf in model.model_fields}
-    nearest = difflib.get_close_matches(key, [*known, *leaves], n=1, cutoff=0.6)
+    seen = key if key.isprintable() else "".join(filter(str.isprintable, key))
+    path = path if key.isprintable() else ascii(path).strip("'")
+    nearest = difflib.get_close_matches(seen.lower(), [*known, *leaves], n=1, cutoff=0.6)
     hint = f"Did you mean {nearest[0] if nearest[0] in known else leaves[nearest[0]]}?" if nearest else "Remove it."
     return f"{path}: unknown key. {hint} Known keys{f' of {section}' if section else ''}: {', '.join(known)}."

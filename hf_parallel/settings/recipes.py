@@ -15,6 +15,7 @@ from hf_parallel.errors import MAX_LINES, ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
+from hf_parallel.settings.problems import as_mapping
 from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
 
 
@@ -74,10 +75,13 @@ def find_recipe(name_or_path: str | Path) -> Path:
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
     if name in names and len(path.parts) == 1:
         return recipes_folder() / f"{name}.yaml"
-    nearest = difflib.get_close_matches(name[:MAX_SHOWN], names, n=1, cutoff=0.0)
-    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    nearest = difflib.get_close_matches(name[:MAX_SHOWN], names, n=1, cutoff=0.7)
+    hint = f"Did you mean {nearest[0]}?" if nearest else "`hf-parallel recipes` lists the recipes."
+    if path.suffix or len(path.parts) != 1:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"{spelled(str(name_or_path))}: this file does not exist{where}. {hint}")
     raise ConfigError(
-        f"recipe {spelled(str(name_or_path))}: no such file in {Path.cwd()} and no recipe of that name.{hint} "
+        f"recipe {spelled(str(name_or_path))}: no such file in {Path.cwd()} and no recipe of that name. {hint} "
         f"Recipes: {', '.join(names)}."
     )
 
@@ -102,8 +106,7 @@ def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping
     misplaced = [f"{name}.{KEY}" for name in places if name != SECTION] + ([KEY] if KEY in accelerate else [])
     if misplaced:
         raise ConfigError(
-            f"{path}: found {', '.join(misplaced)}: the settings stand in {SECTION}.{KEY} and nowhere else. "
-            f"Move them there."
+            f"{path}: {' and '.join(misplaced)}: the settings stand in {SECTION}.{KEY} and nowhere else. Move them there."
         )
     if SECTION not in places:
         _refuse_misspelled_key(path, accelerate.get(SECTION))
@@ -112,9 +115,9 @@ def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping
     if section == AUTO:
         return {"layout": AUTO}, accelerate
     if section is not None and not isinstance(section, dict):
-        raise ConfigError(
-            f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping, or auto. Write its keys on lines below it."
-        )
+        near = isinstance(section, str) and difflib.get_close_matches(section[:MAX_SHOWN].lower(), [AUTO], cutoff=0.6)
+        fix = f"Set it to {AUTO}." if near else as_mapping(section)
+        raise ConfigError(f"{path}: {SECTION}.{KEY}={spelled(section)}: expected a mapping, or auto. {fix}")
     return section or {}, accelerate
 
 

@@ -24,6 +24,28 @@ class DataParallelConfig(Section):
     overlap: Annotated[bool, Field(description="true or false: messages leave while the backward pass still runs")] = (
         True
     )
+    reduce_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(
+            description="dtype in which gradients travel and are summed: 'float32' or 'bfloat16' (half the bytes, rounded after "
+            "every sum); those of fp64 parameters keep theirs"
+        ),
+    ] = "float32"
+
+    def problems(self, others: Mapping[str, bool]) -> list[str]:
+        """Settings beside which one of this section has no effect.
+
+        Args:
+            others: Setting with its value, in words -> whether it is set.
+        """
+        if self.reduce_dtype == "float32":
+            return []
+        return [
+            f"data_parallel.reduce_dtype={self.reduce_dtype} with {other} has no effect: that decides what is sent. Remove "
+            "data_parallel.reduce_dtype."
+            for other, is_set in others.items()
+            if is_set
+        ]
 
 
 class ZeroConfig(Section):

@@ -14,6 +14,8 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK, ScheduleName, full_name
+
 
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_SIZE = 1 << 16  # ranks of an axis, stages of a pipeline: far above any cluster, and still quick to count
@@ -63,6 +65,7 @@ def known_treatments(value: object) -> object:
 
 Count = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(number)]
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE), BeforeValidator(number)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
 Offload = Literal["none", "cpu", "nvme"]
@@ -101,21 +104,6 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-ScheduleName = Literal[
-    "1f1b", "gpipe", "naive", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "csv"
-]
-# Stages on each rank: the default, and whether that is the only number that the schedule is made for.
-STAGES_PER_RANK: Mapping[str, tuple[int, bool]] = {
-    "naive": (1, True),
-    "gpipe": (1, True),
-    "1f1b": (1, True),
-    "interleaved_1f1b": (2, False),
-    "interleaved_zero_bubble": (2, False),
-    "zbv_zero_bubble": (2, True),
-    "dualpipev": (2, True),
-}
-
-
 Backend: TypeAlias = Literal["none", "inductor", "aot_eager"]  # of torch.compile
 
 
@@ -124,6 +112,7 @@ class PipelineConfig(Section):
 
     schedule: Annotated[
         ScheduleName,
+        BeforeValidator(full_name),
         Field(description=f"the order of forward and backward passes, one of {', '.join(get_args(ScheduleName))}"),
     ] = "1f1b"
     schedule_file: Annotated[
@@ -152,6 +141,22 @@ class PipelineConfig(Section):
         Literal["analytic", "measured"],
         Field(description="what 'balanced' weighs blocks by: 'analytic' (counted) or 'measured' (timed at the start)"),
     ] = "analytic"
+    rank_speed: Annotated[
+        Literal["auto"] | tuple[Positive, ...] | None,
+        BeforeValidator(as_tuple),
+        Field(
+            description="speed of each pipeline rank in any unit, a list of numbers above 0, 'auto' (measured at the start), or "
+            "null (all alike)"
+        ),
+    ] = None
+    rank_memory_gb: Annotated[
+        Literal["auto"] | tuple[Positive, ...] | None,
+        BeforeValidator(as_tuple),
+        Field(
+            description="GB that each pipeline rank may hold, a list of numbers above 0, 'auto' (what its device has), or null "
+            "(no limit)"
+        ),
+    ] = None
     self_check: SelfCheck = "auto"
     transport: Annotated[
         Literal["auto", "direct", "host"],
@@ -168,6 +173,24 @@ class PipelineConfig(Section):
         if self.schedule == "csv":
             return None
         return STAGES_PER_RANK[self.schedule][0] if self.stages_per_rank == "auto" else self.stages_per_rank
+
+    def rank_problems(self, pp_size: int) -> list[str]:
+        """What is said of single ranks, but not of all `pp_size` of them, or to a cut that does not ask."""
+        problems = []
+        for name, value in (("rank_speed", self.rank_speed), ("rank_memory_gb", self.rank_memory_gb)):
+            if value is None or pp_size == 1:  # without stages it has no effect, which is said elsewhere
+                continue
+            if self.split != "balanced":
+                problems.append(
+                    f"pipeline.{name}={spelled(value)} with pipeline.split={spelled(self.split)} has no effect: only the "
+                    f"balanced cut weighs its stages. Set pipeline.split to balanced, or pipeline.{name} to null."
+                )
+            if value != "auto" and len(value) != pp_size:
+                problems.append(
+                    f"pipeline.{name}={spelled(value)} has {len(value)} entries for pp_size={pp_size}: it holds one number for "
+                    f"each rank of a pipeline, that of the slowest or smallest of its replicas. Give {pp_size} numbers."
+                )
+        return problems
 
 
 class TensorParallelConfig(Section):

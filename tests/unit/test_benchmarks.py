@@ -109,6 +109,25 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     assert set(report["bounds"]) == {"even", "balanced", "measured"}
 
 
+def test_the_benchmark_against_device_map_runs(tmp_path: Path) -> None:
+    report = run("bench_device_map.py", tmp_path / "report.json")
+    assert [(row["training"], row["schedule"], row["ranks"]) for row in report["rows"]] == [
+        (kind, name, ranks)
+        for kind in ("full", "lora")
+        for name, ranks in (("whole", 2), ("naive", 2), ("1f1b", 2), ("1f1b", 4))
+    ]
+    for row in report["rows"]:
+        assert row["simulated"] == (row["ranks"] == 4)
+        if row["schedule"] == "1f1b":
+            assert 1 < (row["times_as_fast_as_naive"] if row["simulated"] else row["simulator_says"]) < row["ranks"]
+
+
+def test_the_benchmark_of_unequal_ranks_runs(tmp_path: Path) -> None:
+    report = run("bench_unequal.py", tmp_path / "report.json")
+    assert [row["cut"] for row in report["rows"]] == ["even", "balanced", "by speed"]
+    assert max(report["speeds"]) == 1.0
+
+
 def test_the_benchmark_of_zero_runs_and_holds_its_bounds(tmp_path: Path) -> None:
     report = run("bench_zero.py", tmp_path / "report.json")
     assert report["passed"]
@@ -152,8 +171,11 @@ def namespaces() -> list[str]:
 
 def test_the_benchmark_of_the_reducer_runs_and_both_reduce_to_the_same_gradients(tmp_path: Path) -> None:
     report = run("bench_reducer.py", tmp_path / "report.json")
-    assert [row["bucket_mb"] for row in report["rows"]] == [25.0, 0.05]
-    assert all(min(row["seconds"].values()) > 0 for row in report["rows"])
+    rivals = ("ddp_tuned", "ddp", "one")
+    expected = [(size, rival) for size in (25.0, 0.05) for rival in rivals]
+    expected += [(size, "zero_redundancy") for size in (25.0, 0.05)]
+    assert [(row["bucket_mb"], row["rival"]) for row in report["rows"]] == expected
+    assert all(min(row["seconds"], row["rival_seconds"]) > 0 for row in report["rows"])
 
 
 @pytest.mark.slow

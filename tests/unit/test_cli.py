@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from hf_parallel.cli.main import app
+import hf_parallel
+from hf_parallel.cli.main import COMMANDS, app
 from hf_parallel.settings.recipes import list_recipes, load_recipe, read_section
 
 
@@ -30,10 +36,61 @@ def test_config_writes_a_file_that_both_sides_read(tmp_path: Path) -> None:
 
 def test_config_asks_for_what_is_not_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    result = invoke("config", "--output", str(path), "--tp-size", "1", answers="4\n2\nauto\ny\nbf16\n")
+    answers = "y\n1\n4\nn\n2\nzbv\nauto\n1\nnone\n2\nbf16\n"
+    result = invoke("config", "--output", str(path), "--tp-size", "1", answers=answers)
     assert result.exit_code == 0, result.output
-    assert load_recipe(path).pp_size == 2
+    config = load_recipe(path)
+    assert (config.pp_size, config.pipeline.schedule, config.zero.stage) == (2, "zbv_zero_bubble", 1)
+    assert config.activation_checkpointing.every == 2
     assert read_section(path)[1]["mixed_precision"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ("y\n1\n0\n2\n" + "\n" * 9, "num_processes=0: expected an integer of 1 or more"),
+        ("y\n1\ntwo\n2\n" + "\n" * 9, "num_processes='two': expected an integer"),
+        ("y\n1\n4\nn\n3\n2\n" + "\n" * 9, "num_processes=4 is not a multiple of tp_size * pp_size = 1 * 3 = 3"),
+        ("y\n1\n4\nn\n1\n1\n5\n0\n" + "\n" * 9, "zero.stage=5: expected an integer from 0 to 3. Set zero.stage to 3."),
+        ("y\n1\n2\nn\n1\n1\n0\n0\nfp8\nbf16\n", "mixed_precision='fp8': expected no, bf16 or fp16"),
+        ("y\n1\n2\nn\n1\n1\n0\n0\nfp16\nbf16\n", "mixed_precision='fp16' with use_cpu=true"),
+        ("y\n2\na\n3\n4\n" + "\n" * 9, "num_processes=3 with num_machines=2"),
+        ("y\n2\na\n4\nn\n1\n4\n2\n" + "\n" * 9, "tp_size=4 with num_processes=4 on num_machines=2"),
+    ],
+)
+def test_config_checks_each_answer_when_it_is_given(answers: str, says: str, tmp_path: Path) -> None:
+    """What is refused is asked again, and the file is written from the answers that stand."""
+    path = tmp_path / "mine.yaml"
+    result = invoke("config", "--output", str(path), answers=answers)
+    assert says in result.output
+    assert result.exit_code == 0, result.output
+    assert load_recipe(path)
+
+
+def test_config_goes_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    answers = "y\n1\n8\nb\n4\nn\n2\nback\n4\n" + "\n" * 9  # back to the processes, then to the stages
+    result = invoke("config", "--output", str(path), answers=answers)
+    assert result.exit_code == 0, result.output
+    assert read_section(path)[1]["num_processes"] == 4
+    assert load_recipe(path).pp_size == 4
+
+
+def test_config_leaves_the_layout_to_the_planner(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    assert invoke("config", "--yes", "--output", str(path), "--auto", "--use-cpu").exit_code == 0
+    assert load_recipe(path).layout == "auto"
+    refused = invoke("config", "--yes", "--output", str(path), "--auto", "--pp-size", "2")
+    assert (refused.exit_code, "--pp-size has no effect" in refused.output) == (1, True)
+
+
+def test_config_writes_for_several_machines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    machines = ("--num-machines", "2", "--main-process-ip", "10.0.0.1", "--num-processes", "4", "--pp-size", "2")
+    assert invoke("config", "--yes", "--output", str(path), *machines, "--use-cpu").exit_code == 0
+    accelerate = read_section(path)[1]
+    found = [accelerate[key] for key in ("num_machines", "main_process_ip", "main_process_port")]
+    assert found == [2, "10.0.0.1", 29500]
 
 
 def test_config_keeps_an_existing_file_unless_told(tmp_path: Path) -> None:
@@ -70,3 +127,79 @@ def test_recipes_lists_them_all() -> None:
     assert "cpu_pp2_dp2" in invoke("recipes").output
     assert Path(invoke("recipes", "cpu_pp2").output.strip()).name == "cpu_pp2.yaml"
     assert "Did you mean cpu_pp2?" in invoke("recipes", "cpu_pp3").output
+
+
+def test_recipes_says_what_each_does_besides_its_layout() -> None:
+    rows = {row["name"]: row for row in json.loads(invoke("recipes", "--json").output)}
+    assert (
+        rows["budget_3090"]["also"]
+        == "ZeRO 3, offload of optimizer and parameters to cpu, checkpointing every 2, bf16"
+    )
+    assert rows["budget_3090"]["gpu_memory"] == "7.9 GB of 24"
+    assert rows["cpu_dp2_int8"]["also"] == "gradients int8"
+    assert rows["cpu_pp2_zbv"]["also"] == "zbv_zero_bubble"
+    output = " ".join(invoke("recipes").output.split())
+    assert "ZeRO 3, offload of optimizer and parameters to cpu" in output
+    assert "7.9 GB of 24" in output
+
+
+def test_every_command_s_line_of_help_is_there_and_its_module_is_found() -> None:
+    listed = invoke("--help").output
+    for name in COMMANDS:
+        assert f"\n  {name} " in listed
+        assert invoke(name, "--help").exit_code == 0
+    assert invoke("--version").output == f"hf_parallel {hf_parallel.__version__}\n"
+
+
+def test_help_imports_no_command() -> None:
+    """`--help` is there in a moment: nothing that takes long to import is imported."""
+    heavy = "{'torch', 'transformers', 'accelerate', 'pydantic', 'yaml', 'rich'}"
+    code = f"import sys, hf_parallel.cli.main as m\ntry: m.app(['--help'])\nexcept SystemExit: print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n"), done.stdout[-200:]
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_parallel", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"hf_parallel {hf_parallel.__version__}\n"
+
+
+def test_json_has_no_log_lines_in_it(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed logs to stdout when it is imported; a compiler that it starts does so too."""
+
+    def noisy() -> None:
+        print("a log line")
+        os.write(1, b"a line of another process\n")
+
+    monkeypatch.setattr("hf_parallel.cli.export.zero_keys", noisy)
+    main = get_command(app)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "cpu_dp2_zero1", "--to", "deepspeed"])
+    captured = capfd.readouterr()
+    assert ended.value.code == 0
+    assert json.loads(captured.out)["zero_optimization"]["stage"] == 1
+    assert "a line of another process" in captured.err
+
+
+def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    result = invoke("init", str(folder))
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in folder.iterdir()} == {"train.py", "cpu_pp2.yaml", "settings.schema.json"}
+    assert load_recipe(folder / "cpu_pp2.yaml") == load_recipe("cpu_pp2")
+    assert invoke("validate", str(folder / "cpu_pp2.yaml")).exit_code == 0
+    assert (folder / "cpu_pp2.yaml").read_text().startswith("# yaml-language-server: $schema=settings.schema.json\n")
+    assert "accelerate launch --config_file cpu_pp2.yaml train.py" in (folder / "cpu_pp2.yaml").read_text()
+    again = invoke("init", str(folder))
+    assert (again.exit_code, "is there already" in again.output) == (1, True)
+
+
+def test_prebuild_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest)
+    )
+    result = invoke("prebuild", "cpu_dp2_deepspeed")
+    assert (result.exit_code, "pip install 'hf_parallel[deepspeed]'" in result.output) == (1, True)

@@ -17,7 +17,7 @@ from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from hf_parallel.settings.config import HFParallelConfig, PipelineConfig
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
-from hf_parallel.settings.sections import STAGES_PER_RANK, ScheduleName
+from hf_parallel.settings.schedule_names import STAGES_PER_RANK, ScheduleName
 from hf_parallel.trainer.compiled import with_compiled_blocks
 
 

@@ -14,8 +14,8 @@ import pytest
 from hf_parallel.deepspeed import ops, worker
 from hf_parallel.deepspeed.emit import deepspeed_settings
 from hf_parallel.deepspeed.rules import folder_problems
-from hf_parallel.dry_run.memory.disk import disk_bytes, disk_shortages
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.memory.disk import disk_bytes, disk_shortages
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
 

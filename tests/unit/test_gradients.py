@@ -15,6 +15,7 @@ from torch import nn
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
@@ -60,7 +61,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
             held[entry.name].grad = gradient.clone()
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
-        sync._counted, sync._parts = Counted(ledger, mesh), None
+        sync._counted, sync._parts = Counted(ledger, mesh), ChangedParts(lambda: torch.zeros(()), shape.tp_size)
         sync.arrivals = Arrivals(list(held.values()))
         sync.shown = ShownGradients(ledger, held, mesh, sync._counted.of_stage, lambda text: nullcontext())
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counted.of_model)

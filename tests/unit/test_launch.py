@@ -190,7 +190,7 @@ def test_an_engine_that_wraps_the_whole_model_is_refused(launched: pytest.Monkey
 
 def test_a_bad_variable_is_named(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("HF_PARALLEL_CONFIG", "nowhere.yaml")
-    with pytest.raises(ConfigError, match=r"HF_PARALLEL_CONFIG: recipe 'nowhere\.yaml'"):
+    with pytest.raises(ConfigError, match=r"HF_PARALLEL_CONFIG: 'nowhere\.yaml': this file does not exist"):
         launch.resolve_config()
 
 

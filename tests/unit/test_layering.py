@@ -22,22 +22,26 @@ FLOORS = [
         "checkpoints",
         "data_parallel.compression",
         "deepspeed",
+        "head",
         "ledger",
         "pipeline_parallel.schedule",
         "watchdog",
     },
-    {"data_parallel", "dry_run.memory", "model", "worker"},
-    {"dry_run", "guards", "pipeline_parallel", "tensor_parallel.run"},
-    {"pipeline_parallel.run", "tensor_parallel.plan"},
+    {"data_parallel", "model", "worker"},
+    {"guards", "memory", "pipeline_parallel", "tensor_parallel.run"},
+    {"dry_run", "pipeline_parallel.run", "tensor_parallel.plan"},
     {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
     {"checkpoints.state", "engine", "planner"},
     {"dry_run.rank"},
-    {"cli", "trainer"},
+    {"trainer"},
+    {"proof"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
 TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-SHARED = {"errors", "machine", "settings", "compat", "mesh", "one_rank", "model", "ledger"}
+SHARED = {"errors", "machine", "settings", "compat", "mesh", "one_rank", "model", "head", "ledger"}
 
 
 def room_of(name: str) -> str:

@@ -41,7 +41,7 @@ def test_the_wheel_holds_every_module_and_recipe(wheel: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_parallel").rglob("*.py")}
     recipes = {f"hf_parallel/recipes_data/{name}.yaml" for name in list_recipes()}
     assert recipes
-    assert modules | recipes | {"hf_parallel/py.typed"} <= names
+    assert modules | recipes | {"hf_parallel/py.typed", "hf_parallel/recipes_data/train.py"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"hf_parallel"}
 
@@ -60,8 +60,9 @@ def test_an_installed_wheel_finds_its_recipes(wheel: Path, tmp_path: Path) -> No
     assert result.stdout.split() == expected
 
 
-def test_the_readme_table_lists_every_recipe() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+def test_the_page_of_recipes_says_what_each_is_for() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text().partition("## Which")[2].partition("## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
     assert sorted(rows) == list_recipes()
 
 

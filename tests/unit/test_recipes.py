@@ -141,7 +141,7 @@ def test_a_file_wins_over_a_recipe_of_the_same_name(tmp_path: Path) -> None:
 def test_a_missing_recipe_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"'cpu_pp3'.*Did you mean cpu_pp2\?.*cpu_pp2_tp2"):
         find_recipe("cpu_pp3")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="this file does not exist"):
         find_recipe("elsewhere/cpu_pp2.yaml")
 
 
@@ -152,9 +152,9 @@ def test_a_null_section_is_all_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (BASE | {"fsdp_config": {"hf_parallel": {}}}, r"found fsdp_config\.hf_parallel: .*Move them there"),
-        (with_section({}) | {"fp8_config": {"hf_parallel": {}}}, r"found fp8_config\.hf_parallel"),
-        (BASE | {"hf_parallel": {"pp_size": 2}}, r"found hf_parallel: the settings stand in parallelism_config"),
+        (BASE | {"fsdp_config": {"hf_parallel": {}}}, r"fsdp_config\.hf_parallel: .*Move them there"),
+        (with_section({}) | {"fp8_config": {"hf_parallel": {}}}, r"fp8_config\.hf_parallel"),
+        (BASE | {"hf_parallel": {"pp_size": 2}}, r"hf_parallel: the settings stand in parallelism_config"),
         (BASE, r"no parallelism_config\.hf_parallel section"),
         (with_section({"pp_size": 0}), r"(?s)parallelism_config\.hf_parallel:\npp_size=0"),
         (BASE | {"parallelism_config": {"hf_parallel": 3}}, r"hf_parallel=3: expected a mapping"),
@@ -196,5 +196,7 @@ def test_a_file_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
 def test_a_key_written_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "twice.yaml"
     path.write_text("num_processes: 2\nparallelism_config:\n  hf_parallel:\n    pp_size: 2\n    pp_size: 4\n")
-    with pytest.raises(ConfigError, match=r"(?s)twice\.yaml: not valid YAML: .*'pp_size' is written twice.*line 4"):
+    with pytest.raises(
+        ConfigError, match=r"twice\.yaml:5: not valid YAML: .*'pp_size' is written twice, first in line 4"
+    ):
         read_section(path)

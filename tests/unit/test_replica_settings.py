@@ -103,6 +103,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero": {"stage": 3}, "local_sgd": {"sync_every": 4}}, r"local_sgd\.sync_every=4 with zero\.stage=3"),
     ({"data_parallel": {"bucket_cap_mb": 0}}, r"data_parallel\.bucket_cap_mb=0: expected MiB"),
+    ({"data_parallel": {"reduce_dtype": "float16"}}, r"data_parallel\.reduce_dtype='float16': expected dtype"),
+    (
+        {"data_parallel": {"reduce_dtype": "bfloat16"}, "gradient_compression": {"method": "int8"}},
+        r"reduce_dtype='?bfloat16'? with gradient_compression\.method=int8 has no effect.*Remove",
+    ),
+    (
+        {"data_parallel": {"reduce_dtype": "bfloat16"}, "local_sgd": {"sync_every": 4}},
+        r"reduce_dtype='?bfloat16'? with local_sgd\.sync_every=4 has no effect",
+    ),
+    (
+        {"data_parallel": {"reduce_dtype": "bfloat16"}, "zero": {"stage": 2, "engine": "deepspeed"}},
+        r"reduce_dtype='?bfloat16'? with zero\.engine=deepspeed has no effect",
+    ),
+    (
+        {"data_parallel": {"reduce_dtype": "bfloat16"}, "zero": {"stage": 3}},
+        r"reduce_dtype='?bfloat16'? with zero\.stage=3 has no effect",
+    ),
 ]
 
 
@@ -114,7 +131,12 @@ def test_what_would_have_no_effect_is_refused(settings: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gradient_compression": {"method": "int8"}}, {"zero": {"stage": 1}}, {"local_sgd": {"sync_every": 2}}],
+    [
+        {"gradient_compression": {"method": "int8"}},
+        {"zero": {"stage": 1}},
+        {"local_sgd": {"sync_every": 2}},
+        {"data_parallel": {"reduce_dtype": "bfloat16"}},
+    ],
     ids=str,
 )
 def test_one_replica_has_nobody_to_share_with(settings: dict[str, Any]) -> None:

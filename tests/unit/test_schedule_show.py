@@ -61,12 +61,23 @@ def test_a_long_schedule_fits_and_shows_last_digits() -> None:
     assert timeline_text(simulate(parse_schedule("0F0,0B0"), [0.0], [0.0]), scale=1.0).plain == "rank 0  "
 
 
+def test_without_colours_letters_tell_the_kinds_apart() -> None:
+    result = timed("zbv_zero_bubble", 2, 12)
+    rows = timeline_text(result, scale=columns_per_unit([result], 40, in_colour=False)).plain.splitlines()
+    for kind in "fiw":
+        assert all(f"11{kind}" in row for row in rows)
+    assert columns_per_unit([result], 4000, in_colour=False) == columns_per_unit([result], 4000)
+
+
 def test_svg_is_xml_with_every_schedule(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text as text
-        write_picture(tmp_path / "a.svg", {"a<b": timed("zbv_zero_bubble", 3, 5), "1f1b": timed()}, "svg")
+    pytest.importorskip("matplotlib")
+    write_picture(tmp_path / "a.svg", {"a<b": timed("zbv_zero_bubble", 3, 5), "1f1b": timed()}, "svg")
     texts = [node.text for node in ElementTree.parse(tmp_path / "a.svg").iter("{http://www.w3.org/2000/svg}text")]
-    assert {"a<b", "1f1b", "rank 0", "rank 2", "4"} <= set(texts)
+    assert {"rank 0", "rank 2", "4", "f: forward", "w: gradients of the weights"} <= set(texts)
+    figures = r"step [\d.]+, bubble [\d.]+%, activations of [\d.]+ microbatches at most"
+    for title in ("a<b", "1f1b"):
+        assert any(re.fullmatch(f"{title}: {figures}", text or "") for text in texts)
+    assert any((text or "").startswith("time; 1 is the unit of --times") for text in texts)
 
 
 def test_trace_holds_every_span_in_microseconds(tmp_path: Path) -> None:
@@ -94,7 +105,7 @@ def test_a_picture_is_written_or_says_what_to_install(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", without_matplotlib)
-        with pytest.raises(UnsupportedError, match=r"pip install matplotlib.*\[viz\]"):
+        with pytest.raises(UnsupportedError, match=r"pip install 'hf_parallel\[viz\]'"):
             write_picture(tmp_path / "a.png", {"1f1b": timed()}, "png")
     pytest.importorskip("matplotlib")
     write_picture(tmp_path / "a.png", {"1f1b": timed(), "zbv": timed("zbv_zero_bubble", 3, 5)}, "png")
@@ -124,7 +135,11 @@ def test_command_prints_timelines_and_a_table() -> None:
     output = invoke(
         "--schedule", "zbv", "--schedule", "zb", "--schedule", "interleaved", "--stages-per-rank", "3"
     ).output
-    assert re.findall(r"^\w+$", output, re.M) == ["zbv_zero_bubble", "interleaved_zero_bubble", "interleaved_1f1b"]
+    assert re.findall(r"^(\w+): step ", output, re.M) == [
+        "zbv_zero_bubble",
+        "interleaved_zero_bubble",
+        "interleaved_1f1b",
+    ]
     assert output.count("rank 3") == 3
     assert re.search(r"zbv_zero_bubble\W+8\W+25\.50\W+5\.9%\W+4 4 4 4", output)
     assert re.search(r"interleaved_1f1b\W+12\W", output)
@@ -189,7 +204,8 @@ def test_the_page_says_what_the_command_prints() -> None:
     assert [row["schedule"] for row in rows] == list(SCHEDULES)
     assert [line for line in lines if f"{line} |" not in page] == []
     picture, example = re.findall(r"```text\n(.*?)```", page, re.S)
-    names = [line for line in picture.splitlines() if line in SCHEDULES]
+    names = re.findall(r"^(\w+): step ", picture, re.M)
+    assert len(names) == 4
     options = [option for name in names for option in ("--schedule", name)]
     printed = CliRunner().invoke(
         app, ["schedule", "--pp", "3", "--microbatches", "6", *options], env={"COLUMNS": "100"}

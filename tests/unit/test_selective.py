@@ -20,9 +20,9 @@ from hf_parallel.activation_checkpointing.host_copies import HostCopy
 from hf_parallel.activation_checkpointing.kept import Kept
 from hf_parallel.activation_checkpointing.recompute import groups_for, recompute_blocks
 from hf_parallel.activation_checkpointing.selective import KeptResults
-from hf_parallel.dry_run.memory.estimate import ON_HOST, activations
-from hf_parallel.dry_run.memory.shape import shape_of_config
-from hf_parallel.dry_run.memory.terms import Layout, Work
+from hf_parallel.memory.activations import ON_HOST, activations
+from hf_parallel.memory.shape import shape_of_config
+from hf_parallel.memory.terms import Layout, Work
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.settings.config import HFParallelConfig
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from stage_models import VOCAB, assert_same_gradients, batch, build, cut, summed, unsplit, zero_grad
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ def test_samples_follow_the_signature() -> None:
     assert names[:2] == [BASE, BASE - {"attention_mask"}]
     assert set(names[2:]) == {BASE | {"position_ids"}, BASE | {"token_type_ids"}, BASE | extras}
     assert [path_inputs(sample) for sample in probe_samples(build("llama"), VOCAB)][2:] == [BASE | {"position_ids"}]
+    adapted = tiny.lora(build("llama"))  # its own forward names neither
+    assert [path_inputs(sample) for sample in probe_samples(adapted, VOCAB)][2:] == [BASE | {"position_ids"}]
     assert [path_inputs(sample) for sample in probe_samples(build("bloom"), VOCAB)][2:] == []
 
 

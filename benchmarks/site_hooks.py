@@ -1,0 +1,50 @@
+"""Hooks of mkdocs: pages that are not in docs/, and links that lead out of it.
+
+The README is the first page, with its links made relative to docs/; the Python reference is one entry for each public
+name. A link to a file outside of docs/, which a site does not have, becomes its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are made."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "start.md", content=outside(readme, "")))
+    files.append(File.generated(config, "python.md", content=reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Lead to the first page instead of the README, and nowhere instead of out of the site."""
+    inside = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", r"](start.md\1)", markdown)
+    return outside(inside, "../")
+
+
+def outside(text: str, prefix: str) -> str:
+    """Name the files that the site does not have."""
+    names = "examples/|benchmarks/|recipes/|tests/|CONTRIBUTING|CHANGELOG|SECURITY|CITATION|LICENSE"
+    return re.sub(rf"\[([^\]]+)\]\({re.escape(prefix)}((?:{names})[^)]*)\)", r"\1 (`\2`)", text)
+
+
+def reference() -> str:
+    """The page of the Python names."""
+    tree = ast.parse((ROOT / "hf_parallel" / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    names = ast.literal_eval(assigned["__all__"])
+    entries = [f"::: hf_parallel.{name}" for name in names]
+    return "\n\n".join(["# Python", "Every public name. They are imported on first use.", *entries]) + "\n"

@@ -1,0 +1,177 @@
+"""What people get wrong in a settings file: each mistake is named in its line, with the fix nearest to what was meant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_parallel.cli.main import app
+from hf_parallel.dry_run.check_file import Finding, check_file
+from hf_parallel.machine.facts import Machine
+from hf_parallel.settings.recipes import load_recipe
+
+
+HEAD = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_processes: 4
+use_cpu: true
+"""  # lines 1 to 4
+OURS = "parallelism_config:\n  hf_parallel:\n"
+
+
+def ours(*lines: str, head: str = HEAD) -> str:
+    """A file whose section has these lines; the first of them is line 7 below the usual head."""
+    return head + OURS + "".join(f"    {line}\n" for line in lines)
+
+
+def around(line: str) -> str:
+    """A file with this line 5 around a section that is right."""
+    return ours("pp_size: 2", head=f"{HEAD}{line}\n")
+
+
+def instead(old: str, new: str) -> str:
+    return ours("pp_size: 2", head=HEAD.replace(old, new))
+
+
+# Content, line, what the one error says.
+BROKEN: dict[str, tuple[str, int, str]] = {
+    # syntax
+    "an open brace": (HEAD + "parallelism_config:\n  hf_parallel: {pp_size: 2\n", 6, r"not valid YAML: .*Close the brace with }"),
+    "an open bracket": (ours("pp_size: 2", "pipeline:", "  split: [1, 2"), 9, r"not valid YAML: .*Close the bracket with \]"),
+    "an open quote": (instead("use_cpu: true", "use_cpu: 'true"), 4, r"not valid YAML: .*Close the quote"),
+    "a tab": (f"{HEAD}parallelism_config:\n\thf_parallel:\n", 6, r"not valid YAML: .*Indent with spaces"),
+    "a key twice": (ours("pp_size: 2", "tp_size: 1", "pp_size: 4"), 9, r"'pp_size' is written twice, first in line 7\. Remove one"),
+    "a top key twice": (around("num_processes: 8"), 5, r"'num_processes' is written twice, first in line 3\. Remove one"),
+    "uneven indents": (ours("pp_size: 2") + "   tp_size: 1\n", 8, r"not valid YAML: .*Indent all keys of a section alike"),
+    "an indent too deep": (ours("pp_size: 2", "  tp_size: 1"), 8, r"not valid YAML: .*Indent all keys of a section alike"),
+    "no colon before others": (ours("pp_size 2", "tp_size: 1"), 8, r"not valid YAML: .*(Write `key: value`|Indent all keys)"),
+    "no colon": (ours("pp_size 2"), 6, r"hf_parallel='pp_size 2': expected a mapping.*Write pp_size: 2 with a colon"),
+    "an at sign": (around("main_process_ip: @node"), 5, r"not valid YAML: .*Put the value in quotes"),
+    "a star": (around("main_process_ip: *"), 5, r"not valid YAML: "),
+    # nesting and kinds
+    "ours at the top": (f"{HEAD}hf_parallel:\n  pp_size: 2\n", 5, r"^hf_parallel: the settings stand in parallelism_config\.hf_parallel"),
+    "ours in another section": (f"{HEAD}fsdp_config:\n  hf_parallel: {{}}\n", 6, r"^fsdp_config\.hf_parallel: the settings stand in"),
+    "ours misspelt": (f"{HEAD}parallelism_config:\n  hf_paralel: {{}}\n", 6, r"^parallelism_config\.hf_paralel: unknown key.*hf_parallel\?"),
+    "a list of ours": (f"{HEAD}{OURS}    - pp_size: 2\n", 6, r"hf_parallel=\[.*expected a mapping.*Remove the dashes"),
+    "a list of a section": (ours("zero:", "  - stage: 1"), 7, r"^zero=\[.*expected a mapping.*Remove the dashes"),
+    "a number for a section": (ours("zero: 1"), 7, r"^zero=1: expected a mapping with the keys stage,.*Write zero: \{stage: 1\}\.$"),
+    "a list for all": ("- num_processes: 2\n", 1, r"expected a mapping, found list"),
+    "a section in a section": (ours("zero:", "  pp_size: 2"), 8, r"^zero\.pp_size: unknown key here\. Move it to pp_size at the top"),
+    "a key outside of its section": (ours("pp_size: 2", "schedule: 1f1b"), 8, r"^schedule: unknown key here\. Move it to pipeline\.schedule"),
+    "accelerate's key in ours": (ours("mixed_precision: bf16"), 7, r"^mixed_precision: unknown key\. It stands at the top level"),
+    "the trainer's key in ours": (ours("learning_rate: 1e-4"), 7, r"^learning_rate: unknown key\. It is an argument of TrainingArg"),
+    "ours outside of its section": (ours("pp_size: 2") + "zero: {stage: 1}\n", 8, r"^zero: unknown key.*Move it to parallelism_config\.hf_parallel\.zero\.$"),
+    "a word for a section": (ours("gradient_compression: int8"), 7, r"expected a mapping.*Write gradient_compression: \{method: int8\}\.$"),
+    "a schedule for a section": (ours("pp_size: 2", "pipeline: zbv"), 8, r"Write pipeline: \{schedule: zbv\}\.$"),
+    "a truth for a section": (ours("zero: true"), 7, r"^zero=true: expected a mapping.*Write its keys on lines below it"),
+    "automatic": (f"{HEAD}parallelism_config:\n  hf_parallel: automatic\n", 6, r"hf_parallel='automatic': .*Set it to auto\.$"),
+    "two documents": (ours("pp_size: 2") + "---\na: 1\n", 8, r"a single document in the stream, but found another.*Remove the line"),
+    # keys that others have
+    "a derived size": (ours("pp_size: 2", "dp_size: 2"), 8, r"^dp_size: .*is derived: num_processes / \(tp_size \* pp_size\)\. Remove it"),
+    "megatron's name": (ours("tensor_model_parallel_size: 2"), 7, r"Did you mean tp_size\?"),
+    "deepspeed's name": (ours("zero_stage: 1"), 7, r"Did you mean zero\.stage\?"),
+    # typos in keys of every section
+    "a top key": (instead("num_processes", "num_proceses"), 3, r"^num_proceses: unknown key.*Did you mean num_processes\?"),
+    "a key": (ours("pp_sise: 2"), 7, r"^pp_sise: unknown key\. Did you mean pp_size\?"),
+    "pipeline": (ours("pp_size: 2", "pipeline:", "  shedule: 1f1b"), 9, r"^pipeline\.shedule: .*Did you mean schedule\?"),
+    "tensor_parallel": (ours("tp_size: 2", "tensor_parallel:", "  exprts: whole"), 9, r"^tensor_parallel\.exprts: .*mean experts\?"),
+    "data_parallel": (ours("data_parallel:", "  bucket_cap: 25"), 8, r"^data_parallel\.bucket_cap: .*mean bucket_cap_mb\?"),
+    "zero": (ours("zero:", "  stagge: 1"), 8, r"^zero\.stagge: .*Did you mean stage\?"),
+    "activation_checkpointing": (ours("activation_checkpointing:", "  evry: 1"), 8, r"checkpointing\.evry: .*mean every\?"),
+    "gradient_compression": (ours("gradient_compression:", "  methd: int8"), 8, r"compression\.methd: .*mean method\?"),
+    "local_sgd": (ours("local_sgd:", "  sync_evry: 8"), 8, r"^local_sgd\.sync_evry: .*Did you mean sync_every\?"),
+    "checkpoint": (ours("checkpoint:", "  async: true"), 8, r"^checkpoint\.async: .*Did you mean async_save\?"),
+    "monitor": (ours("monitor:", "  hang_timeout: 60"), 8, r"^monitor\.hang_timeout: .*Did you mean hang_timeout_s\?"),
+    "capitals of a key": (ours("PP_SIZE: 2"), 7, r"^PP_SIZE: unknown key\. Did you mean pp_size\?"),
+    "a dash": (ours("pp-size: 2"), 7, r"^pp-size: unknown key\. Did you mean pp_size\?"),
+    "a character that is not seen": (ours("pp\u200bsize: 2"), 6, r"^pp\\u200bsize: unknown key\. Did you mean pp_size\?"),
+    # words
+    "powersgdd": (ours("gradient_compression:", "  method: powersgdd"), 8, r"method='powersgdd': .*to 'powersgd'\.$"),
+    "a schedule": (ours("pp_size: 2", "pipeline:", "  schedule: zvb"), 9, r"schedule='zvb': .*to 'zbv_zero_bubble'\.$"),
+    "gpu for cpu": (ours("zero:", "  stage: 1", "  offload_optimizer: gpu"), 9, r"offload_optimizer='gpu': .*to 'cpu'\.$"),
+    "true for cpu": (ours("zero:", "  stage: 1", "  offload_optimizer: true"), 9, r"offload_optimizer=true: .*to 'cpu'\.$"),
+    "capitals": (ours("zero:", "  engine: FSDP2", "  stage: 3"), 8, r"engine='FSDP2': .*to 'fsdp2'\.$"),
+    "yes": (ours("tp_size: 2", "tensor_parallel:", "  sequence_parallel: 'yes'"), 9, r"sequence_parallel='yes': .*to true\.$"),
+    "use_cpu: 'yes'": (instead("use_cpu: true", "use_cpu: 'yes'"), 4, r"^use_cpu='yes': expected true or false.*to true\.$"),
+    "use_cpu: 'no'": (instead("use_cpu: true", "use_cpu: 'no'"), 4, r"^use_cpu='no': expected true or false.*to false\.$"),
+    "mixed_precision: no": (around("mixed_precision: no"), 5, r"^mixed_precision=false: .*Write mixed_precision: 'no'"),
+    "half": (around("mixed_precision: bfloat16"), 5, r"^mixed_precision='bfloat16': expected one of .*Set mixed_precision to bf16"),
+    "MULTIGPU": (instead("MULTI_GPU", "MULTIGPU"), 2, r"^distributed_type='MULTIGPU': .*Set distributed_type to MULTI_GPU"),
+    "MULTI_CPU": (instead("MULTI_GPU", "MULTI_CPU"), 2, r"^distributed_type='MULTI_CPU': .*ONE process.*to MULTI_GPU"),
+    "SAGEMAKER": (instead("LOCAL_MACHINE", "AMAZON_SAGEMAKER"), 1, r"^compute_environment='AMAZON_SAGEMAKER': .*to LOCAL_MACHINE"),
+    # numbers
+    "stage 4": (ours("zero:", "  stage: 4"), 8, r"^zero\.stage=4: expected an integer from 0 to 3\. Set zero\.stage to 3\.$"),
+    "a size below 1": (ours("pp_size: -2"), 7, r"^pp_size=-2: expected .*Set pp_size to 1\.$"),
+    "half a stage": (ours("pp_size: 2.5"), 7, r"^pp_size=2\.5: expected .*Set pp_size to 2\.$"),
+    "a truth for a number": (ours("pp_size: true"), 7, r"^pp_size=true: expected .*an integer of 1 or more"),
+    "a word for a number": (ours("pp_size: two"), 7, r"^pp_size='two': expected .*an integer of 1 or more"),
+    "no time to wait": (ours("monitor:", "  hang_timeout_s: 0"), 8, r"hang_timeout_s=0: expected seconds above 0.*to 600"),
+    "every 0": (ours("activation_checkpointing:", "  every: 0"), 8, r"every=0: .*Set activation_checkpointing\.every to 1\.$"),
+    "accumulation 0": (ours("gradient_accumulation_steps: 0"), 7, r"accumulation_steps=0: .*Set gradient_accumulation_steps to 1\.$"),
+    "too much warm-up": (ours("gradient_compression:", "  method: powersgd", "  warmup_ratio: 1.5"), 9, r"warmup_ratio=1\.5: .*to below 1"),
+    "processes in quotes": (instead("num_processes: 4", "num_processes: '4'"), 3, r"^num_processes='4': .*Set num_processes to 4, a number without"),
+    "half a machine": (around("num_machines: 1.5"), 5, r"^num_machines=1\.5: .*Set num_machines to 2, a whole number"),
+    "no processes": (instead("num_processes: 4", "num_processes: null"), 3, r"^num_processes=null: expected an integer"),
+    "a port": (around("main_process_port: 99999"), 5, r"^main_process_port=99999: .*from 0 to 65535\. Set .*to 29500"),
+    # what does not fit together
+    "stages that do not divide": (ours("pp_size: 3"), 3, r"^num_processes=4 is not a multiple of .*Set num_processes to 3 or 6"),
+    "one replica": (ours("pp_size: 4", "zero: {stage: 1}"), 8, r"^zero\.stage=1 with num_processes=4.*Set zero\.stage to 0"),
+    "a split": (ours("pp_size: 2", "pipeline:", "  split: [4, 4, 4]"), 9, r"split=\[4, 4, 4\] has 3 entries.*set pp_size to 3"),
+    "without effect": (ours("pipeline:", "  schedule: gpipe"), 8, r"^pipeline\.schedule='gpipe' with pp_size=1 has no effect"),
+    "machines without an address": (around("num_machines: 2"), 5, r"^num_machines=2 without main_process_ip: .*machine 0"),
+    "machines without a port": (around("num_machines: 2\nmain_process_ip: a\nmain_process_port: 0"), 7, r"^main_process_port=0 with .*to 29500"),
+    "a machine too many": (around("num_machines: 2\nmain_process_ip: a\nmachine_rank: 2"), 7, r"^machine_rank=2 with .*Set machine_rank to 1"),
+    "tp over machines": (ours("tp_size: 4", head=HEAD + "num_machines: 2\nmain_process_ip: a\n"), 9, r"^tp_size=4 with .*Set tp_size to 2"),
+    "accelerate's sizes beside ours": (
+        HEAD + OURS + "    pp_size: 2\n  parallelism_config_tp_size: 2\n", 8, r"parallelism_config_tp_size=2 beside .*Remove it"),
+}  # fmt: skip
+
+
+def findings(tmp_path: Path, content: str) -> list[Finding]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content, encoding="utf-8")
+    return list(check_file(path, Machine((), 64 * 10**9)).findings)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mistake_is_named_in_its_line_with_its_fix(name: str, tmp_path: Path) -> None:
+    content, line, says = BROKEN[name]
+    [error] = [finding for finding in findings(tmp_path, content) if finding.severity == "error"]
+    assert re.search(says, error.message), error.message
+    assert error.line == line, str(error)
+    assert "\n" not in error.message
+
+
+def test_one_microbatch_with_stages_is_a_warning(tmp_path: Path) -> None:
+    [warning] = findings(tmp_path, ours("pp_size: 2", "pipeline: {num_microbatches: 1}"))
+    assert (warning.severity, warning.line) == ("warning", 8)
+    assert "50% of the step is idle. Set pipeline.num_microbatches to 4" in warning.message
+    assert findings(tmp_path, ours("pp_size: 2", "pipeline: {num_microbatches: 1, schedule: naive}")) == []
+
+
+def test_the_file_that_all_of_these_break_is_right(tmp_path: Path) -> None:
+    assert findings(tmp_path, ours("pp_size: 2")) == []
+    assert findings(tmp_path, ours("pp_size: '2'")) == []  # a number in quotes is that number
+    several = HEAD + "num_machines: 2\nmachine_rank: 1\nmain_process_ip: a\nmain_process_port: 29500\n"
+    assert findings(tmp_path, ours("tp_size: 2", head=several)) == []
+
+
+def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(tmp_path / "none.yaml")])
+    assert result.exit_code == 1
+    assert f"'{tmp_path / 'none.yaml'}': this file does not exist." in result.output.replace("\n", "")
+    assert "Did you mean cpu_pp2?" in CliRunner().invoke(app, ["validate", "cpu_pp3"]).output
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [("zb", "interleaved_zero_bubble"), ("zbv", "zbv_zero_bubble"), ("interleaved", "interleaved_1f1b")],
+)
+def test_short_names_of_schedules_are_their_full_names(short: str, full: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(ours("pp_size: 2", f"pipeline: {{schedule: {short}}}"))
+    assert load_recipe(path).pipeline.schedule == full

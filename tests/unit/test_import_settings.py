@@ -1,0 +1,136 @@
+"""Settings of other engines are ours after `hf-parallel import`; what has no place is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from hf_parallel.cli.foreign_settings import from_accelerate, from_deepspeed
+from hf_parallel.cli.main import app
+from hf_parallel.dry_run.check_file import check_file
+from hf_parallel.machine.facts import Machine
+from hf_parallel.settings.recipes import read_recipe
+
+
+def run(file: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["import", str(file), "--output", str(file.parent / "ours.yaml"), *options])
+
+
+def fsdp(**settings: Any) -> dict[str, Any]:
+    return {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "bf16", "fsdp_config": settings}
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        ({"zero_optimization": {"stage": 2}}, {"zero": {"stage": 2}}),
+        ({"zero_optimization": {"stage": "1"}}, {"zero": {"stage": 1}}),
+        ({"gradient_accumulation_steps": 4}, {"zero": {"stage": 0}, "gradient_accumulation_steps": 4}),
+        ({"gradient_accumulation_steps": "auto"}, {"zero": {"stage": 0}}),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/d"}}},
+            {"zero": {"stage": 3, "offload_param": "nvme", "nvme_path": "/d"}},
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, {"zero": {"stage": 0}, "tp_size": 2}),
+    ],
+)
+def test_deepspeed_s_settings_are_found(config: dict[str, Any], section: dict[str, Any]) -> None:
+    assert from_deepspeed(config).section == section
+
+
+@pytest.mark.parametrize(
+    ("block", "section"),
+    [
+        ({"fsdp_version": 2}, {"zero": {"stage": 3}}),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, {"zero": {"stage": 2}}),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, {"zero": {"stage": 2}}),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, {"zero": {"stage": 0}}),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"zero": {"stage": 3, "dp_shard_size": 4}}),
+        (
+            {"fsdp_version": 2, "fsdp_offload_params": "true", "fsdp_activation_checkpointing": True},
+            {
+                "zero": {"stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu"},
+                "activation_checkpointing": {"every": 1},
+            },
+        ),
+    ],
+)
+def test_fsdp_s_settings_are_found(block: dict[str, Any], section: dict[str, Any]) -> None:
+    taken = from_accelerate(fsdp(**block))
+    assert taken.section == section
+    assert taken.accelerate == {"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}
+
+
+def test_megatron_s_settings_are_found() -> None:
+    block = {"megatron_lm_tp_degree": 2, "megatron_lm_pp_degree": 2, "megatron_lm_num_micro_batches": 4}
+    block |= {"megatron_lm_sequence_parallelism": True, "megatron_lm_recompute_activations": True}
+    found = from_accelerate(
+        {"distributed_type": "MEGATRON_LM", "num_processes": 4, "megatron_lm_config": block}
+    ).section
+    assert found == {
+        "tp_size": 2,
+        "pp_size": 2,
+        "pipeline": {"num_microbatches": 4},
+        "tensor_parallel": {"sequence_parallel": True},
+        "activation_checkpointing": {"every": 1, "mode": "selective"},
+    }
+
+
+def test_a_file_is_written_that_validates_and_the_rest_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    config = {
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+    }
+    source.write_text(json.dumps(config))
+    result = run(source, "--num-processes", "4")
+    assert result.exit_code == 0, result.output
+    assert "gradient_clipping=1.0: give TrainingArguments(max_grad_norm)" in result.output
+    assert "zero_optimization.overlap_comm=true: chosen by hf_parallel itself" in result.output
+    ours, accelerate = read_recipe(tmp_path / "ours.yaml")
+    assert (ours.zero.stage, accelerate["mixed_precision"], accelerate["num_processes"]) == (2, "bf16", 4)
+    assert check_file(tmp_path / "ours.yaml", Machine((), 10**10)).findings == ()
+    assert "is there already" in run(source).output
+
+
+def test_what_only_deepspeed_offloads_stays_with_deepspeed(tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}))
+    assert run(source).exit_code == 0
+    assert read_recipe(tmp_path / "ours.yaml")[0].zero.engine == "deepspeed"
+
+
+def test_an_fsdp_file_is_written_anew(tmp_path: Path) -> None:
+    source = tmp_path / "fsdp.yaml"
+    source.write_text(yaml.safe_dump(fsdp(fsdp_version=2, fsdp_cpu_ram_efficient_loading=True)))
+    result = run(source)
+    assert "load with hf_parallel.from_pretrained" in result.output
+    assert read_recipe(tmp_path / "ours.yaml")[0].zero.stage == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.yaml", "distributed_type: XLA\n", "distributed_type='XLA': FSDP, DEEPSPEED, MEGATRON_LM and MULTI_GPU can be read"),
+        ("a.yaml", "- 1\n", "expected a mapping, found list"),
+        ("a.json", "{", "not valid JSON"),
+        ("a.json", '{"zero_optimization": 3}', "zero_optimization=3: expected a mapping"),
+        ("a.json", '{"zero_optimization": {"stage": 4}}', "zero.stage=4: expected an integer from 0 to 3. Set zero.stage to 3"),
+        (
+            "a.yaml",
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n",
+            "Import it instead",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_refused(name: str, content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    result = run(tmp_path / name)
+    assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert not (tmp_path / "ours.yaml").exists()
