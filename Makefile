@@ -62,6 +62,12 @@ resume-matrix: setup  ## save under every layout, resume under every other
 differential: setup  ## train N=300 random set-ups from SEED=0 on a mesh and on one process; shrinks what differs
 	$(BIN)/python benchmarks/differential.py --count $(or $(N),300) --seed $(or $(SEED),0)
 
+mutations: setup  ## put bugs of known kinds into a layout and see whether `verify` finds each; writes docs/verify.md
+	$(BIN)/python benchmarks/mutations.py $(ARGS)
+
+verify-zoo: setup  ## `verify` on every model type, on two stages and on two shards; writes docs/verify.md
+	$(BIN)/python benchmarks/verify_zoo.py $(ARGS)
+
 foreign: setup  ## run TRL's scripts and accelerate's loops as they are on a mesh; writes docs/foreign.md
 	$(BIN)/python benchmarks/foreign.py
 
@@ -86,8 +92,17 @@ bench-host: setup  ## what a deep model costs the host of one pipeline stage
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
 
+bench-unequal: setup  ## time the cut for ranks of different speed against the even one, with one rank slowed
+	$(BIN)/python benchmarks/bench_unequal.py
+
+bench-device-map: setup  ## time 1F1B against what device_map="balanced" does, in full training and with LoRA
+	$(BIN)/python benchmarks/bench_device_map.py
+
 bench-sequence: setup  ## count the activations that sequence parallelism saves
 	$(BIN)/python benchmarks/bench_sequence.py
+
+bench-loss: setup  ## time and memory of a loss without logits
+	$(BIN)/python benchmarks/bench_loss.py
 
 bench-tp: setup  ## time tensor parallelism against transformers' own and one process; memory of the logits
 	$(BIN)/python benchmarks/bench_tp.py
@@ -118,6 +133,17 @@ memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 
 recipes-page: setup  ## write docs/recipes.md and the memory at the head of each GPU recipe
 	$(BIN)/python benchmarks/recipes_page.py
+
+reference-pages: setup  ## write docs/settings.md, docs/cli.md and docs/settings.schema.json from the code
+	$(BIN)/python benchmarks/reference_pages.py
+	$(BIN)/python -m hf_parallel schema > docs/settings.schema.json
+
+docs: setup  ## build the documentation site into build/site, strictly
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	$(BIN)/python -m mkdocs build
+
+messages-page: setup  ## write docs/messages.md from the messages in the code
+	$(BIN)/python benchmarks/messages_page.py
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/python -m ruff check .

@@ -11,6 +11,6 @@ setup(
     package_data={
         "hf_parallel": ["py.typed"],
         "hf_parallel.planner": ["*.json"],
-        "hf_parallel.recipes_data": ["*.yaml"],
+        "hf_parallel.recipes_data": ["*.yaml", "train.py"],
     },
 )

@@ -177,7 +177,7 @@ class CutBench:
             samples = probe_samples(model, settings.vocab)
             plan = discover_stages(model, samples, cost_tokens=(1, settings.length))
             costs = (
-                _agreed(measure_costs(model, plan, self.inputs(0))) if name == "measured" else block_costs(model, plan)
+                agreed(measure_costs(model, plan, self.inputs(0))) if name == "measured" else block_costs(model, plan)
             )
             bounds = partition(
                 *(plan.num_blocks, RANKS, "even" if name == "even" else "balanced", costs),
@@ -207,7 +207,7 @@ class CutBench:
         return self.clock.sample(name, microbatches, number, lambda: self.variants[name].step(inputs, loss_of))
 
 
-def _agreed(costs: StageCosts) -> StageCosts:
+def agreed(costs: StageCosts) -> StageCosts:
     """Rank 0's costs."""
     found = [costs]
     dist.broadcast_object_list(found, src=0)

@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
+
+
+T = TypeVar("T")
 
 
 if TYPE_CHECKING:
@@ -236,3 +239,21 @@ def parser_of(description: str | None, output: str) -> argparse.ArgumentParser:
     parser.add_argument("--quiet-budget", type=float, default=120.0, help="seconds in all to wait for quiet")
     parser.add_argument("--output", type=Path, default=Path(output))
     return parser
+
+
+def settings_of(kind: Callable[..., T], given: argparse.Namespace, **tiny: int) -> T:
+    """The settings of a benchmark that were given on the command line.
+
+    Args:
+        kind: A dataclass with `microbatches`, `rounds`, `quiet_budget` and `foreign`; what was not given keeps its default.
+        given: Of `parser_of`.
+        tiny: What makes it small, with `--smoke`.
+    """
+    if given.smoke:
+        return kind(microbatches=(4,), rounds=2, quiet_budget=0.0, foreign=given.foreign, **tiny)
+    chosen = {"microbatches": tuple(given.microbatches or ()), "rounds": given.rounds}
+    return kind(
+        quiet_budget=given.quiet_budget,
+        foreign=given.foreign,
+        **{name: value for name, value in chosen.items() if value},
+    )

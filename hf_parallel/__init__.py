@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hf_parallel.planner.hardware import Cluster
     from hf_parallel.planner.predict import Estimate, predict
     from hf_parallel.planner.search import Plan, plan
+    from hf_parallel.proof.verify import Verdict, verify
     from hf_parallel.settings.config import HFParallelConfig
     from hf_parallel.settings.recipes import list_recipes, load_recipe
     from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
@@ -70,6 +71,7 @@ __all__ = [
     "ScheduleError",
     "TensorParallelConfig",
     "UnsupportedError",
+    "Verdict",
     "ZeroConfig",
     "dry_run_recipe",
     "from_pretrained",
@@ -79,6 +81,7 @@ __all__ = [
     "plan_for",
     "predict",
     "sharded_loading",
+    "verify",
 ]
 
 _HOMES = {
@@ -91,6 +94,7 @@ _HOMES = {
     "HFParallelTrainer": "trainer.trainer",
     "LocalSgdConfig": "settings.replica_sections",
     "Plan": "planner.search",
+    "Verdict": "proof.verify",
     "ZeroConfig": "settings.replica_sections",
     "dry_run_recipe": "dry_run.rank.recipe",
     "from_pretrained": "checkpoints.weights.from_pretrained",
@@ -100,6 +104,7 @@ _HOMES = {
     "plan_for": "tensor_parallel.plan.plan_for",
     "predict": "planner.predict",
     "sharded_loading": "checkpoints.weights.from_pretrained",
+    "verify": "proof.verify",
 }
 
 

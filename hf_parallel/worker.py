@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from hf_parallel.deepspeed.worker import is_cpu_worker, prepare_deepspeed
+from hf_parallel.deepspeed.worker import DEVICE, is_cpu_worker, prepare_deepspeed
+from hf_parallel.logs import quiet_other_ranks, quiet_without_device
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator, settings_of
 
@@ -20,12 +21,16 @@ def prepare_worker() -> None:
     """
     if "LOCAL_RANK" not in os.environ:
         return
+    quiet_other_ranks(int(os.environ.get("RANK", "0") or 0))
     launch = find_launch()
     config, accelerate = settings_of(launch)
     if config is not None:
         check_fit(config, accelerate, launch, f"{launch.path} ({launch.source})")
     if accelerate.get("use_cpu") is True or not has_accelerator():
         os.environ.setdefault(USE_CPU_VARIABLE, "true")
+        quiet_without_device()
+    if not has_accelerator():
+        os.environ.setdefault(DEVICE, "cpu")  # what DeepSpeed finds out itself, and logs on every rank
     if config is not None:
         prepare_engine(config)
 

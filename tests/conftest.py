@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_PARALLEL_CACHE"] = ""  # what one test finds out about a model is not for another
 sys.path.insert(0, str(Path(__file__).parent))
 
 LAUNCHER_PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "HF_PARALLEL_", "TORCHELASTIC_")
@@ -44,4 +45,5 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_PARALLEL_CACHE", "")
     monkeypatch.chdir(tmp_path)

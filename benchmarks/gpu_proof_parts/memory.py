@@ -1,4 +1,4 @@
-"""Peak memory of training steps against what `hf_parallel.dry_run.memory` counts for them."""
+"""Peak memory of training steps against what `hf_parallel.memory` counts for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rank_runner import RankError
 from gpu_proof_parts.ranks import Setting, launch
 from gpu_proof_parts.training import SMALL, TINY, Run, Size, train
 from hf_parallel import HFParallelConfig
-from hf_parallel.dry_run.memory.estimate import OVERHEAD, estimate
-from hf_parallel.dry_run.memory.shape import shape_of_config
-from hf_parallel.dry_run.memory.terms import ModelShape, Precision, Work, layout_of
+from hf_parallel.memory.estimate import OVERHEAD, estimate
+from hf_parallel.memory.shape import shape_of_config
+from hf_parallel.memory.terms import ModelShape, Precision, Work, layout_of
 
 
 MOST = 0.15  # share of the estimate by which a peak may be above it

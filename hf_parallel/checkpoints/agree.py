@@ -100,4 +100,4 @@ def free_space(folder: Path) -> str:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    return f"{free / 2**30:.2f} GiB" if free >= 2**30 else f"{free / 2**20:.2f} MiB"
+    return f"{free / 1e9:.2f} GB" if free >= 1e9 else f"{free / 1e6:.2f} MB"

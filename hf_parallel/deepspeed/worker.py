@@ -86,17 +86,26 @@ def has_cpu_adam(config: HFParallelConfig) -> bool:
     return CPU_ADAM in needed_ops(config, on_cpu=False) and not missing_compilers()
 
 
-def refuse_machine(config: HFParallelConfig, *, on_cpu: bool) -> None:
-    """Refuse what would fail late or wait for ever on this machine.
+def refuse_missing_deepspeed() -> None:
+    """Refuse to go on without the package.
 
     Raises:
-        ConfigError: With the fix.
+        ConfigError: Says which extra to install.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "zero.engine=deepspeed: DeepSpeed is not installed. Run pip install 'hf_parallel[deepspeed]', or set zero.engine to "
             "auto."
         )
+
+
+def refuse_machine(config: HFParallelConfig, *, on_cpu: bool) -> None:
+    """Refuse what would fail late or wait for ever on this machine.
+
+    Raises:
+        ConfigError: With the fix.
+    """
+    refuse_missing_deepspeed()
     zero = config.zero
     refuse_locks(needed_ops(config, on_cpu=on_cpu), start_of_launch())
     if "nvme" in (zero.offload_optimizer, zero.offload_param):

@@ -134,6 +134,7 @@ CALLBACKS = (Prunes, PrunesByMeans, NamedNoise, SeededNoise, DrawsAnew, Averages
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
 user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, CallsBase)}
 TIED = {"model": "llama_tied"}
+READ = "numbers of the parameters of several blocks"
 NUMBERS, NOISE = (
     "is changed in a callback by numbers made of the parameters of",
     "that a callback draws one after another",
@@ -142,7 +143,7 @@ NUMBERS, NOISE = (
 JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "prunes_pp2": ("Prunes", PP2, {}, NUMBERS),
     "prunes_tied_pp2": ("Prunes", PP2, TIED, NUMBERS),
-    "means_pp2": ("PrunesByMeans", PP2, {}, NUMBERS),
+    "means_pp2": ("PrunesByMeans", PP2, {}, READ),
     "means_tp2": ("PrunesByMeans", TP2, {}, ""),
     "named_noise_pp2": ("NamedNoise", PP2, {}, ""),
     "named_noise_tp2": ("NamedNoise", TP2, {}, ""),

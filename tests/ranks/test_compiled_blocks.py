@@ -59,6 +59,15 @@ def test_compiled_blocks_train_as_eager_ones(case: Case, runs: dict[str, Any]) -
     compare(runs[case.name], runs[f"stock_{case.name}"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"pp_size": 2}], ids=["dp2", "pp2"])
+def test_blocks_that_inductor_compiles_train_as_eager_ones(layout: dict[str, Any], tmp_path: Path) -> None:
+    case = case_of("inductor", compile_blocks="inductor", **layout)
+    stock = dataclasses.replace(case, name="stock", parallel=None)
+    found = run_cases([stock], 1, tmp_path / "world1") | run_cases([case], 2, tmp_path / "world2")
+    compare(found["inductor"], found["stock"])
+
+
 def counted(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int, list[str]]:
     """Calls of compiled blocks in three steps of a model with more blocks than torch compiles of one function."""
     from accelerate import Accelerator

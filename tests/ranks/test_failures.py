@@ -136,7 +136,7 @@ def two_models(rank: int, folder: str) -> None:
 def generate(rank: int, folder: str) -> None:
     _, model, _, batch = raw_loop(PP2)
     model.eval()
-    model.generate(batch["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+    model.generate(batch["input_ids"][:, :4], max_new_tokens=2, do_sample=False, prompt_lookup_num_tokens=2)
 
 
 def device_map(rank: int, folder: str) -> None:
@@ -220,7 +220,7 @@ REFUSALS: dict[Callable[[int, str], None], str] = {
     parts_reduced: r"UnsupportedError: accelerator\.reduce\(\) of a tensor of shape \(\d+, 32\) that the replicas share out",
     parts_gathered: r"UnsupportedError: accelerator\.gather\(\) of a tensor of shape \(32,\).*full_tensor\(\)",
     two_models: r"UnsupportedError: a second model \(LlamaForCausalLM\)",
-    generate: r"UnsupportedError: .*generate\(\) needs a key-value cache.*save_model",
+    generate: r"UnsupportedError: model\.generate\(prompt_lookup_num_tokens\) with pp_size=2: .*no key-value cache.*save_model",
     device_map: r"UnsupportedError: .*device_map=\['0', '1'\].*Load it without device_map",
     quantised: r"UnsupportedError: .*quantised weights \(bitsandbytes\) with tp_size=2.*without quantization_config",
     quantised_layers: r"PlanError: .*layers\.0\.mlp\.up_proj\.weight holds torch\.int8 values of shape \(64, 32\).*tp_size to 1",

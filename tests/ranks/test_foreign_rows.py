@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,5 +307,5 @@ def test_a_part_of_a_model_is_not_saved_as_if_it_were_all_of_it(tmp_path: Path) 
         assert found["zero3"].keys() == {"torch", "part", "optimizer"}
         for texts in found.values():
             for text in texts.values():
-                assert "this rank has only its part of the model" in text
-                assert "Call accelerator.get_state_dict(model) on every rank" in text
+                assert re.search(r"this rank has only its (part of the model|shard of the tensor)", text), text
+                assert re.search(r"accelerator\.get_state_dict\(model\)", text), text

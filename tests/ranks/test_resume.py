@@ -242,6 +242,6 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_so_on_every_rank(
     assert "checkpoint-6 could not be written" in said[0]
     assert f"rank {rank}" in said[0]
     assert "No space left on device" in said[0]
-    assert "iB free there" in said[0]
+    assert "GB free there" in said[0]
     assert [path.name for path in complete_folders(Path(job.folder))] == [CHECKPOINT]
     assert [path.name for path in Path(job.folder).iterdir()] == [CHECKPOINT]

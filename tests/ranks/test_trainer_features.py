@@ -19,6 +19,7 @@ import torch
 from feature_cases import Run, features_main
 from rank_runner import run_ranks
 from safetensors.torch import load_file
+from transformers import DynamicCache
 
 
 # All runs happen in the set-up of the first test.
@@ -207,7 +208,7 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
     refused("trial", lambda: twice.train(trial={"learning_rate": 1e-4}))
     trained = pp2.trainer()
     trained.train()
-    refused("generate", lambda: trained.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2))
+    refused("cache", lambda: trained.model(torch.tensor([[1, 2, 3]]), past_key_values=DynamicCache()))
     refused("deepcopy", lambda: copy.deepcopy(trained.model))
     return found
 
@@ -240,7 +241,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("late", ["ConfigError", "add_callback()"]),
         ("arguments", ["UnsupportedError", "callbacks=[HFParallelCallback("]),
         ("trial", ["UnsupportedError", "a second model", "trials of a search as runs of their own"]),
-        ("generate", ["UnsupportedError", "save_model()"]),
+        ("cache", ["UnsupportedError", "past_key_values with pp_size=2", "save_model()"]),
         ("deepcopy", ["UnsupportedError", "copy.deepcopy"]),
     ],
 )
