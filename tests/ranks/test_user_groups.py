@@ -30,7 +30,7 @@ def grouped(loop: Loop) -> Any:
     inner = dict(loop.model.named_parameters())
     rest = [parameter for name, parameter in inner.items() if name != EMBEDDING]
     groups = [{"params": [inner[EMBEDDING]], "weight_decay": 0.0}, {"params": rest}]
-    loop.prepare(torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, weight_decay=0.1))
+    loop.prepare(torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.1))
     return loop.optimizers[0]
 
 

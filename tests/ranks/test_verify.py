@@ -91,7 +91,7 @@ def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "8", "--microbatches", "8", "--json", "-"])
     assert ended.exit_code == 3
-    assert "pp_size=8" in json.loads(ended.output)["refused"]
+    assert "pp_size x virtual stages = 8 stages need" in json.loads(ended.output)["refused"]
 
 
 def test_what_cannot_be_verified_is_refused_at_once() -> None:
