@@ -7,7 +7,7 @@ tells stored attention matrices from the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -76,14 +76,18 @@ def _of_blocks(config: Any, length: int, precision: Precision) -> tuple[float, f
     return (many[0] - few[0]) / (most - least), (many[1] - few[1]) / (most - least)
 
 
-def _maskless_attention() -> str:
-    """Name of SDPA without a mask: under fake tensors transformers makes one, and repeats keys for it, as on no device."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+@contextlib.contextmanager
+def _maskless_attention(model: Any) -> Iterator[None]:
+    """SDPA without a mask: under fake tensors transformers makes one, and repeats keys for it, as on no device."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
-    AttentionMaskInterface.register(MASKLESS, lambda *args, **kwargs: None)
-    return MASKLESS
+    ALL_ATTENTION_FUNCTIONS[MASKLESS] = sdpa_attention_forward  # and no function that makes masks for it
+    try:
+        model.set_attn_implementation(MASKLESS)
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[MASKLESS]
 
 
 def _saved(config: Any, length: int, precision: Precision) -> tuple[int, int]:
@@ -105,10 +109,10 @@ def _saved(config: Any, length: int, precision: Precision) -> tuple[int, int]:
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        if attention_of(model.config) == "sdpa":
-            model.set_attn_implementation(_maskless_attention())
+        is_sdpa = attention_of(model.config) == "sdpa"
         own |= {id_of_storage(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
-        with saved_tensors_hooks(keep, lambda tensor: tensor), cast:
+        maskless = _maskless_attention(model) if is_sdpa else contextlib.nullcontext()
+        with saved_tensors_hooks(keep, lambda tensor: tensor), cast, maskless:
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
     casts = 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1) if precision == "autocast" else 0
     wide, other = (

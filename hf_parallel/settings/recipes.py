@@ -79,11 +79,16 @@ def find_recipe(name_or_path: str | Path) -> Path:
     hint = f"Did you mean {nearest[0]}?" if nearest else "`hf-parallel recipes` lists the recipes."
     if path.suffix or len(path.parts) != 1:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(f"{spelled(str(name_or_path))}: this file does not exist{where}. {hint}")
+        raise ConfigError(f"{_end_of(str(name_or_path))}: this file does not exist{where}. {hint}")
     raise ConfigError(
         f"recipe {spelled(str(name_or_path))}: no such file in {Path.cwd()} and no recipe of that name. {hint} "
         f"Recipes: {', '.join(names)}."
     )
+
+
+def _end_of(path: str) -> str:
+    """A path in a message; of a long one the end, which tells files of one folder apart."""
+    return spelled(path) if len(path) < MAX_SHOWN - 2 else f"'...{path[5 - MAX_SHOWN :]}'"
 
 
 def read_section(path: Path) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:

@@ -160,10 +160,12 @@ def test_the_file_that_all_of_these_break_is_right(tmp_path: Path) -> None:
     assert findings(tmp_path, ours("tp_size: 2", head=several)) == []
 
 
-def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["validate", str(tmp_path / "none.yaml")])
+def test_a_file_that_is_not_there_is_said_to_be_missing() -> None:
+    result = CliRunner().invoke(app, ["validate", "/nowhere/none.yaml"])
     assert result.exit_code == 1
-    assert f"'{tmp_path / 'none.yaml'}': this file does not exist." in result.output.replace("\n", "")
+    assert "'/nowhere/none.yaml': this file does not exist." in result.output.replace("\n", "")
+    long = CliRunner().invoke(app, ["validate", f"/{'deep' * 40}/none.yaml"]).output.replace("\n", "")
+    assert re.search(r"'\.\.\.(deep)+/none\.yaml': this file does not exist\.", long)
     assert "Did you mean cpu_pp2?" in CliRunner().invoke(app, ["validate", "cpu_pp3"]).output
 
 
