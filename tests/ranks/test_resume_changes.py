@@ -92,13 +92,13 @@ class Job:
 
 
 class AtStart(TrainerCallback):
-    """Notes sums of the weights that were read, which are those of the whole model where a rank has it."""
+    """Keeps the weights that were read, which are those of the whole model where a rank has it."""
 
     def __init__(self) -> None:
-        self.found: dict[str, float] = {}
+        self.found: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.found = {name: float(p.detach().double().sum()) for name, p in model.named_parameters()}
+        self.found = {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def made(job: Job) -> tuple[Trainer, AtStart]:
@@ -156,7 +156,7 @@ def run(job: Job) -> dict[str, Any]:
     logs = [
         {key: log[key] for key in keys} for log in trainer.state.log_history if "loss" in log and log["step"] > done
     ]
-    return {"error": error, "logs": logs, "start": start.found}
+    return {"error": error, "logs": logs, "start": {name: float(p.double().sum()) for name, p in start.found.items()}}
 
 
 def main(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:

@@ -60,6 +60,7 @@ SIZES = frozenset(
 )
 # Mean the whole of a part; the last is what saving asks for.
 READS = frozenset({"numpy", "tolist", "__array__", "bernoulli", "dropout", "__reduce_ex__"})
+BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 PLAIN = (Tensor, nn.Parameter)
 Place: TypeAlias = tuple[int, torch.Size]
 LIBRARIES = ("hf_parallel.", "transformers.", "accelerate.", "safetensors.", "peft.")
@@ -185,6 +186,8 @@ class OnParts(TorchFunctionMode):
         leaves = _tensors((args, kwargs))
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         name = getattr(func, "__name__", "")
+        if func in BACKWARDS:
+            return self._differentiate(func, args, kwargs)
         changes = name.endswith("_") and not name.endswith("__") and name not in VIEWS
         if func in SIZES:
             whole = torch.empty(_whole_shape(found[0]), dtype=found[0][0].dtype, device="meta")
@@ -203,6 +206,16 @@ class OnParts(TorchFunctionMode):
                 if self._is_alike(out, leaves, found[0]):
                     return out
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
+
+    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The graph has parts, and gradients are those of parts."""
+        out = func(*args, **kwargs)
+        inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ())
+        for gradient, one in zip(_tensors(out), _tensors(inputs), strict=False):
+            known = self._known.of(one)
+            if known is not None:
+                self._known.note(gradient, known[1])
+        return out
 
     def _draw(self, func: Any, args: Any, kwargs: Any, found: tuple[Tensor, Owned]) -> Any:
         """This rank's part of numbers that are drawn for the whole: every rank draws them all."""
