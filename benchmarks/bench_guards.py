@@ -43,6 +43,7 @@ from transformers import LlamaForCausalLM
 
 from hf_parallel import HFParallelPlugin
 from hf_parallel.batches import BatchCheck, RandomCheck
+from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss
@@ -84,7 +85,8 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (DirectGradients, "stop", None),
     (Engine, "check_installed", None),
     *((Freezing, name, value) for name, value in (("begin", False), ("put", None), ("arrived", None), ("finish", ()))),
-    *((GradientSync, name, None) for name in ("_guard_states", "_refuse_changed_parts", "_remember_parts")),
+    (GradientSync, "_guard_states", None),
+    *((ChangedParts, name, None) for name in ("remember", "remember_again", "refuse_changes", "judge")),
     (HookGuard, "check", None),
     (MovingBuffers, "watching", contextlib.nullcontext()),
     (MovingBuffers, "end_step", None),
