@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.errors import UnsupportedError
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
+
+
+WRITERS = ("torch.", "safetensors.", "accelerate.", "pickle.", "contextlib.")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -317,3 +320,20 @@ def is_shipped(function: Any, name: str, source: str) -> bool:
     """Whether a plain function is the one of that name in a source file: a wrapper or a replacement is not."""
     code = getattr(function, "__code__", None) if isinstance(function, FunctionType) else None
     return code is not None and code.co_name == name and code.co_filename == source
+
+
+def brings_into_file(function: Any, frame: FrameType | None, libraries: tuple[str, ...]) -> bool:
+    """Whether `function` of a tensor runs because somebody writes tensors to a file, and none of `libraries` does so.
+
+    Args:
+        function: What runs. Of an ordinary tensor, pickling asks torch for its storage alone, past `__reduce_ex__`.
+        frame: What called it.
+        libraries: Beginnings of names of modules, each with its dot.
+    """
+    if getattr(function, "__name__", "") not in ("untyped_storage", "data_ptr"):
+        return False
+    writes = False
+    while frame is not None and (module := f"{frame.f_globals.get('__name__', '')}.").startswith(WRITERS):
+        writes = writes or frame.f_code.co_name == "_reduce_ex_internal" or module.startswith("safetensors.")
+        frame = frame.f_back
+    return writes and frame is not None and not module.startswith(libraries)

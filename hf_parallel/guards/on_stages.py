@@ -5,7 +5,8 @@ them is another number on every stage, and noise drawn for one parameter after a
 through the functions of torch that user code calls, and refused when they are about to be written to a parameter.
 
 Numbers are refused when Python reads them: one that was made of several blocks, and those of one block after another, of which
-a sum, a count or a log would be that of this stage. What is written before the next block is read needs no sum.
+a sum, a count or a log would be that of this stage, and a file that they are written to. What is written before the next block is
+read needs no sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import arguments_written, id_of_storage, name_of_op, no_torch_function
+from hf_parallel.compat.private_torch import (
+    arguments_written,
+    brings_into_file,
+    id_of_storage,
+    name_of_op,
+    no_torch_function,
+)
 from hf_parallel.compat.torch_tools import TorchDispatchMode, WeakStorage, pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.parts import PartTensor
@@ -31,6 +38,7 @@ OVERWRITES = ("copy_", "zero_", "fill_")
 KEPT = 1024  # numbers that Python has read, and seedings
 STATE = 5000  # bytes of a Mersenne twister: counters and 624 words
 EMPTY = frozenset[Any]()
+NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 # Read by Python, past the operations of torch.
 LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
 LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
@@ -292,10 +300,12 @@ class _Leaving(TorchFunctionMode):
         self._stages = stages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in LEAVING:
+        counts = func == NBYTES or getattr(func, "__name__", "") in LEAVING
+        if counts:
             caller = sys._getframe(1).f_globals.get("__name__", "") + "."
-            if not caller.startswith(LIBRARIES):
-                self._stages.leaves(args[0])
+            counts = not caller.startswith(LIBRARIES)
+        if counts or brings_into_file(func, sys._getframe(1), LIBRARIES):
+            self._stages.leaves(args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -29,14 +29,14 @@ class PartTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in LEAVING:
-            refuse_part_of_model(f"{func.__name__}() of a tensor")
+            refuse_part_of_model(f"{func.__name__}() of a tensor of a state_dict()")
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.detach().clone())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_part_of_model("saving a tensor")
+        refuse_part_of_model("saving a tensor of a state_dict()")
 
 
 class ShardOfState(PartTensor):
@@ -76,7 +76,7 @@ def refuse_part_of_model(what: str) -> NoReturn:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"{what} of a state_dict(): this rank has only its part of the model (its stages with pp_size above 1, its shards with "
+        f"{what}: this rank has only its part of the model (its stages with pp_size above 1, its shards with "
         "tp_size above 1 or zero.stage 3) and of the optimizer's state (with any zero.stage). Call accelerator.get_state_dict(model) "
         "on every rank, which gives rank 0 the whole model; or model.save_pretrained(folder) or accelerator.save_model(model, "
         "folder) on every rank, which write it; or accelerator.save_state(folder), which writes the optimizer's state too."
@@ -84,7 +84,11 @@ def refuse_part_of_model(what: str) -> NoReturn:
 
 
 def _refuse_to_save(protocol: Any) -> NoReturn:
-    refuse_part_of_model("saving a tensor")
+    refuse_part_of_model("saving a tensor of a state_dict()")
+
+
+def _refuse_to_save_parameter(protocol: Any) -> NoReturn:
+    refuse_part_of_model("saving a parameter of the model")
 
 
 ShardOf = Callable[[nn.Module, str, Tensor], Tensor | None]
@@ -131,7 +135,7 @@ def mark_parts(
     shard_of: ShardOf,
     names_of_tied: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Mark what the state dicts of a model and its modules have from now on; let the model take a whole one.
+    """Mark what the state dicts of a model and its modules have from now on, and its parameters; let it take a whole one.
 
     Args:
         model: Of which this rank holds a part.
@@ -146,6 +150,8 @@ def mark_parts(
 
     for module in model.modules():
         module.register_state_dict_post_hook(functools.partial(_mark, shard_of))
+    for parameter in model.parameters():  # a loop may write them by themselves; whoever pickles asks the object
+        vars(parameter)["__reduce_ex__"] = _refuse_to_save_parameter
     model.register_state_dict_post_hook(functools.partial(_name_all, names_of_tied))
     model.register_load_state_dict_pre_hook(take)
 

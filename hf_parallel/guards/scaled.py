@@ -1,7 +1,8 @@
 """Whether all stages scaled their gradients by the same number.
 
 `sum(p.grad.norm() ** 2 for p in model.parameters())` is the sum of one stage: clipping by it scales each stage by another
-factor. Where user code took numbers of gradients one by one, the factor that it then scaled all of them with is compared.
+factor, and a step that is left out above a limit (`p.grad = None`) is left out by some stages. Where user code took numbers of
+gradients one by one, the factor that it then scaled all of them with is compared; that of cleared ones is zero.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class StageFactors:
         """
         before, self._taken = self._taken, {}
         now = {name: power(name) for name in before}
-        pairs = [(before[name], value) for name, value in now.items() if value is not None]
-        if not len(pairs) == len(before) > 1:
+        if len(before) < 2 or len({value is None for value in now.values()}) > 1:
             return None
-        return _word(*(torch.stack(side) for side in zip(*pairs, strict=True)))
+        values = [torch.zeros_like(before[name]) if value is None else value for name, value in now.items()]
+        return _word(torch.stack(list(before.values())), torch.stack(values))
 
     def refuse_unlike(self, words: Sequence[int]) -> None:
         """Compare factors.
@@ -88,7 +89,7 @@ class StageFactors:
         """
         found = [word for word in words if word]
         if found and max(found) - min(found) > TOLERANCE * _STEPS:
-            factors = " and ".join(f"{math.exp((word - 1) / _STEPS - _RANGE):.4g}" for word in dict.fromkeys(found))
+            factors = " and ".join(f"{_factor(word):.4g}" for word in dict.fromkeys(found))
             raise UnsupportedError(
                 f"all gradients of a stage were multiplied by one number, which is {factors} on different stages, after "
                 f"numbers were taken of single gradients: with pp_size={self._mesh.shape.pp_size} a rank has the gradients of its "
@@ -98,11 +99,16 @@ class StageFactors:
             )
 
 
+def _factor(word: int) -> float:
+    return 0.0 if word == 1 else math.exp((word - 1) / _STEPS - _RANGE)
+
+
 def _word(before: Tensor, now: Tensor) -> Tensor:
-    """Of the sums of squares of gradients, f64[n]: 0 unless all were scaled alike, by a number other than zero."""
+    """Of the sums of squares of gradients, f64[n]: 0 unless all were scaled alike; 1 if all were cleared."""
     kept = (before > 0) & (now > 0)
     logs = 0.5 * (torch.where(kept, now, 1.0).log() - torch.where(kept, before, 1.0).log())
     least, most = torch.where(kept, logs, math.inf).min(), torch.where(kept, logs, -math.inf).max()
     alike = (most - least <= TOLERANCE) & (kept.sum() > 1) & (now.bool() == before.bool()).all()
     steps = ((0.5 * (least + most)).clamp(-_RANGE, _RANGE).nan_to_num() + _RANGE) * _STEPS
-    return torch.where(alike, 1 + steps.round().to(torch.int64), 0)
+    cleared = (now == 0).all() & (before > 0).any()
+    return torch.where(alike & ~cleared, 1 + steps.round().to(torch.int64), cleared.to(torch.int64))

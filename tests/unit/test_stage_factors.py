@@ -41,14 +41,23 @@ def test_one_factor_for_all_gradients_is_told() -> None:
         ({}, {}),
         ({"a": 4.0}, {"a": 1.0}),
         ({"a": 4.0, "b": 8.0}, {"a": 1.0, "b": 8.0}),
-        ({"a": 4.0, "b": 8.0}, {"a": 0.0, "b": 0.0}),
         ({"a": 4.0, "b": 8.0}, {"a": 1.0, "b": None}),
         ({"a": 4.0, "b": 0.0}, {"a": 1.0, "b": 2.0}),
     ],
-    ids=["no_number", "one", "one_of_two", "cleared", "dropped", "from_nothing"],
+    ids=["no_number", "one", "one_of_two", "dropped", "from_nothing"],
 )
 def test_anything_else_says_nothing(before: dict[str, float], now: dict[str, float | None]) -> None:
     assert word(before, now) == 0
+
+
+@pytest.mark.parametrize("now", [{"a": 0.0, "b": 0.0}, {"a": None, "b": None}], ids=["cleared", "dropped"])
+def test_a_step_that_one_stage_leaves_out_is_refused(now: dict[str, float | None]) -> None:
+    before = {"a": 4.0, "b": 8.0}
+    judge = StageFactors(SimpleNamespace(shape=SimpleNamespace(pp_size=2)))  # type: ignore[arg-type]
+    left_out, kept = word(before, now), word(before, dict(before))
+    judge.refuse_unlike([left_out, left_out])
+    with pytest.raises(UnsupportedError, match="which is 0 and 1 on different stages"):
+        judge.refuse_unlike([left_out, kept])
 
 
 def test_a_model_without_stages_says_nothing() -> None:

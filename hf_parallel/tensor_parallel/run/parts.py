@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_parallel.compat.private_torch import in_backward_pass, no_torch_function, own_tensor
+from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass, no_torch_function, own_tensor
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered, stand_in
@@ -148,6 +148,8 @@ class OnParts(TorchFunctionMode):
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         if not found:
             return func(*args, **kwargs)
+        if brings_into_file(func, sys._getframe(1), LIBRARIES):
+            _refuse_file(found[0][1])
         if not _asked_by_user():
             out = func(*args, **kwargs)
             self._is_alike(out, leaves, found[0])
@@ -335,6 +337,14 @@ def _refuse(owned: Owned, name: str) -> NoReturn:
         f"{name} of parameter {owned.name} in a callback: this rank has only its part of it (cut along dim {owned.spec.dim}, "
         f"{owned.spec.full_size} in all), so rows and views are not those of the whole tensor. Change all of its elements, use a "
         f"mask of its own shape, or set tensor_parallel.plan: {{{module}: replicate}} to keep it whole."
+    )
+
+
+def _refuse_file(owned: Owned) -> NoReturn:
+    raise UnsupportedError(
+        f"parameter {owned.name} is written to a file in a callback: this rank has only its part of it (cut along dim "
+        f"{owned.spec.dim}, {owned.spec.full_size} in all). Call accelerator.get_state_dict(model) on every rank, which gives rank 0 "
+        "the whole model, or trainer.save_model(folder)."
     )
 
 
