@@ -24,7 +24,7 @@ def with_compiled_blocks(
 
     Raises:
         ConfigError: It asks for a backend or an option that blocks are not compiled with, or for another backend than the
-            settings do.
+            settings do, or a layout does not allow it.
     """
     if plugin.backend == DynamoBackend.NO:
         return config, schedule
@@ -48,5 +48,11 @@ def with_compiled_blocks(
     if problems:
         raise ConfigError("\n".join(problems))
     given = config.model_dump(exclude_defaults=True)
-    compiled = HFParallelConfig(**{**given, "pipeline": {**given.get("pipeline", {}), "compile_blocks": backend}})
+    try:
+        compiled = HFParallelConfig(**{**given, "pipeline": {**given.get("pipeline", {}), "compile_blocks": backend}})
+    except ConfigError as error:
+        raise ConfigError(
+            f"{asked} compiles every block, as pipeline.compile_blocks={backend} does, and other settings do not allow it. Leave "
+            f"torch_compile (or dynamo_backend) unset, or change them. {error}"
+        ) from error
     return compiled, ScheduleChoice(compiled.pipeline, compiled.pp_size)

@@ -198,6 +198,12 @@ def test_torch_compile_that_blocks_cannot_follow_is_refused(
         with_compiled_blocks(config, ScheduleChoice(config.pipeline, 2), TorchDynamoPlugin(**asked))
 
 
+def test_torch_compile_under_a_layout_that_compiles_nothing_is_refused_by_its_own_name() -> None:
+    config = HFParallelConfig(tp_size=2)
+    with pytest.raises(ConfigError, match=r"(?s)Leave torch_compile .* unset.*tp_size=2"):
+        with_compiled_blocks(config, ScheduleChoice(config.pipeline, 1), TorchDynamoPlugin(backend="aot_eager"))
+
+
 def test_torch_compile_sets_what_the_settings_call_compile_blocks() -> None:
     config = parse(zero={"stage": 1})
     schedule = ScheduleChoice(config.pipeline, 1)
