@@ -38,6 +38,9 @@ test-all: setup  ## every test this machine can run
 test-deepspeed: setup  ## the tests that run DeepSpeed; the first run compiles its ops for minutes
 	$(BIN)/python -m pytest -q -m deepspeed $(PYTEST_ARGS)
 
+test-arguments: setup  ## every field of TrainingArguments under tp, pp and replicas; writes build/reports/arguments.md
+	$(BIN)/python -m pytest -q tests/ranks/test_arguments.py $(PYTEST_ARGS)
+
 test-softcuda: setup  ## the GPU tests and core training on CUDA tensors in host memory; compiles their kernels with g++
 	PYTHONPATH=tests $(BIN)/python -m pytest -q -p softcuda.plugin -m "softcuda or gpu" tests/softcuda tests/gpu $(PYTEST_ARGS)
 
