@@ -186,6 +186,9 @@ class SharedBatch:
         self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
         self._looked = True
         self._under_way: tuple[Tensor, dist.Work | torch.cuda.Event] | None = None
+        self._size, self._rank = mesh.shape.tp_size, mesh.tp_rank
+        self._message = torch.empty(self._size, 0, dtype=torch.int64)
+        self._cells = self._message.numpy()
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
         """Before a forward pass; collective over the tensor-parallel ranks: four numbers each.
@@ -209,7 +212,7 @@ class SharedBatch:
         return self._common.digests() if self._looked else [0 for _ in self._common.names]
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
-        size, rank, group = self._mesh.shape.tp_size, self._mesh.tp_rank, self._mesh.tp_group
+        size, rank, group = self._size, self._rank, self._mesh.tp_group
         waits = shapes != self._shapes  # for the others, before it runs the model
         numbers = [*numbers, int(waits)]
         if self._device.type == "cuda":
@@ -220,8 +223,12 @@ class SharedBatch:
             here.copy_(values, non_blocking=True)
             self._under_way = here, torch.cuda.current_stream(values.device).record_event()
             return
-        nothing = [0] * len(numbers)
-        values = torch.tensor([numbers if index == rank else nothing for index in range(size)])
+        if self._message.shape[1] != len(numbers):
+            self._message = torch.empty(size, len(numbers), dtype=torch.int64)
+            self._cells = self._message.numpy()  # writing there costs less than making a tensor
+        values = self._message  # the one before has arrived
+        self._cells.fill(0)
+        self._cells[rank] = numbers
         if not waits:
             self._under_way = values, dist.all_reduce(values, group=group, async_op=True)
             return

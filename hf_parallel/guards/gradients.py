@@ -55,16 +55,20 @@ class ShownGradients:
         self._stands: list[tuple[str, nn.Parameter, Tensor | None, SharedGradient | None]] = []
         self._touched = False
         self._summands = frozenset(name for name in parameters if len(ledger.entries[name].holders) > 1)
+        # Asked of every parameter in every step.
+        self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
+        shards = (name for name in parameters if ledger.entries[name].spec is not None)
+        self._shards = frozenset(shards if mesh.tp_group is not None else ())
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
     def owns(self, name: str) -> bool:
         """Whether this rank's stage counts a parameter in the norm of the model."""
-        return self._ledger.entries[name].owner == self._mesh.pp_rank
+        return name in self._owned
 
     def is_shard(self, name: str) -> bool:
         """Whether tensor-parallel ranks hold different parts of a parameter."""
-        return self._ledger.entries[name].spec is not None and self._mesh.tp_group is not None
+        return name in self._shards
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
         """What this rank counts of a gradient that is not partitioned."""

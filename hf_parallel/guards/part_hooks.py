@@ -8,6 +8,8 @@ later nobody has looked at: a norm over the channels would be that of a part.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 from torch import nn
@@ -48,9 +50,11 @@ class PartHooks:
             ]
             self._tables += [(name, parts, hooks, set(hooks)) for hooks in tables]
             self._forwards.append((name, parts, vars(module), vars(module).get("forward")))
-        # Looked at before every forward: most of a model's modules never have hooks.
+        # Looked at before every forward: most of a model's modules never have hooks, nor a forward of their own.
         self._empty = [table[2] for table in self._tables if not table[2]]
         self._others = [table for table in self._tables if table[2]]
+        self._plain = [attributes for _, _, attributes, _ in self._forwards if "forward" not in attributes]
+        self._replaced = [table for table in self._forwards if "forward" in table[2]]
 
     def check(self) -> None:
         """Before a forward.
@@ -64,7 +68,8 @@ class PartHooks:
                     if not _module_of(hooks[key]).startswith(OURS):
                         _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts)
                     known.add(key)
-        for name, parts, attributes, forward in self._forwards:
+        anywhere = any(map(contains, self._plain, repeat("forward")))
+        for name, parts, attributes, forward in self._forwards if anywhere else self._replaced:
             if attributes.get("forward") is not forward:
                 _refuse(f"forward of {name} was replaced", parts)
 
