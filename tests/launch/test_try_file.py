@@ -23,8 +23,8 @@ FILE: dict[str, Any] = {"num_processes": 2, "use_cpu": True, "mixed_precision": 
 
 @pytest.mark.launch
 @pytest.mark.timeout(300)
-@pytest.mark.long
-@pytest.mark.parametrize("recipe", ["cpu_pp2", pytest.param("cpu_dp2_int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["cpu_pp2", "cpu_dp2_int8"])
 def test_a_file_that_trains_passes(recipe: str) -> None:
     result = CliRunner().invoke(app, ["test", recipe, "--json"])
     assert result.exit_code == 0, result.output

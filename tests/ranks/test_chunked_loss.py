@@ -146,7 +146,7 @@ def test_families_train_as_in_one_process(layout: str, tmp_path: Path) -> None:
     run(layout, ("llama", "gemma2"), tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_families_train_as_in_one_process(layout: str, tmp_path: Path) -> None:
     run(layout, FAMILIES, tmp_path)
@@ -225,7 +225,7 @@ def peak_main(rank: int, world_size: int, shape: str, chunked: Any) -> int:
     return meter.memory.peak().total_bytes
 
 
-@pytest.mark.parametrize("shape", ["llama3", pytest.param("gemma2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shape", ["llama3", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_the_last_stage_needs_no_more_memory_than_the_others(shape: str, tmp_path: Path) -> None:
     peaks = run_ranks(peak_main, MEMORY_STAGES, shape, "auto", tmp_path=tmp_path)
     assert peaks[-1] <= 1.1 * max(peaks[:-1])

@@ -117,12 +117,14 @@ def generate_main(rank: int, world_size: int, layouts: dict[str, dict[str, Any]]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kinds", [["llama", "llama_lora"], ["gpt2", "mistral"]])
+@pytest.mark.parametrize(
+    "kinds", [["llama", "llama_lora"], pytest.param(["gpt2", "mistral"], marks=pytest.mark.slow)], ids=str
+)
 def test_tokens_equal_one_process(kinds: list[str], tmp_path: Path) -> None:
     run_ranks(generate_main, 2, LAYOUTS, kinds, tmp_path=tmp_path, env=ENV, timeout=150)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_of_combined_layouts_equal_one_process(tmp_path: Path) -> None:
     run_ranks(generate_main, 4, FOUR, ["llama", "llama_lora", "mistral"], tmp_path=tmp_path, env=ENV, timeout=250)
 
@@ -248,7 +250,8 @@ def trainer_main(rank: int, world_size: int, folder: str, kinds: list[str], layo
     return found
 
 
-@pytest.mark.parametrize("kinds", [["llama"], pytest.param(["llama_lora", "gpt2"], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kinds", [["llama"], pytest.param(["llama_lora", "gpt2"], marks=pytest.mark.slow)])
 def test_text_that_is_sampled_while_training_is_that_of_one_process(kinds: list[str], tmp_path: Path) -> None:
     folder = str(tmp_path / "out")
     one = run_ranks(trainer_main, 1, folder, kinds, {"one": None}, tmp_path=tmp_path, env=ENV, init_group=False)[0]

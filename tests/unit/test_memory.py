@@ -206,7 +206,7 @@ def copy_of(config: Any, layers: int) -> Any:
     return changed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_state_space_model_is_traced_and_has_no_heads() -> None:
     config = transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     saved = trace_block(config, "fp32")
