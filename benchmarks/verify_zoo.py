@@ -1,13 +1,16 @@
 """Run `verify` on a tiny model of every AutoModelForCausalLM type, on two stages and on two shards: `python benchmarks/verify_zoo.py`.
 
-Writes build/reports/verify-zoo.json and, for a full run, the second table of docs/verify.md; exits with 1 if a type differs
-or a run ends without a verdict. Types that the zoo cannot build, and those that need more than text, are left out.
+Keeps what was tried in build/reports/verify-zoo.json, goes on from there, and writes the table of docs/verify.md from it. Exits
+with 1 if a type differs or a run ends without a verdict. Variants of types are left out.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +20,71 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
+from forked_proofs import Prover  # noqa: E402
 from rich.console import Console  # noqa: E402
 from tables import with_tables  # noqa: E402
 from zoo import entries  # noqa: E402
 from zoo.models import tiny_config  # noqa: E402
-from zoo_jobs import in_workers, options, write_report  # noqa: E402
-
-from hf_parallel import verify  # noqa: E402
+from zoo_jobs import options  # noqa: E402
 
 
 PAGE = ROOT / "docs" / "verify.md"
 LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pp_size": 2, "num_microbatches": 2}, "tp2": {"tp_size": 2}}
+WRONG = ("differs", "no verdict")
 
 
-def examine(name: str) -> dict[str, str]:
-    """A cell for each layout; never raises."""
-    row = {"type": name}
-    for layout, settings in LAYOUTS.items():
-        try:
-            found = verify(tiny_config(name), settings, steps=2, rows=2)
-        except Exception as error:
-            row[layout] = f"no verdict: {str(error).splitlines()[0][:120]}"
-            continue
-        if found.refused:
-            row[layout] = f"refused: {found.refused.splitlines()[0][:120]}"
-        else:
-            row[layout] = f"{found.grad_max_rel:.1e}" if found.ok else f"differs at {found.first_divergence}"
-    return row
+def examine(name: str, settings: dict[str, Any], prover: Prover) -> str:
+    """A cell of the table; never raises."""
+    try:
+        found = prover.verify(tiny_config(name), settings, steps=2, rows=2)
+    except Exception as error:
+        told = [line for line in str(error).splitlines() if line.strip()]
+        return f"no verdict: {' ... '.join([*told[:1], *told[-1:]])[:300]}"
+    if found.refused:
+        return f"refused: {found.refused.splitlines()[0][:160]}"
+    return f"{found.grad_max_rel:.1e}" if found.ok else f"differs at {found.first_divergence}, {found.worst[:1]}"
+
+
+def table(report: dict[str, dict[str, str]], names: list[str]) -> list[str]:
+    """Of the page."""
+    rows = [(name, report[name]) for name in names if name in report]
+    lines = [f"| type | {' | '.join(LAYOUTS)} |", "|---|---|---|"]
+    lines += [f"| {name} | {' | '.join(row[layout].replace('|', '/') for layout in LAYOUTS)} |" for name, row in rows]
+    cells = [row[layout] for _, row in rows for layout in LAYOUTS]
+    refused = sum(cell.startswith("refused") for cell in cells)
+    wrong = sum(cell.startswith(WRONG) for cell in cells)
+    agree = len(cells) - refused - wrong
+    lines += [
+        "",
+        f"{len(rows)} of {len(names)} types were run, {len(cells)} runs: {agree} agree, {refused} are refused,",
+    ]
+    lines += [f"{wrong} differ or have no verdict. The numbers are the largest relative difference of a gradient."]
+    return lines
 
 
 def main() -> int:
-    """Examine, print, write the report and the page; returns the exit code."""
+    """Examine what was not yet, and write the report and the page; returns the exit code."""
     parser = options("Verify every model type on two stages and two shards.", "verify-zoo.json", 300)
-    parser.add_argument("names", nargs="*", help="types; all of them, and the page, if none is given")
+    parser.add_argument("names", nargs="*", help="types that are examined anew")
+    parser.add_argument("--fresh", action="store_true", help="forget what was examined before")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after them")
     arguments = parser.parse_args()
-    console = Console()
-    names = arguments.names or [name for name in entries() if "@" not in name]
-    rows = []
-    for row in in_workers(examine, names):
-        rows.append(row)
-        console.print(f"[{len(rows)}/{len(names)}] {row}", markup=False)
-    write_report(arguments.report, rows)
-    bad = [row for row in rows if any(row[layout].startswith(("differs", "no verdict")) for layout in LAYOUTS)]
-    if not arguments.names:
-        lines = [f"| type | {' | '.join(LAYOUTS)} |", "|---|---|---|"]
-        lines += [f"| {row['type']} | {' | '.join(row[layout] for layout in LAYOUTS)} |" for row in rows]
-        PAGE.write_text(with_tables(PAGE.read_text(), {"verify-zoo": lines}))
-    console.print(f"{len(rows) - len(bad)} of {len(rows)} types agree or are refused")
-    return 1 if bad else 0
+    console, begun = Console(), time.monotonic()
+    report = json.loads(arguments.report.read_text()) if arguments.report.exists() and not arguments.fresh else {}
+    arguments.report.parent.mkdir(parents=True, exist_ok=True)
+    names = [name for name in entries() if "@" not in name]
+    for name in arguments.names or [name for name in names if name not in report]:
+        if time.monotonic() - begun > arguments.seconds:
+            break
+        with tempfile.TemporaryDirectory() as kept:
+            prover = Prover(Path(kept))
+            report[name] = {layout: examine(name, settings, prover) for layout, settings in LAYOUTS.items()}
+        arguments.report.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"[{len(report)}/{len(names)}] {name} {report[name]}", markup=False)
+    PAGE.write_text(with_tables(PAGE.read_text(), {"verify-zoo": table(report, names)}))
+    bad = [name for name, row in report.items() if any(row[layout].startswith(WRONG) for layout in LAYOUTS)]
+    console.print(f"{len(report)} of {len(names)} types; wrong: {bad}", markup=False)
+    return 1 if bad or len(report) < len(names) else 0
 
 
 if __name__ == "__main__":

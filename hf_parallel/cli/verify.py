@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,13 @@ DIFFERS, REFUSED = 1, 3  # exit codes
 
 
 def verify(  # noqa: PLR0913 - each is an option
-    model: Annotated[str, typer.Argument(help="A config.json, a folder with one and perhaps weights, or a name.")],
+    model: Annotated[
+        str | None, typer.Argument(help="A config.json, a folder with one and perhaps weights, or a name.")
+    ] = None,
+    script: Annotated[
+        str | None, typer.Option(help="A training script with a Trainer, run as it is for its first steps.")
+    ] = None,
+    script_args: Annotated[str, typer.Option("--script-args", help="What the script gets, in one string.")] = "",
     config_file: Annotated[
         str | None, typer.Option("--config_file", "--config-file", help="A recipe, or an accelerate config file.")
     ] = None,
@@ -32,7 +39,7 @@ def verify(  # noqa: PLR0913 - each is an option
     zero_stage: Annotated[int | None, typer.Option(min=0, max=3, help="zero.stage.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="pipeline.num_microbatches.")] = None,
     accumulation: Annotated[int, typer.Option(min=1, help="Batches of an optimizer step.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the products: fp32, or bf16 (mixed precision).")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Of the products: fp32, or bf16 or fp16 (mixed precision).")] = "fp32",
     seq: Annotated[int, typer.Option(min=4, help="Tokens of a row.")] = 16,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch of each replica.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
@@ -64,6 +71,8 @@ def verify(  # noqa: PLR0913 - each is an option
             dtype=dtype,
             layers=layers,
             random_weights=random_weights,
+            script=script,
+            script_arguments=shlex.split(script_args),
         )
     except ParallelError as error:
         typer.echo(str(error), err=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, Difference
+from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, Difference, compare_tensors
 from hf_parallel.proof.job import Job
+from hf_parallel.proof.record import BEFORE, GRADIENTS
 from hf_parallel.proof.trace import TRACE
 
 
@@ -21,41 +24,73 @@ ALIKE = 0.05  # relative differences of gradients that one wrong factor gives al
 FORWARD, OUTPUT_GRADIENT, INPUT_GRADIENT = "forward", "output_gradient", "input_gradient"
 
 
+def first_step(found: Comparison) -> int:
+    """The first optimizer step in which something differs, from 1."""
+    steps = [each.step for each in found.differences if each.excess > 1]
+    steps += [int(entry.rpartition("(step ")[2].split(",")[0].split(":")[0]) for entry in found.missing]
+    return min(steps, default=1)
+
+
 def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[str, Any]:
     """The first place, in the order of execution, where a layout differs from one process.
 
     Args:
-        job: The job.
-        found: What differs.
-        traced: Folder of the same job, traced for one step; None if it could not be.
+        job: The job, as it was traced: it ends with the first step that differs.
+        found: What differs in the job itself.
+        traced: Folder of the traced job; None if it could not be.
 
     Returns:
         `module`; `microbatch`, None where it is not one of them; `kind`: forward, input gradient, weight gradient, reduction,
         clipping or optimizer.
     """
-    beyond = [each for each in found.differences if each.excess > 1]
-    begins = min((each.step for each in beyond), default=1)
-    if begins == 1 and traced is not None:
+    place = _in_traced_step(job, found, traced) if traced is not None else None
+    if place is not None:
+        return place
+    beyond = [each for each in found.differences if each.excess > 1 and each.step == job.steps]
+    gradients = [each for each in beyond if each.what == "gradient"]
+    if found.missing and traced is None:
+        return _at(module_of(found.missing[0].split(" ")[0]), "weight gradient")
+    if gradients and traced is None:
+        return _of_gradients(job, found, gradients, [e for e in found.differences if e.what == "gradient"])
+    if gradients or any(each.what == "grad_norm" for each in beyond):
+        return _at("", "clipping")
+    if any(each.what in ("parameter", "learning_rate") for each in beyond):
+        worst = next((each for each in beyond if each.name), beyond[0])
+        return _at(module_of(worst.name), "optimizer")
+    return _at("loss", "forward")
+
+
+def _in_traced_step(job: Job, found: Comparison, traced: Path) -> dict[str, Any] | None:
+    """Where the traced step differs, before its gradients are clipped; None if nowhere."""
+    ranks = [traced / f"rank{rank}" for rank in range(job.processes)]
+    if all((rank / f"{BEFORE}.json").exists() for rank in ranks):
+        weights = _beyond(compare_tensors(job, traced, BEFORE, job.steps)[0])
+        if weights:  # those of the first step came with the model
+            return _at(module_of(weights[0].name), "optimizer" if job.steps > 1 else "forward")
+    if all((rank / TRACE).exists() for rank in ranks):
         passed = first_apart(job, traced)
         if passed is not None:
             return passed
-    gradients = [each for each in beyond if each.what == "gradient" and each.step == begins]
-    if (found.missing and begins == 1) or (found.missing and not beyond):
-        return _at(module_of(found.missing[0].split(" ")[0]), "weight gradient")
-    if begins > 1 or (beyond and all(each.what in ("parameter", "learning_rate") for each in beyond)):
-        worst = next((each for each in beyond if each.name), beyond[0])
-        return _at(module_of(worst.name), "optimizer")
-    if gradients:
-        return _of_gradients(job, found, gradients)
-    kind = "clipping" if any(each.what == "grad_norm" for each in beyond) else "forward"
-    return _at("" if kind == "clipping" else "loss", kind)
+    last = f"{GRADIENTS}-{job.steps - 1}"
+    if not all((rank / f"{last}.json").exists() for rank in ranks):
+        return None
+    every, missing = compare_tensors(job, traced, last, job.steps)
+    if missing:
+        return _at(module_of(missing[0].split(" ")[0]), "weight gradient")
+    gradients = _beyond(every)
+    return _of_gradients(job, found, gradients, every) if gradients else None
 
 
-def _of_gradients(job: Job, found: Comparison, beyond: list[Difference]) -> dict[str, Any]:
+def _beyond(differences: list[Difference]) -> list[Difference]:
+    """Those that are too large, the largest excess first."""
+    return sorted((each for each in differences if each.excess > 1), key=lambda each: -each.excess)
+
+
+def _of_gradients(job: Job, found: Comparison, beyond: list[Difference], every: list[Difference]) -> dict[str, Any]:
     """Gradients differ although what reached every module is right."""
-    every = [each.relative for each in found.differences if each.what == "gradient" and each.step == beyond[0].step]
-    if len(beyond) == len(every) > 1 and max(every) - min(every) <= ALIKE * max(every):
-        return _at("", "clipping")
+    sizes = [each.relative for each in every]
+    if len(beyond) == len(every) > 1 and max(sizes) - min(sizes) <= ALIKE * max(sizes):
+        return _at("", "reduction") if job.replicas > 1 else _at("loss", "input gradient")
     shared = job.replicas > 1 or beyond[0].name in found.shared
     return _at(module_of(beyond[0].name), "reduction" if shared else "weight gradient")
 
@@ -71,45 +106,95 @@ def module_of(parameter: str) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """A place where what passed through a module differs.
+    """What passed through a module on a rank, compared.
 
     Args:
         order: When, in one process.
         module: Its name.
+        batch: Of the step, from 0.
         microbatch: Of the batch, from 0.
         kind: forward, output_gradient or input_gradient.
+        agrees: Whether it is what passed in one process.
     """
 
     order: int
     module: str
+    batch: int
     microbatch: int
     kind: str
+    agrees: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What passed through a module on a rank, and what should have.
+
+    Args:
+        event: What it is.
+        replica: That the rank belongs to.
+        got: f64[rows, NUMBERS].
+        wanted: f64[rows, NUMBERS].
+        scale: Size that a difference is compared with.
+        allowed: The most that the difference may be of it.
+    """
+
+    event: Event
+    replica: int
+    got: Tensor
+    wanted: Tensor
+    scale: float
+    allowed: float
+
+    def judged(self, factor: float) -> Event:
+        """Whether it agrees, up to a factor of all gradients."""
+        apart = (self.got / (factor or 1.0) - self.wanted).norm().item() / self.scale
+        return dataclasses.replace(self.event, agrees=apart <= self.allowed)
 
 
 def first_apart(job: Job, folder: Path) -> dict[str, Any] | None:
     """The first module whose output, or whose gradient, differs in a traced step; None if all agree."""
     reference = Passages(folder / REFERENCE / TRACE)
     others = [Passages(folder / f"perturbed{number}" / TRACE) for number in range(1, PERTURBED + 1)]
-    events = [
-        event
+    pairs = [
+        pair
         for rank in range(job.processes)
-        for event in _events(job, reference, others, Passages(folder / f"rank{rank}" / TRACE))
+        for pair in _pairs(job, reference, others, Passages(folder / f"rank{rank}" / TRACE))
     ]
-    forward = [event for event in events if event.kind == FORWARD]
+    forward = [event for pair in pairs if pair.event.kind == FORWARD if not (event := pair.judged(1.0)).agrees]
     if forward:
         first = min(forward, key=lambda event: event.order)
         return _at(first.module, "forward", first.microbatch)
-    wrong = {(event.module, event.microbatch) for event in events if event.kind == OUTPUT_GRADIENT}
     passes = {module for module, kind, _ in reference.by_key if kind == OUTPUT_GRADIENT}  # not rotary tables
-    inner = [
-        e for e in events if e.kind == INPUT_GRADIENT and e.module in passes and (e.module, e.microbatch) not in wrong
-    ]
-    if not any(event.module in passes for event in events):
+    backward = [pair for pair in pairs if pair.event.kind != FORWARD and pair.event.module in passes]
+    factors = _factors(backward)
+    events = [pair.judged(factors[pair.replica, pair.event.batch]) for pair in backward]
+    return _first_backward([event for event in events if not event.agrees], events)
+
+
+def _factors(pairs: list[Pair]) -> dict[tuple[int, int], float]:
+    """Of all gradients of a replica's batch, from the first that pass: replicas average, and factors may be applied at the end."""
+    first: dict[tuple[int, int], list[Pair]] = {}
+    for pair in pairs:
+        known = first.setdefault((pair.replica, pair.event.batch), [])
+        if known and pair.event.order < known[0].event.order:
+            known.clear()
+        if not known or pair.event.order == known[0].event.order:
+            known.append(pair)
+    return {
+        key: statistics.median_low([_factor(pair.got, pair.wanted) for pair in known]) for key, known in first.items()
+    }
+
+
+def _first_backward(wrong: list[Event], every: list[Event]) -> dict[str, Any] | None:
+    """The first module that turns a right gradient into a wrong one; the loss, if none was right before."""
+    if not wrong:
         return None
-    first = min(
-        inner or [e for e in events if e.module in passes], key=lambda event: (event.order, -len(event.module))
-    )
-    return _at(first.module, "input gradient", first.microbatch)
+    arrived = {(event.module, event.microbatch) for event in wrong if event.kind == OUTPUT_GRADIENT}
+    inner = [e for e in wrong if e.kind == INPUT_GRADIENT and (e.module, e.microbatch) not in arrived]
+    first = min(inner or wrong, key=lambda event: (event.order, -len(event.module)))
+    begins = min(event.order for event in every if event.batch == first.batch)
+    made_wrong = first.kind == OUTPUT_GRADIENT and first.order == begins
+    return _at("loss" if made_wrong else first.module, "input gradient", first.microbatch)
 
 
 class Passages:
@@ -127,10 +212,12 @@ class Passages:
 
     @property
     def sharded_regions(self) -> tuple[set[str], set[str]]:
-        """Modules with sharded parameters, and those of a block around them: inside, values are parts of sums."""
+        """Sharded modules of blocks, and those around them: inside, values are parts of sums. What an embedding leaves is whole."""
         modules = {module_of(name) for name in self.place["sharded"]}
         parents = {module_of(module) for module in modules}
-        return modules, {p for p in parents if any(part.isdigit() for part in p.split("."))}
+        parts = {p for p in parents if any(part.isdigit() for part in p.split("."))}
+        regions = {p for p in parts if not any(p.startswith(f"{other}.") for other in parts)}  # the outermost
+        return {module for module in modules if module_of(module) in parts}, regions
 
     def rows(self, job: Job) -> Iterator[tuple[dict[str, Any], int, int, int]]:
         """Each passage with its batch, its first row in the batch of this replica, and its microbatch."""
@@ -149,37 +236,28 @@ class Passages:
                 yield (each, *place)
 
 
-def _events(job: Job, reference: Passages, others: list[Passages], rank: Passages) -> Iterator[Event]:
+def _pairs(job: Job, reference: Passages, others: list[Passages], rank: Passages) -> Iterator[Pair]:
     inside, regions = rank.sharded_regions if job.config.tp_size > 1 else (set(), set())
-    factors: dict[
-        int, float
-    ] = {}  # of the gradients of a batch: replicas average, and factors may be applied at the end
     for each, batch, row, microbatch in rank.rows(job):
         module, kind = each["module"], each["kind"]
         key = module, kind, batch
         expected = reference.by_key.get(key)
         if expected is None or expected["shape"] != each["shape"] or module in inside:
             continue
-        in_region = any(module == region or module.startswith(f"{region}.") for region in regions)
-        if in_region and (kind != FORWARD or module not in regions):
+        if module not in regions and any(module.startswith(f"{region}.") for region in regions):
             continue
         first = rank.place["dp"] * job.rows + row
         at = slice(first, first + len(each["numbers"]))
         wanted: Tensor = expected["numbers"][at]
         if wanted.shape != each["numbers"].shape:
             continue
-        got: Tensor = each["numbers"]
-        if kind != FORWARD:
-            factor = factors.setdefault(batch, _factor(got, wanted))
-            got = got / factor if factor else got
         scale = max(wanted.norm().item(), 1e-3 * expected["numbers"].norm().item()) or 1.0
         spreads = [
             (other.by_key[key]["numbers"][at] - wanted).norm().item() for other in others if key in other.by_key
         ]
         allowed = max(APART, MARGIN * max(spreads, default=0.0) / scale)
-        apart = (got - wanted).norm().item() / scale
-        if not apart <= allowed:
-            yield Event(expected["order"], module, microbatch, kind)
+        event = Event(expected["order"], module, batch, microbatch, kind, agrees=False)
+        yield Pair(event, rank.place["dp"], each["numbers"], wanted, scale, allowed)
 
 
 def _factor(got: Tensor, wanted: Tensor) -> float:

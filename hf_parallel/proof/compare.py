@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_parallel.proof.job import Job
-from hf_parallel.proof.record import LOGGED, RUN
+from hf_parallel.proof.record import GRADIENTS, LOGGED, PARAMETERS, RUN
 
 
 REFERENCE = "reference"
@@ -93,16 +93,16 @@ class Comparison:
 def compare(job: Job, folder: Path) -> Comparison:
     """Compare the runs that `start` left in a folder: all that was recorded before a rank of the layout failed, if one did."""
     ranks = [folder / f"rank{rank}" for rank in range(job.processes)]
-    steps = [step for step in range(job.steps) if all((rank / f"gradients-{step}.json").exists() for rank in ranks)]
+    steps = [step for step in range(job.steps) if all((rank / f"{GRADIENTS}-{step}.json").exists() for rank in ranks)]
     has_ended = all((rank / RUN).exists() for rank in ranks)
     differences = list(_numbers(job, folder)) if has_ended else []
     missing: list[str] = []
     for step in steps:
-        found, absent = _tensors(job, folder, f"gradients-{step}", step + 1)
+        found, absent = compare_tensors(job, folder, f"{GRADIENTS}-{step}", step + 1)
         differences += found
         missing += absent
     if has_ended:
-        found, absent = _tensors(job, folder, "parameters", job.steps)
+        found, absent = compare_tensors(job, folder, PARAMETERS, job.steps)
         differences += found
         missing += absent
     shared = json.loads((folder / "rank0" / RUN).read_text())["shared"] if has_ended else []
@@ -137,7 +137,7 @@ class Recorded:
 
     Args:
         folder: Of the process.
-        what: gradients-N or parameters.
+        what: gradients-N, parameters or before.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -163,11 +163,22 @@ class Recorded:
         return next(tensor for _, tensor in self.pieces(name))
 
 
-def _tensors(job: Job, folder: Path, what: str, step: int) -> tuple[list[Difference], list[str]]:
+def compare_tensors(job: Job, folder: Path, what: str, step: int) -> tuple[list[Difference], list[str]]:
+    """What all ranks recorded of one kind.
+
+    Args:
+        job: The job.
+        folder: Of its runs.
+        what: gradients-N, parameters or before.
+        step: That it belongs to.
+
+    Returns:
+        A difference for each tensor, and what is missing on a side.
+    """
     reference = Recorded(folder / REFERENCE, what)
     ranks = [Recorded(folder / f"rank{rank}", what) for rank in range(job.processes)]
     others = [Recorded(folder / f"perturbed{number}", what) for number in range(1, PERTURBED + 1)]
-    kind = what.split("-")[0].removesuffix("s")
+    kind = "gradient" if what.startswith(GRADIENTS) else "parameter"
     whole = functools.lru_cache(maxsize=1)(reference.whole)
     largest = max((whole(name).norm().item() for name in reference.names), default=0.0)
     differences, missing = [], []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import spelled
 
 
-DTYPES: Final = ("fp32", "bf16")
+DTYPES: Final = ("fp32", "bf16", "fp16")
 LOSSY: Final = "by design it trains otherwise than one process does. Verify without it"
 
 
@@ -23,19 +24,22 @@ class Job:
     """One verification.
 
     Args:
-        model: A `config.json`, a folder with one and perhaps weights, or a name.
+        model: A `config.json`, a folder with one and perhaps weights, or a name; empty with a script.
         settings: Settings of hf_parallel, as in the `hf_parallel` section of a recipe.
         processes: Ranks of the layout.
         steps: Optimizer steps, 1 or more.
         rows: Of a batch of each replica, 1 or more.
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
-        dtype: Of the products: fp32, or bf16 (mixed precision).
+        dtype: Of the products: fp32, or bf16 or fp16 (mixed precision).
         layers: How many blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
         seed: Of weights and data.
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
-        trace: Whether one step is trained only, and what passes through the modules is noted.
+        script: A training script that is run instead; it makes model, data and Trainer.
+        arguments: Of the script.
+        home: The folder that the script runs in.
+        trace: Whether what passes through the modules in the last step is noted, and that step is not clipped.
     """
 
     model: str
@@ -50,6 +54,9 @@ class Job:
     random_weights: bool = False
     seed: int = 0
     tamper: str | None = None
+    script: str | None = None
+    arguments: Sequence[str] = ()
+    home: str | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -73,8 +80,17 @@ class Job:
         if problems:
             raise ConfigError("\n".join(problems))
 
+    def _of_script(self) -> list[str]:
+        """Arguments that the script decides."""
+        fields = {each.name: each.default for each in dataclasses.fields(self)}
+        return [
+            f"{name}={spelled(value)} beside script: the script says it. Leave it out."
+            for name in ("rows", "length", "accumulation", "dtype", "layers", "random_weights")
+            if self.script is not None and not self.trace and (value := getattr(self, name)) != fields[name]
+        ]
+
     def _of_layout(self) -> list[str]:
-        config, problems = self.config, []
+        config, problems = self.config, self._of_script()
         shards = config.tp_size * config.pp_size
         if self.processes % shards:
             problems.append(
@@ -108,6 +124,16 @@ class Job:
         axes = "x".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
         zero = f" zero{config.zero.stage}" if config.zero.stage else ""
         return f"{axes}{zero}"
+
+    @property
+    def reference_key(self) -> str:
+        """Equal for jobs whose runs in one process are the same."""
+        path = Path(self.model).expanduser()
+        config = path / "config.json" if path.is_dir() else path
+        model = config.read_text() if self.random_weights and config.is_file() else str(path.absolute())
+        rest = self.steps, self.replicas * self.rows, self.length, self.accumulation, self.dtype, self.layers
+        text = json.dumps([model, *rest, self.random_weights, self.seed, self.trace, self.script, self.arguments])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def dump(self, path: Path) -> None:
         """Write it for another process."""

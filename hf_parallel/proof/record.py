@@ -24,6 +24,11 @@ from hf_parallel.trainer.loop_state import holdings_of
 
 
 RUN = "run.json"
+GRADIENTS, PARAMETERS, BEFORE = (
+    "gradients",
+    "parameters",
+    "before",
+)  # files; before: parameters when the traced step begins
 LOGGED = ("loss", "grad_norm", "learning_rate")
 
 
@@ -61,24 +66,32 @@ class Recorder(TrainerCallback):
         """The gradients are reduced and clipped."""
         holdings = self._holdings()
         if holdings is None:
-            self._write_whole(f"gradients-{state.global_step}", {n: p.grad for n, p in self._named()})
+            self._write_whole(f"{GRADIENTS}-{state.global_step}", {n: p.grad for n, p in self._named()})
         else:
             optimizer: Any = self.trainer.optimizer  # type: ignore[union-attr]
             runs = gradients_of(holdings, getattr(optimizer, "optimizer", optimizer))
-            self._write_pieces(f"gradients-{state.global_step}", holdings, runs)
+            self._write_pieces(f"{GRADIENTS}-{state.global_step}", holdings, runs)
+
+    def write_parameters(self, what: str) -> None:
+        """Write the parameters as they are now."""
+        holdings = self._holdings()
+        if holdings is None:
+            self._write_whole(what, dict(self._named()))
+            return
+        if holdings.replicas is not None:
+            holdings.replicas.synchronise()  # parameters may still be arriving
+        self._write_pieces(what, holdings, parameters_of(holdings))
 
     def finish(self) -> None:
         """Write the parameters, and the numbers that were logged."""
-        holdings = self._holdings()
-        if holdings is None:
-            self._write_whole("parameters", dict(self._named()))
-        else:
-            if holdings.replicas is not None:
-                holdings.replicas.synchronise()  # parameters may still be arriving
-            self._write_pieces("parameters", holdings, parameters_of(holdings))
+        self.write_parameters(PARAMETERS)
         history = self.trainer.state.log_history  # type: ignore[union-attr]
         logged = [{key: entry[key] for key in LOGGED if key in entry} for entry in history if "loss" in entry]
-        (self.folder / RUN).write_text(json.dumps({"logged": logged, **self.place()}))
+        args, model = self.trainer.args, self.trainer.model  # type: ignore[union-attr]
+        about = {"rows": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps}
+        kind = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+        run = {"logged": logged, "model_type": kind, **about, **self.place()}
+        (self.folder / RUN).write_text(json.dumps(run))
 
     def place(self) -> dict[str, Any]:
         """Where this process stands in the layout."""
@@ -149,7 +162,9 @@ def _of_flat(shard: FlatShard) -> Iterator[Run]:
 
 
 def parameters_of(holdings: Holdings) -> Iterator[Run]:
-    """The parameters of this rank."""
+    """The trained parameters of this rank."""
     for name, parameter in holdings.parameters.items():
+        if not parameter.requires_grad:
+            continue
         start = first_row_of(parameter) * parameter.shape[1:].numel()
         yield Run(name, start, local_of(parameter).detach().contiguous().view(-1))

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
-from hf_parallel.proof.bisect import first_divergence
+from hf_parallel.proof.bisect import first_divergence, first_step
 from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, compare
 from hf_parallel.proof.job import Job
+from hf_parallel.proof.record import RUN
+from hf_parallel.proof.script import train_script
 from hf_parallel.proof.train import train
 
 
@@ -35,38 +37,67 @@ LONGEST = 1800.0  # s, of a run
 TIMEOUT = timedelta(seconds=60)
 
 
-def main(folder: Path) -> None:
-    """Run a job, compare, and run it once more with traces if it differs; leaves `judged.json`, or errors of the runs."""
+def main(folder: Path, kept: Path | None = None) -> None:
+    """Run a job, compare, and run it once more with traces if it differs; leaves `judged.json`, or errors of the runs.
+
+    Args:
+        folder: Of the job.
+        kept: Where references are kept for other jobs on the same model and batches; None: nowhere.
+    """
     job = Job.load(folder / JOB)
     compared, traced = folder / COMPARED, folder / TRACED
-    if not _references(job, compared):
+    if not _references(job, compared, kept):
         return
     ended = _layout(job, compared)
     if not ended and (_is_refused(compared) or not (compared / "rank0" / "gradients-0.json").exists()):
         return
     if not _run_all(folder, {JUDGE: lambda: compare(job, compared).dump(folder / JUDGED)}):
         return
-    if ended and Comparison.load(folder / JUDGED).ok:
+    found = Comparison.load(folder / JUDGED)
+    if ended and found.ok:
         return
-    once = dataclasses.replace(job, steps=1, trace=True)
-    is_traced = _references(once, traced) and _layout(once, traced)
+    again = dataclasses.replace(_as_it_ran(job, compared), steps=first_step(found), trace=True)
+    is_traced = _references(again, traced, kept)
+    if is_traced:
+        _layout(again, traced)  # what a rank noted before it failed counts as well
 
     def place() -> None:
-        found = Comparison.load(folder / JUDGED)
-        (folder / PLACE).write_text(json.dumps(first_divergence(job, found, traced if is_traced else None)))
+        part = first_divergence(again, found, traced if is_traced else None)
+        (folder / PLACE).write_text(json.dumps(part))
 
     _run_all(folder, {PLACE.removesuffix(".json"): place})
 
 
-def _references(job: Job, folder: Path) -> bool:
+def _as_it_ran(job: Job, folder: Path) -> Job:
+    """With the sizes of the batches that a script chose."""
+    if job.script is None:
+        return job
+    run = json.loads((folder / REFERENCE / RUN).read_text())
+    return dataclasses.replace(job, rows=run["rows"] // job.replicas, accumulation=run["accumulation"])
+
+
+def _references(job: Job, folder: Path, kept: Path | None) -> bool:
     """Train in one process, and in some with perturbed weights; whether all ended well."""
     places = {REFERENCE: 0} | {f"perturbed{number}": number for number in range(1, PERTURBED + 1)}
-    return _run_all(folder, {place: _perturbed(job, folder / place, number) for place, number in places.items()})
+    if kept is None:
+        return _run_all(
+            folder, {place: _perturbed(job, folder / place, number) for place, number in places.items()}, job.home
+        )
+    home = kept / job.reference_key
+    done = home / "done"
+    if not done.exists():
+        if not _references(job, home, None):
+            return False
+        done.touch()
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in places:
+        (folder / place).symlink_to(home / place)
+    return True
 
 
 def _layout(job: Job, folder: Path) -> bool:
     """Train in the layout; whether all ranks ended well."""
-    return _run_all(folder, {f"rank{r}": _rank(job, folder, r, job.processes) for r in range(job.processes)})
+    return _run_all(folder, {f"rank{r}": _rank(job, folder, r, job.processes) for r in range(job.processes)}, job.home)
 
 
 def _is_refused(folder: Path) -> bool:
@@ -74,7 +105,9 @@ def _is_refused(folder: Path) -> bool:
 
 
 def _perturbed(job: Job, folder: Path, number: int) -> Callable[[], None]:
-    return lambda: train(job, folder, layout=False, perturbed=number)
+    if job.script is None:
+        return lambda: train(job, folder, layout=False, perturbed=number)
+    return lambda: train_script(job, folder, layout=False, perturbed=number)
 
 
 def _rank(job: Job, folder: Path, rank: int, world: int) -> Callable[[], None]:
@@ -84,16 +117,19 @@ def _rank(job: Job, folder: Path, rank: int, world: int) -> Callable[[], None]:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world, timeout=TIMEOUT
         )
-        train(job, folder / f"rank{rank}", layout=True, rank=rank)
+        if job.script is None:
+            train(job, folder / f"rank{rank}", layout=True)
+        else:
+            train_script(job, folder / f"rank{rank}", layout=True)
         dist.barrier()
         dist.destroy_process_group()
 
     return run
 
 
-def _run_all(folder: Path, runs: dict[str, Callable[[], None]]) -> bool:
+def _run_all(folder: Path, runs: dict[str, Callable[[], None]], home: str | None = None) -> bool:
     """Fork a process for each, and wait; when one fails, or after `LONGEST`, the others are ended. Whether all ended well."""
-    started = {_fork(folder / name, run): name for name, run in runs.items()}
+    started = {_fork(folder / name, run, home): name for name, run in runs.items()}
     failed_at: float | None = None
     deadline = time.monotonic() + LONGEST
     while started:
@@ -114,7 +150,7 @@ def _run_all(folder: Path, runs: dict[str, Callable[[], None]]) -> bool:
     return failed_at is None
 
 
-def _fork(folder: Path, run: Callable[[], None]) -> int:
+def _fork(folder: Path, run: Callable[[], None], home: str | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pid = os.fork()
     if pid:
@@ -124,7 +160,7 @@ def _fork(folder: Path, run: Callable[[], None]) -> int:
         with open(folder / LOG, "w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        os.chdir(folder)
+        os.chdir(home or folder)
         torch.set_num_threads(1)
         run()
         code = 0

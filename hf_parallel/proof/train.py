@@ -2,94 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_parallel.memory.shape import config_of
 from hf_parallel.proof.job import Job
-from hf_parallel.proof.record import Recorder
-from hf_parallel.proof.trace import Tracer
-from hf_parallel.trainer.callback import HFParallelCallback
+from hf_parallel.proof.watch import EPS, Watch, perturb
 
 
-EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8}
 CLIP = 0.1  # below the norms of a model that has not converged, so that clipping is in effect
 RATE = 1e-3
 
 
-def train(job: Job, folder: Path, *, layout: bool, rank: int = 0, perturbed: int = 0) -> None:
+def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
     """Train, and leave in `folder` what is compared.
 
     Args:
         job: The job.
         folder: Of this rank.
         layout: Whether this process is a rank of the layout; else it is the reference.
-        rank: Of the layout.
         perturbed: 0, or which perturbation at rounding level the weights get.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = build_model(job)
     if perturbed:
-        _perturb(model, EPS[job.dtype], perturbed)
-    recorder = Recorder(folder, job.steps)
-    callbacks: list[TrainerCallback] = [recorder]
-    if layout:
-        callbacks.append(HFParallelCallback(job.config))
-    if layout and job.tamper is not None:
-        callbacks.append(_Tamper(job.tamper))
-    tracer = Tracer(model) if job.trace else None
-    if tracer is not None:
-        callbacks.append(_SwitchOn(tracer))
-    trainer = recorder.trainer = Trainer(
+        perturb(model, EPS[job.dtype], perturbed)
+    watch = Watch(job, folder, model, layout=layout)
+    trainer = Trainer(
         model=model,
         args=_arguments(job, folder, layout=layout),
         train_dataset=batches_of(job, model),
         data_collator=default_data_collator,
-        callbacks=callbacks,
+        callbacks=watch.callbacks,
     )
-    for callback in callbacks:
-        if isinstance(callback, _Tamper):
-            callback.trainer = trainer
-    trainer.train()
-    recorder.finish()
-    if tracer is not None:
-        tracer.write(folder, recorder.place())
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
-
-
-class _SwitchOn(TrainerCallback):
-    """Traces from the first step on."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The layout is planned and checked."""
-        self.tracer.is_on = True
-
-
-class _Tamper(TrainerCallback):
-    """Puts a bug into a rank when all is planned, checked and prepared.
-
-    Args:
-        name: `module:function`, called with the Trainer.
-    """
-
-    def __init__(self, name: str) -> None:
-        module, _, function = name.partition(":")
-        self._function = getattr(importlib.import_module(module), function)
-        self.trainer: Trainer | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is cut, sharded and replicated."""
-        self._function(self.trainer)
+    watch.run(trainer, trainer.train)
 
 
 def build_model(job: Job) -> nn.Module:
@@ -137,14 +87,6 @@ def _enliven(model: nn.Module) -> None:
             parameter.add_(noise)
 
 
-@torch.no_grad()
-def _perturb(model: nn.Module, eps: float, seed: int) -> None:
-    """Move each weight by up to half a unit in its last place."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.mul_(1 + eps * (torch.rand(parameter.shape, generator=generator) - 0.5))
-
-
 def batches_of(job: Job, model: nn.Module) -> list[dict[str, Tensor]]:
     """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left."""
     config: Any = model.config
@@ -174,6 +116,7 @@ def _arguments(job: Job, folder: Path, *, layout: bool) -> TrainingArguments:
         max_grad_norm=CLIP,
         optim="adamw_torch",
         bf16=job.dtype == "bf16",
+        fp16=job.dtype == "fp16",
         train_sampling_strategy="sequential",
         logging_steps=1,
         logging_nan_inf_filter=False,

@@ -8,16 +8,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_parallel.errors import ParallelError
+from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.memory.shape import config_of
-from hf_parallel.proof.compare import Comparison
+from hf_parallel.proof.compare import REFERENCE, Comparison
 from hf_parallel.proof.job import Job
-from hf_parallel.proof.start import ERROR, JOB, JUDGED, LOG, PLACE, SILENT
+from hf_parallel.proof.record import RUN
+from hf_parallel.proof.start import COMPARED, ERROR, JOB, JUDGED, LOG, PLACE, SILENT
 
 
 WORST = 10  # differences that a verdict lists
@@ -67,9 +68,11 @@ class Verdict:
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command
-    model: str | os.PathLike[str] | Any,
+    model: str | os.PathLike[str] | Any | None = None,
     settings: Mapping[str, Any] | None = None,
     *,
+    script: str | os.PathLike[str] | None = None,
+    script_arguments: Sequence[str] = (),
     processes: int | None = None,
     steps: int = 3,
     rows: int = 4,
@@ -84,19 +87,24 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     """Train a model a few steps in one process and in a layout, on the same weights and batches, and compare everything.
 
     Every loss, the gradients' norm, every gradient of every step and every parameter after the last one, on every rank. In fp32
-    they agree to 1e-5 relative; beyond that, and in bf16, a tensor may differ by four times as much as one process differs from
+    they agree to 1e-5 relative; beyond that, and in bf16 and fp16, a tensor may differ by four times as much as one process differs from
     itself when its weights are moved by half a unit in their last place. Dropout is switched off: masks depend on the layout.
     It starts processes of its own, on the CPU.
 
+    With a script, that is run as it is in each process until the first training of its first Trainer has taken the steps; model,
+    batches, precision and optimizer are the script's, the layout is that of `settings`.
+
     Args:
-        model: A transformers config, a `config.json`, a folder with one and perhaps weights, or a name.
+        model: A transformers config, a `config.json`, a folder with one and perhaps weights, or a name; None with a script.
         settings: Settings of hf_parallel, such as `{"pp_size": 2}`.
+        script: A training script that makes a Trainer and calls its `train`.
+        script_arguments: What the script gets.
         processes: Ranks; None: as few as the layout needs (two replicas with ZeRO).
         steps: Optimizer steps, 1 or more.
         rows: Of a batch of each replica, 1 or more.
         length: Tokens of a row, 4 or more.
         accumulation: Batches of an optimizer step, 1 or more.
-        dtype: fp32, or bf16 (mixed precision).
+        dtype: fp32, or bf16 or fp16 (mixed precision).
         layers: How many blocks of the model; None: all.
         random_weights: Whether weights are drawn instead of read.
         seed: Of weights and data.
@@ -108,15 +116,11 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     """
     with tempfile.TemporaryDirectory(prefix="hf-parallel-verify-") as temporary:
         folder = Path(temporary)
-        config: Any = model
-        if hasattr(config, "to_dict"):
-            config.save_pretrained(folder / "model")
-            model, random_weights = folder / "model", True
-        settings = dict(settings or {})
-        job = Job(
-            model=str(model),
-            settings=settings,
-            processes=processes or fewest(settings),
+        job = job_of(
+            model,
+            settings,
+            folder,
+            processes=processes,
             steps=steps,
             rows=rows,
             length=length,
@@ -126,8 +130,39 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             random_weights=random_weights,
             seed=seed,
             tamper=tamper,
+            script=script,
+            arguments=tuple(script_arguments),
         )
         return prove(job, folder)
+
+
+def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more: Any) -> Job:
+    """The job of arguments of `verify`.
+
+    Args:
+        model: As there; a config is written to the folder.
+        settings: As there.
+        folder: Of the job.
+        more: Other arguments of `verify`.
+
+    Raises:
+        ConfigError: All problems of the arguments.
+    """
+    script = more.pop("script", None)
+    if (script is None) == (model is None):
+        raise ConfigError("verify: give a model or a script, one of the two.")
+    if script is not None:
+        path = Path(script).absolute()
+        if not path.is_file():
+            raise ConfigError(f"script={script}: there is no such file.")
+        more |= {"script": str(path), "home": os.getcwd()}
+        model = ""
+    if hasattr(model, "to_dict"):
+        model.save_pretrained(folder / "model")
+        model, more["random_weights"] = folder / "model", True
+    settings = dict(settings or {})
+    processes = more.pop("processes", None) or fewest(settings)
+    return Job(model=str(model), settings=settings, processes=processes, **more)
 
 
 def fewest(settings: Mapping[str, Any]) -> int:
@@ -137,19 +172,32 @@ def fewest(settings: Mapping[str, Any]) -> int:
     return 2 * shards if has_zero or shards == 1 else shards
 
 
-def prove(job: Job, folder: Path) -> Verdict:
+def in_new_process(folder: Path) -> str:
+    """Run the job of a folder in a process that imports everything anew; returns what it printed of errors."""
+    environment = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS} | AS_ONE
+    command = [sys.executable, "-m", "hf_parallel.proof.start", str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stderr
+
+
+def prove(job: Job, folder: Path, start: Callable[[Path], str] = in_new_process) -> Verdict:
     """Run a job in a folder, and tell what came out.
+
+    Args:
+        job: The job.
+        folder: An empty one, or one with the model.
+        start: Runs the job that lies in the folder; returns what to show if nothing came out.
 
     Raises:
         ParallelError: A run ended without a result.
     """
-    model_type = str(config_of(job.model).model_type)
+    model_type = "script" if job.script is not None else str(config_of(job.model).model_type)
     job.dump(folder / JOB)
-    environment = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS} | AS_ONE
-    command = [sys.executable, "-m", "hf_parallel.proof.start", str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    told = start(folder)
+    run = folder / COMPARED / REFERENCE / RUN
+    if run.exists():
+        model_type = json.loads(run.read_text())["model_type"]
     if not (folder / JUDGED).exists():
-        refused = _why_not(folder, ended.stderr)
+        refused = _why_not(folder, told, of_script=job.script is not None)
         return Verdict(model_type, job.layout, refused=refused)
     found = Comparison.load(folder / JUDGED)
     place = folder / PLACE
@@ -168,7 +216,7 @@ def prove(job: Job, folder: Path) -> Verdict:
     )
 
 
-def _why_not(folder: Path, stderr: str) -> str:
+def _why_not(folder: Path, stderr: str, *, of_script: bool) -> str:
     """Why the layout was refused.
 
     Raises:
@@ -177,7 +225,7 @@ def _why_not(folder: Path, stderr: str) -> str:
     errors = {path.parent: json.loads(path.read_text()) for path in sorted(folder.glob(f"**/{ERROR}"))}
     told = {place: error for place, error in errors.items() if SILENT not in error["text"]}
     for place, error in told.items():
-        if error["refused"] and place.name.startswith("rank"):
+        if error["refused"] and (place.name.startswith("rank") or of_script):
             return str(error["text"])
     for place, error in (told or errors).items():
         log = place / LOG

@@ -111,3 +111,34 @@ def test_bf16_is_judged_by_the_spread_of_one_process() -> None:
     assert verdict.grad_max_rel is not None
     assert verdict.grad_max_rel > 1e-5
     assert all(torch.isfinite(torch.tensor(each["allowed"])) for each in verdict.worst)
+
+
+SCRIPT = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from hf_parallel import HFParallelCallback
+
+set_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=61,
+    attention_dropout=0.1,
+))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 61, (64, 12))]
+args = TrainingArguments("out", per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3,
+                         learning_rate=float(sys.argv[1]), save_steps=1)
+Trainer(model=model, args=args, train_dataset=rows, callbacks=[HFParallelCallback()]).train()
+raise SystemExit("what comes after the training is not run")
+"""
+
+
+def test_a_script_is_verified_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    verdict = verify(script=script, script_arguments=["1e-3"], settings={"zero": {"stage": 1}}, steps=2)
+    assert verdict.refused is None
+    assert verdict.ok, verdict
+    assert verdict.model_type == "llama"
+    assert verdict.grad_max_rel is not None
+    assert 0 < verdict.grad_max_rel <= 1e-5
+    assert not (tmp_path / "out").exists()

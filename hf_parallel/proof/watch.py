@@ -1,0 +1,118 @@
+"""What is put around a Trainer so that its run can be compared: notes of gradients, parameters and passages, and a bug."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.record import BEFORE, Recorder
+from hf_parallel.proof.trace import Tracer
+from hf_parallel.trainer.callback import HFParallelCallback
+
+
+EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+LOSS_SCALE = 2.0**8  # fp16: gradients of a tiny model stay finite, so no run skips a step
+
+
+class Watch:
+    """Watches one run of a job; made before the Trainer is.
+
+    Args:
+        job: The job.
+        folder: Where this process leaves what is compared.
+        model: The model, before it is parallelized.
+        layout: Whether this process is a rank of the layout; else it is the reference.
+        sample: For `HFParallelCallback`.
+
+    Attributes:
+        callbacks: That the Trainer gets, the layout's among them.
+    """
+
+    def __init__(self, job: Job, folder: Path, model: nn.Module, *, layout: bool, sample: Any = None) -> None:
+        self._folder = folder
+        self._recorder = Recorder(folder, job.steps)
+        self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
+        self._tracer = Tracer(model) if job.trace else None
+        self.callbacks: list[TrainerCallback] = [self._recorder]
+        if layout:
+            self.callbacks.append(HFParallelCallback(job.config, sample=sample))
+        if self._tamper is not None:
+            self.callbacks.append(self._tamper)
+        if self._tracer is not None:
+            self.callbacks.append(_SwitchOn(self._tracer, self._recorder))
+
+    def run(self, trainer: Trainer, train: Callable[[], Any]) -> None:
+        """Train, and write what was seen.
+
+        Args:
+            trainer: The Trainer that got the callbacks.
+            train: Its `train`.
+        """
+        self._recorder.trainer = trainer
+        if self._tamper is not None:
+            self._tamper.trainer = trainer
+        if trainer.args.fp16:
+            _cast_on_cpu(trainer)
+        try:
+            train()
+        finally:
+            if self._tracer is not None:
+                self._tracer.write(self._folder, self._recorder.place())
+        self._recorder.finish()
+        session = getattr(trainer.accelerator, "hf_parallel", None)
+        if session is not None:
+            session.watchdog.stop()
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, eps: float, seed: int) -> None:
+    """Move each weight by up to half a unit in its last place."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.mul_(1 + eps * (torch.rand(parameter.shape, generator=generator) - 0.5))
+
+
+def _cast_on_cpu(trainer: Trainer) -> None:
+    """Give an accelerator the casts and the loss scaler that it makes for fp16 on accelerators alone."""
+    accelerator: Any = trainer.accelerator
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE)
+
+
+class _SwitchOn(TrainerCallback):
+    """Traces the last step, which is not clipped: its gradients are those that came out of the reduction."""
+
+    def __init__(self, tracer: Tracer, recorder: Recorder) -> None:
+        self._tracer, self._recorder = tracer, recorder
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The layout is planned and checked."""
+        if state.global_step == self._recorder.steps - 1:
+            self._recorder.write_parameters(BEFORE)
+            args.max_grad_norm = 0.0
+            self._tracer.is_on = True
+
+
+class _Tamper(TrainerCallback):
+    """Puts a bug into a rank when all is planned, checked and prepared.
+
+    Args:
+        name: `module:function`, called with the Trainer.
+    """
+
+    def __init__(self, name: str) -> None:
+        module, _, function = name.partition(":")
+        self._function = getattr(importlib.import_module(module), function)
+        self.trainer: Trainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is cut, sharded and replicated."""
+        self._function(self.trainer)

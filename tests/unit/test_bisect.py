@@ -1,0 +1,77 @@
+"""What names the place where two runs part, on notes made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_parallel.proof.bisect import Event, Passages, _first_backward, first_divergence, first_step
+from hf_parallel.proof.compare import Comparison, Difference
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.trace import TRACE
+
+
+def difference(what: str, step: int, relative: float, name: str = "a.weight") -> Difference:
+    return Difference(what, step, name, 0, relative, 1e-5)
+
+
+def passed(order: int, module: str, kind: str, agrees: bool, microbatch: int = 0) -> Event:
+    return Event(order, module, 0, microbatch, kind, agrees)
+
+
+def test_the_first_step_is_the_earliest_that_differs_or_lacks_something() -> None:
+    late, early = difference("gradient", 3, 1.0), difference("gradient", 2, 1e-3)
+    assert first_step(Comparison([late, early, difference("gradient", 1, 1e-6)], [])) == 2
+    assert first_step(Comparison([late], ["a.weight (step 1, rank 0)"])) == 1
+    assert first_step(Comparison([late], ["a.weight (step 2: no rank has all of it)"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("events", "module", "microbatch"),
+    [
+        ([passed(9, "head", "output_gradient", False, 1), passed(10, "b", "output_gradient", False, 1)], "loss", 1),
+        ([passed(9, "head", "output_gradient", True), passed(10, "head", "input_gradient", False)], "head", 0),
+        (
+            [
+                passed(9, "head", "output_gradient", True),
+                passed(10, "b", "output_gradient", False),
+                passed(11, "b", "input_gradient", False),
+            ],
+            "b",
+            0,
+        ),
+    ],
+    ids=["before every module", "in a module", "between two modules"],
+)
+def test_a_wrong_gradient_is_the_losss_only_if_none_was_right_before(
+    events: list[Event], module: str, microbatch: int
+) -> None:
+    wrong = [event for event in events if not event.agrees]
+    assert _first_backward(wrong, events) == {"module": module, "microbatch": microbatch, "kind": "input gradient"}
+    assert _first_backward([], events) is None
+
+
+def test_the_output_of_a_sharded_embedding_is_whole_and_that_of_a_sharded_row_of_a_block_is_not(
+    tmp_path: Path,
+) -> None:
+    sharded = ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"]
+    torch.save({"place": {"sharded": sharded}, "passed": []}, tmp_path / TRACE)
+    assert Passages(tmp_path / TRACE).sharded_regions == ({"model.layers.0.mlp.down_proj"}, {"model.layers.0.mlp"})
+
+
+@pytest.mark.parametrize(
+    ("differences", "place"),
+    [
+        ([difference("grad_norm", 1, 1.0, "")], ("", "clipping")),
+        ([difference("parameter", 1, 1.0)], ("a", "optimizer")),
+        ([difference("loss", 1, 1.0, "")], ("loss", "forward")),
+    ],
+)
+def test_what_agrees_until_the_end_of_a_step_parts_there(
+    differences: list[Difference], place: tuple[str, str], tmp_path: Path
+) -> None:
+    found: dict[str, Any] = first_divergence(Job("m", steps=1, trace=True), Comparison(differences, []), None)
+    assert (found["module"], found["kind"]) == place
