@@ -274,7 +274,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as kept:
         prover = Prover(Path(kept))
         work: dict[str, Callable[[], dict[str, Any]]] = {
-            bug.name: lambda bug=bug: try_bug(bug, prover) for bug in BUGS
+            bug.key: lambda bug=bug: try_bug(bug, prover) for bug in BUGS
         }
         work |= {key_of(*case): lambda case=case: try_sound(*case, prover) for case in SOUND}
         chosen = [key for key in work if key.split()[0] in arguments.names or key in arguments.names]

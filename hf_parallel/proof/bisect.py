@@ -51,7 +51,7 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
     if found.missing and traced is None:
         return _at(module_of(found.missing[0].split(" ")[0]), "weight gradient")
     if gradients and traced is None:
-        return _of_gradients(job, found, gradients, [e for e in found.differences if e.what == "gradient"])
+        return _of_gradients(job, found.shared, gradients, [e for e in found.differences if e.what == "gradient"])
     if gradients or any(each.what == "grad_norm" for each in beyond):
         return _at("", "clipping")
     if any(each.what in ("parameter", "learning_rate") for each in beyond):
@@ -78,7 +78,9 @@ def _in_traced_step(job: Job, found: Comparison, traced: Path) -> dict[str, Any]
     if missing:
         return _at(module_of(missing[0].split(" ")[0]), "weight gradient")
     gradients = _beyond(every)
-    return _of_gradients(job, found, gradients, every) if gradients else None
+    traces = [rank / TRACE for rank in ranks if (rank / TRACE).exists()]
+    shared = found.shared.union(*(Passages(path).place["shared"] for path in traces))
+    return _of_gradients(job, shared, gradients, every) if gradients else None
 
 
 def _beyond(differences: list[Difference]) -> list[Difference]:
@@ -86,13 +88,15 @@ def _beyond(differences: list[Difference]) -> list[Difference]:
     return sorted((each for each in differences if each.excess > 1), key=lambda each: -each.excess)
 
 
-def _of_gradients(job: Job, found: Comparison, beyond: list[Difference], every: list[Difference]) -> dict[str, Any]:
+def _of_gradients(
+    job: Job, several: frozenset[str], beyond: list[Difference], every: list[Difference]
+) -> dict[str, Any]:
     """Gradients differ although what reached every module is right."""
     sizes = [each.relative for each in every]
     if len(beyond) == len(every) > 1 and max(sizes) - min(sizes) <= ALIKE * max(sizes):
         return _at("", "reduction") if job.replicas > 1 else _at("loss", "input gradient")
-    shared = job.replicas > 1 or beyond[0].name in found.shared
-    return _at(module_of(beyond[0].name), "reduction" if shared else "weight gradient")
+    is_reduced = job.replicas > 1 or beyond[0].name in several
+    return _at(module_of(beyond[0].name), "reduction" if is_reduced else "weight gradient")
 
 
 def _at(module: str, kind: str, microbatch: int | None = None) -> dict[str, Any]:
