@@ -273,9 +273,7 @@ def main() -> int:
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as kept:
         prover = Prover(Path(kept))
-        work: dict[str, Callable[[], dict[str, Any]]] = {
-            bug.key: lambda bug=bug: try_bug(bug, prover) for bug in BUGS
-        }
+        work: dict[str, Callable[[], dict[str, Any]]] = {bug.key: lambda bug=bug: try_bug(bug, prover) for bug in BUGS}
         work |= {key_of(*case): lambda case=case: try_sound(*case, prover) for case in SOUND}
         chosen = [key for key in work if key.split()[0] in arguments.names or key in arguments.names]
         for key in chosen or [key for key in work if key not in report]:
@@ -283,8 +281,8 @@ def main() -> int:
                 break
             report[key] = work[key]()
             arguments.report.write_text(json.dumps(report, indent=1) + "\n")
+            PAGE.write_text(with_tables(PAGE.read_text(), tables(report)))
             console.print(key, report[key], markup=False)
-    PAGE.write_text(with_tables(PAGE.read_text(), tables(report)))
     bad = [key for key, row in report.items() if not row.get("found", row.get("ok"))]
     left = len([key for key in work if key not in report])
     console.print(f"{len(report)} tried, {left} left; wrong: {bad}", markup=False)
