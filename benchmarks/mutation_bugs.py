@@ -209,7 +209,7 @@ def clipped_before_the_reduction(trainer: Any) -> None:
     def make(reduce: Any) -> Any:
         def wrong(self: Any, factor: float) -> None:
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            norm = torch.cat([torch.zeros(1), *(g.flatten() for g in gradients)]).norm()
             for gradient in gradients:
                 gradient.mul_((0.1 / norm).clamp(max=1.0))
             reduce(self, factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,11 +243,15 @@ class Passages:
 
 def _pairs(job: Job, reference: Passages, others: list[Passages], rank: Passages) -> Iterator[Pair]:
     inside, regions = rank.sharded_regions if job.config.tp_size > 1 else (set(), set())
+    calls = Counter(module for module, kind, _ in reference.by_key if kind == FORWARD)
     for each, batch, row, microbatch in rank.rows(job):
         module, kind = each["module"], each["kind"]
         key = module, kind, batch
         expected = reference.by_key.get(key)
         if expected is None or expected["shape"] != each["shape"] or module in inside:
+            continue
+        # What an expert gets is not rows of the batch, and neither is a module that is called several times a batch.
+        if calls[module] != job.accumulation or len(expected["numbers"]) not in (1, job.rows * job.replicas):
             continue
         if module not in regions and any(module.startswith(f"{region}.") for region in regions):
             continue
