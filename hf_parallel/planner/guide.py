@@ -1,8 +1,7 @@
 """What the usual rules of thumb say of a model and a cluster, beside what the search found.
 
-Source: the tables "when to use what" of the documentation of transformers ("Parallelism methods") and of the ZeRO paper
-(arXiv:1910.02054, section 8): plain replicas where the states fit, ZeRO where the parameters do, tensor parallelism inside
-of a node and a pipeline between nodes where they do not.
+The usual order: plain replicas where the states fit, ZeRO where the parameters do, tensor parallelism inside of a node and a
+pipeline between nodes where they do not. The thresholds (`ROOM`, `FAST`) are judged, not from a publication.
 """
 
 from __future__ import annotations
