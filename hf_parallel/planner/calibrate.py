@@ -10,9 +10,11 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +27,9 @@ from hf_parallel.settings.file import parse_json, read_bounded
 VERSION: Final = 2
 MAX_BYTES: Final = 1 << 20
 FASTEST: Final = 1e12  # bytes per second that no link exceeds: what a message that costs nothing is taken to reach
-TIMEOUT: Final = timedelta(seconds=120)
+TIMEOUT: Final = timedelta(seconds=120)  # of one message
+LIMIT_S: Final = 240.0  # of all that is measured, which takes less than a minute on a machine with nothing else to do
+KILLED_S: Final = 10.0  # until a process that was killed has gone
 REPEATS: Final = 4
 # A block that stands for the model's own if none is given; large enough that its ops are not launches alone.
 BLOCK: Final[dict[str, Any]] = {
@@ -131,7 +135,7 @@ def calibrate(
         length: Tokens of its rows.
 
     Raises:
-        ConfigError: A process failed; says how.
+        ConfigError: A rank failed, or is not done after `LIMIT_S` seconds; names it and its step.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -139,19 +143,58 @@ def calibrate(
             context.Process(target=_measure, args=(rank, ranks, on_gpu, threads, folder, model, length), daemon=True)
             for rank in range(ranks)
         ]
-        for one in started:
-            one.start()
-        for one in started:
-            one.join(TIMEOUT.total_seconds())
-        failed = [rank for rank, one in enumerate(started) if one.exitcode != 0]
-        for one in started:
-            one.kill()
-        if failed:
-            raise ConfigError(
-                f"calibrate: processes {failed} failed or hung. Look at their messages, or give fewer ranks."
-            )
+        try:
+            for one in started:
+                one.start()
+            wait_for(started, Path(folder), LIMIT_S)
+        finally:
+            for one in started:
+                if one.pid is not None:  # it was started
+                    one.kill()
+                    one.join(KILLED_S)
         reports = [Calibration.read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
     return _slowest(reports)
+
+
+def wait_for(started: Sequence[BaseProcess], folder: Path, limit_s: float) -> None:
+    """Wait until all ranks have ended well; no longer than `limit_s` seconds, nor than until one has failed.
+
+    Args:
+        started: The process of each rank.
+        folder: Where each writes what it does, in a file of `step_file`.
+        limit_s: Seconds.
+
+    Raises:
+        ConfigError: A rank failed or is not done; names it and its step.
+    """
+    deadline, left = time.monotonic() + limit_s, dict(enumerate(started))
+    while left:
+        ended = connection.wait([one.sentinel for one in left.values()], max(0.0, deadline - time.monotonic()))
+        if not ended:
+            words = ", ".join(f"rank {rank} {_step(folder, rank)}" for rank in left)
+            raise ConfigError(
+                f"calibrate: not done after {limit_s:g} s: {words}. Measure when the machine has less to do, or give fewer ranks."
+            )
+        for rank, one in list(left.items()):
+            if one.sentinel not in ended:
+                continue
+            one.join()
+            del left[rank]
+            if one.exitcode != 0:
+                raise ConfigError(
+                    f"calibrate: rank {rank} ended with code {one.exitcode} {_step(folder, rank)}. Look at its messages, or give "
+                    "fewer ranks."
+                )
+
+
+def step_file(folder: Path, rank: int) -> Path:
+    """What a rank is doing, in words."""
+    return folder / f"{rank}.step"
+
+
+def _step(folder: Path, rank: int) -> str:
+    file = step_file(folder, rank)
+    return f"while it {file.read_text(encoding='utf-8')}" if file.exists() else "before it had started Python"
 
 
 def _slowest(reports: list[Calibration]) -> Calibration:
@@ -168,6 +211,11 @@ def _slowest(reports: list[Calibration]) -> Calibration:
 
 def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, model: str, length: int) -> None:
     """A process: measure, all ranks at once, and write a report."""
+
+    def begin(step: str) -> None:
+        step_file(Path(folder), rank).write_text(step, encoding="utf-8")
+
+    begin("imported torch")
     import torch
     import torch.distributed as dist
 
@@ -176,16 +224,25 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, mod
     if on_gpu:
         torch.cuda.set_device(device)
     if ranks > 1:
+        begin("waited for the other ranks")
         place = f"file://{Path(folder, 'store')}"
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", init_method=place, rank=rank, world_size=ranks, timeout=TIMEOUT
         )
     clock = _Clock(device, ranks)
-    found = _computation(clock) | (_messages(clock, rank, ranks) if ranks > 1 else {})
-    blocks = tuple(_block_seconds(clock, model, rows, length) for rows in BLOCK_ROWS)
+    begin("measured products, attention and memory")
+    found = _computation(clock)
+    if ranks > 1:
+        begin("measured messages")
+        found |= _messages(clock, rank, ranks)
+    blocks = []
+    for rows in BLOCK_ROWS:
+        begin(f"measured a block with {rows} rows")
+        blocks.append(_block_seconds(clock, model, rows, length))
+    begin("wrote its report")
     name = torch.cuda.get_device_name(device) if on_gpu else ""
     Calibration(
-        device.type, name, ranks, threads, **found, blocks_s=blocks, cores=cores(), model=model, length=length
+        device.type, name, ranks, threads, **found, blocks_s=tuple(blocks), cores=cores(), model=model, length=length
     ).write(Path(folder, f"{rank}.json"))
     if ranks > 1:
         dist.destroy_process_group()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import app
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.layers import with_layers
-from hf_parallel.planner.calibrate import BLOCK_LENGTH, BLOCK_ROWS, Calibration, config_of_text
+from hf_parallel.planner.calibrate import BLOCK_LENGTH, BLOCK_ROWS, Calibration, config_of_text, step_file, wait_for
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
@@ -146,6 +149,36 @@ def test_a_report_of_a_cpu_says_nothing_of_a_gpu(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path), "--gpu", "h100", *options])
     assert result.exit_code == 1
     assert "gpu=h100 with a report of device cpu" in result.output
+
+
+def test_a_rank_that_does_not_end_is_named_with_its_step(tmp_path: Path) -> None:
+    hanging = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,), daemon=True)
+    hanging.start()
+    step_file(tmp_path, 0).write_text("measured messages")
+    try:
+        with pytest.raises(
+            ConfigError, match=r"not done after 0\.2 s: rank 0 while it measured messages\. Measure when"
+        ):
+            wait_for([hanging], tmp_path, 0.2)
+    finally:
+        hanging.kill()
+        hanging.join(10)
+
+
+def test_a_rank_that_fails_ends_the_wait_for_the_others(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    started = [
+        context.Process(target=one, args=(value,), daemon=True) for one, value in ((time.sleep, 600), (os._exit, 3))
+    ]
+    for one in started:
+        one.start()
+    try:
+        with pytest.raises(ConfigError, match=r"rank 1 ended with code 3 before it had started Python\. Look at"):
+            wait_for(started, tmp_path, 60)
+    finally:
+        for one in started:
+            one.kill()
+            one.join(10)
 
 
 @pytest.mark.long
