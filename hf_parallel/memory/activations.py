@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Final
 
 from hf_parallel.head.rows import rows_of_tile
-from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts, summed
+from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -16,6 +16,8 @@ from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 
 
 LOSS_CHUNK: Final = 2**22  # elements: of `tensor_parallel.run.vocab_loss`
+# Of a block, inputs of column-sharded products that are gathered from the ranks that share the sequence, and kept whole.
+GATHERED_INPUTS: Final = 2
 ON_HOST: Final = "inputs of checkpointed blocks"
 
 
@@ -72,66 +74,96 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     ]
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a run.
+
+    Attributes:
+        tokens: Of a microbatch.
+        length: Of a row.
+        placement: The rank of each stage.
+        counts: Its blocks.
+        sizes: How much its blocks keep, in blocks as recorded.
+    """
+
+    tokens: float
+    length: int
+    placement: Sequence[int]
+    counts: Sequence[int]
+    sizes: Sequence[float]
+
+    def of_rank(self, rank: int) -> list[int]:
+        return [stage for stage, place in enumerate(self.placement) if place == rank]
+
+
+def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
+    """The stages of a layout, and what they run on."""
+    rows, schedule = schedule_of(layout, work)
+    counts = blocks_of_stages(shape.layers, layout)
+    return Stages(rows * work.length, work.length, placement_of(schedule), counts, counts)
+
+
 def stage_parts(
-    shape: ModelShape, recorded: Recorded, layout: Layout, work: Work, rank: int, gradients: float
-) -> dict[int, StageParts]:
-    """The stages of a rank.
+    shape: ModelShape, recorded: Recorded, layout: Layout, stages: Stages, rank: int, gradients: float
+) -> list[StageParts]:
+    """What the stages of a rank take.
 
     Args:
         shape: Of the model.
         recorded: Of it.
         layout: Who holds what.
-        work: Rows and tokens.
+        stages: Of the whole run.
         rank: Of the pipeline.
         gradients: Bytes of all that the rank holds.
     """
-    rows, schedule = schedule_of(layout, work)
-    placement, counts = placement_of(schedule), blocks_of_stages(shape.layers, layout)
-    tokens = rows * work.length
+    counts, tokens = stages.counts, stages.tokens
     # What is gathered is in the precision that computes, and gradients are sent at once.
     gathers = layout.engine == "fsdp2" and layout.stage > 0
-    batch = Batch(
-        *(tokens, work.length, layout.tp_size, layout.sequence_parallel),
-        with_fixed=not gathers,
-        with_gradients=not shape.adapters,
+    parts = recorded.parts(
+        Batch(
+            *(tokens, stages.length, layout.tp_size, layout.sequence_parallel),
+            with_fixed=not gathers,
+            with_gradients=not shape.adapters,
+        )
     )
-    forward, backward, embedding = (
-        summed(one, batch) for one in (recorded.forward, recorded.backward, recorded.embedding)
-    )
-    loss, head = (summed(one, replace(batch, with_fixed=True)) for one in (recorded.loss, recorded.head))
+    forward, loss, head = parts.forward, parts.loss, parts.head
     if layout.chunked_loss:
         loss, head = _parts_without_logits(shape, layout, tokens)
     elif layout.tp_size > 1:
         loss, head = _parts_of_split_vocabulary(shape, layout, tokens)
-    alone, entries = [_without_checkpoint(count, layout) for count in counts], _entries(counts, layout)
-    entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
-    entry /= layout.tp_size if layout.sequence_parallel else 1
+    whole = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
+    shares = layout.sequence_parallel and layout.tp_size > 1
+    entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
+    block = forward.kept + forward.casts + gathered
     moved, together = layout.recompute.offload, blocks_at_once(shape, layout) if layout.recompute.every else 0
-    again = together * (forward.kept + forward.casts) + 2 * entry * moved
-    own = [stage for stage, place in enumerate(placement) if place == rank]
+    own, last = stages.of_rank(rank), len(counts) - 1
     weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
-    last = len(placement) - 1
     if last in own:
         weights[last] += 0 if shape.tied and 0 in own else shape.head
-    found = {}
+    entries, results = _entries(counts, layout), tokens * kept_results(shape, layout)
+    found = []
     for stage in own:
-        single, rest = alone[stage], counts[stage] - alone[stage]
-        kept = single * (forward.kept + forward.casts) + rest * tokens * kept_results(shape, layout)
+        single = _without_checkpoint(counts[stage], layout)
+        rest = counts[stage] - single
+        size = single * stages.sizes[stage] / max(1, counts[stage])
         leaving = entry * (rest > 0)  # what the last block gives
+        kept = size * block + rest * results
         kept += leaving if moved else entries[stage] * entry + leaving
         share = gradients * weights[stage] / max(1.0, sum(weights.values()))
-        found[stage] = StageParts(
-            kept=kept + embedding.kept * (stage == 0),
-            entering=embedding.kept * (stage == 0),
-            casts=rest * forward.casts,
-            block=forward.most - forward.kept - forward.casts,
-            again=again,
-            backward=backward.most,
-            gradients=share,
-            late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
-            table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
-            loss=loss if stage == last else None,
-            head=head if stage == last else None,
+        found.append(
+            StageParts(
+                kept=kept + parts.embedding.kept * (stage == 0),
+                entering=parts.embedding.kept * (stage == 0),
+                casts=rest * forward.casts,
+                block=forward.most - forward.kept - forward.casts,
+                again=together * block + 2 * entry * moved,
+                backward=parts.backward.most,
+                gradients=share,
+                late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
+                table=share * shape.head / max(1.0, weights[stage]) if stage == last else 0.0,
+                loss=loss if stage == last else None,
+                head=head if stage == last else None,
+            )
         )
     return found
 
@@ -146,16 +178,16 @@ def loss_bytes(shape: ModelShape, layout: Layout, tokens: int) -> float:
     return _parts_without_logits(shape, layout, tokens)[0].most
 
 
-def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: int) -> tuple[Part, Part]:
+def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
     """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on."""
     vocab = shape.vocab / layout.tp_size
-    tile = min(tokens, rows_of_tile(tokens, shape.hidden, int(vocab)))
+    tile = min(tokens, rows_of_tile(int(tokens), shape.hidden, int(vocab)))
     to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
     kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
     return Part(12.0 * tile * vocab + kept, kept, 0.0), Part(0.0, -kept, 0.0)
 
 
-def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: int) -> tuple[Part, Part]:
+def _parts_of_split_vocabulary(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
     """The loss over logits that tp ranks share, and its backward: it keeps logits alone and computes by chunks in fp32."""
     size = 4 if layout.precision == "fp32" else 2
     elements = tokens * shape.vocab / layout.tp_size

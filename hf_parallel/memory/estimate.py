@@ -17,8 +17,9 @@ from hf_parallel.memory.activations import (
     blocks_of_stages,
     schedule_of,
     stage_parts,
+    stages_of,
 )
-from hf_parallel.memory.moments import SENT, Recorded, moments
+from hf_parallel.memory.moments import SENT, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 
@@ -192,14 +193,14 @@ def _recorded_peaks(shape: ModelShape, recorded: Recorded, layout: Layout, work:
     if layout.pp_size == 1 and work.accumulation > 1:
         schedule = build_schedule("1f1b", 1, 2)  # those after the second are like it
     held, inside = parameters_of_ranks(shape, layout), blocks_of_ranks(shape, layout)
-    found = []
+    stages, found = stages_of(shape, layout, work), []
     for rank, actions in enumerate(schedule):
         lasting = _lasting(held[rank], inside[rank], shape, layout)
         sent, gradients = lasting.pop(SENT, 0.0), lasting.pop("gradients", 0.0)
         lasting.pop(CASTS, 0.0)  # they are recorded
-        stages = stage_parts(shape, recorded, layout, work, rank, gradients)
-        best = max(moments(actions, stages, sent), key=lambda terms: sum(terms.values()))
-        found.append(lasting | best)
+        own, last = stages.of_rank(rank), len(stages.counts) - 1
+        parts = stage_parts(shape, recorded, layout, stages, rank, gradients)
+        found.append(lasting | fullest(moments_of(actions, own, last), parts, sent))
     return found
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple
 
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 
 
 TEMPORARY: Final = "temporaries"
 SENT: Final = "gradients on their way"
+NAMES: Final = ("activations", "logits and loss", "gradients", "recomputed blocks", TEMPORARY, SENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,35 @@ class Recorded:
     loss: tuple[Change, ...]
     head: tuple[Change, ...]
     backward: tuple[Change, ...]
+
+    @functools.cached_property
+    def _sums(self) -> dict[Batch, Parts]:
+        return {}
+
+    def parts(self, batch: Batch) -> Parts:
+        """Their sums, kept for the batches that were asked for."""
+        found = self._sums.get(batch)
+        if found is None:
+            whole = replace(batch, with_fixed=True)  # what is outside of the blocks is there in any case
+            found = self._sums[batch] = Parts(
+                embedding=summed(self.embedding, batch),
+                forward=summed(self.forward, batch),
+                loss=summed(self.loss, whole),
+                head=summed(self.head, whole),
+                backward=summed(self.backward, batch),
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of the parts of `Recorded`."""
+
+    embedding: Part
+    forward: Part
+    loss: Part
+    head: Part
+    backward: Part
 
 
 @dataclass(frozen=True)
@@ -135,47 +166,121 @@ class StageParts:
     head: Part | None = None
 
 
-def moments(actions: Sequence[Action], stages: Mapping[int, StageParts], sent: float) -> Iterator[dict[str, float]]:
-    """Bytes by term at every moment of a rank's step that could be the one with most.
+class Moment(NamedTuple):
+    """A moment of a rank's step in which it may have most, without any bytes.
+
+    Attributes:
+        kind: What runs.
+        place: Of the stage that runs, among those of the rank.
+        held: Microbatches between their forward and their backward, of each stage of the rank.
+        losses: Microbatches whose loss waits for its backward, or has had it.
+        heads: Those of them that have had it.
+        reached: How far the gradients of each stage are there.
+        is_sent: Whether the last backward of the stage runs, and gradients are on their way.
+    """
+
+    kind: Literal["forward", "loss", "head", "backward", "embedding", "end"]
+    place: int
+    held: tuple[int, ...]
+    losses: int
+    heads: int
+    reached: tuple[int, ...]
+    is_sent: bool
+
+
+NOTHING, TABLE, EARLY, ALL = range(4)  # gradients of a stage: none, the head's, all but those that come last, all
+
+
+def moments_of(actions: Sequence[Action], stages: Sequence[int], last: int | None) -> tuple[Moment, ...]:
+    """The moments of a rank's step of which one has most, whatever its stages take; those with less of all are left out.
 
     Args:
         actions: Of the rank, in order.
         stages: Those of the rank.
-        sent: Bytes of gradients on their way while the last backward of a stage runs.
+        last: The stage with the loss; None if it is on another rank.
     """
-    kept = waiting = 0.0
-    gradients = dict.fromkeys(stages, 0.0)
+    places = {stage: place for place, stage in enumerate(stages)}
+    held, reached = [0] * len(stages), [NOTHING] * len(stages)
     left = Counter(action.stage for action in actions if action.kind in "BW")
+    losses = heads = 0
+    found: dict[Moment, None] = {}
 
-    def at(**terms: float) -> dict[str, float]:
-        return {
-            "activations": max(kept, 0.0),
-            "logits and loss": max(waiting, 0.0),
-            "gradients": sum(gradients.values()),
-        } | terms
+    def note(kind: Any, place: int, *, is_sent: bool = False) -> None:
+        found[Moment(kind, place, tuple(held), losses, heads, tuple(reached), is_sent)] = None
 
     for action in actions:
-        stage = stages[action.stage]
+        place, has_loss = places[action.stage], action.stage == last
         if action.kind == "F":
-            kept += stage.kept
-            yield at(**{TEMPORARY: stage.casts + stage.block})
-            if stage.loss is not None:
-                yield at(**{"logits and loss": waiting + stage.loss.most, TEMPORARY: stage.casts})
-                waiting += stage.loss.kept + stage.loss.casts
+            held[place] += 1
+            note("forward", place)
+            if has_loss:
+                note("loss", place)
+                losses += 1
             continue
-        on_way = {SENT: sent} if left[action.stage] == 1 else {}
-        if action.kind in "BI" and stage.head is not None:
-            yield at(**{"logits and loss": waiting + stage.head.most})
-            waiting += stage.head.kept + stage.head.casts
-            gradients[action.stage] = max(gradients[action.stage], stage.table)
-        taken = {"recomputed blocks": stage.again, TEMPORARY: stage.backward} | on_way
-        yield at(**taken)
+        is_sent = left[action.stage] == 1
+        if action.kind in "BI" and has_loss:
+            note("head", place)
+            heads += 1
+            reached[place] = max(reached[place], TABLE)
+        note("backward", place, is_sent=is_sent)
         if action.kind in "BW":
             left[action.stage] -= 1
-            kept -= stage.kept
-            if stage.loss is not None and stage.head is not None:
-                waiting -= sum(part.kept + part.casts for part in (stage.loss, stage.head))
-            gradients[action.stage] = max(gradients[action.stage], stage.gradients - stage.late)
-            yield at(**taken | {"activations": kept + stage.entering})
-            gradients[action.stage] = stage.gradients
-    yield at(**{SENT: sent})
+            held[place] -= 1
+            losses, heads = losses - has_loss, heads - has_loss
+            reached[place] = max(reached[place], EARLY)
+            note("embedding", place, is_sent=is_sent)
+            reached[place] = ALL
+    note("end", 0, is_sent=True)
+    return _largest(found)
+
+
+def _largest(found: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Of moments that differ only in what is held, those that no other has all of."""
+    alike: dict[Moment, list[Moment]] = {}
+    for one in found:
+        alike.setdefault(one._replace(held=()), []).append(one)
+    return tuple(
+        one
+        for own in alike.values()
+        for one in own
+        if not any(
+            other is not one and all(a <= b for a, b in zip(one.held, other.held, strict=True)) for other in own
+        )
+    )
+
+
+def terms_at(moment: Moment, stages: Sequence[StageParts], sent: float) -> tuple[float, ...]:
+    """Bytes of each of `NAMES`.
+
+    Args:
+        moment: Of a rank.
+        stages: Those of the rank.
+        sent: Bytes of gradients on their way while the last backward of a stage runs.
+    """
+    kind, own = moment.kind, stages[moment.place]
+    kept = max(0.0, sum(count * one.kept for count, one in zip(moment.held, stages, strict=True)))
+    waiting = temporary = again = 0.0
+    if moment.losses or kind in ("loss", "head"):
+        loss, head = next((one.loss, one.head) for one in stages if one.loss is not None and one.head is not None)
+        waiting = moment.losses * (loss.kept + loss.casts) + moment.heads * (head.kept + head.casts)
+        waiting += loss.most if kind == "loss" else head.most if kind == "head" else 0.0
+    if kind == "forward":
+        temporary = own.casts + own.block
+    elif kind == "loss":
+        temporary = own.casts
+    elif kind in ("backward", "embedding"):
+        again, temporary = own.again, own.backward
+        kept += own.entering if kind == "embedding" else 0.0
+    gradients = sum(map(_gradients, stages, moment.reached))
+    return kept, max(waiting, 0.0), gradients, again, temporary, sent if moment.is_sent else 0.0
+
+
+def _gradients(stage: StageParts, reached: int) -> float:
+    if reached == EARLY:
+        return max(stage.table, stage.gradients - stage.late)
+    return (0.0, stage.table, 0.0, stage.gradients)[reached]
+
+
+def fullest(moments: Iterable[Moment], stages: Sequence[StageParts], sent: float) -> dict[str, float]:
+    """Bytes by term at the moment with most; see `terms_at`."""
+    return dict(zip(NAMES, max((terms_at(one, stages, sent) for one in moments), key=sum), strict=True))

@@ -33,15 +33,16 @@ PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
 Sizes = list[tuple[float, bool, bool]]
 
 
-def record_step(config: Any, precision: Precision) -> Recorded | None:
+def record_step(config: Any, precision: Precision, attention: str | None = None) -> Recorded | None:
     """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
 
     Args:
         config: A transformers config; it is not changed.
         precision: See `Layout`.
+        attention: What attention is to run; None is what transformers chooses.
     """
     try:
-        runs = [_run(config, length, precision) for length in LENGTHS]
+        runs = [_run(config, length, precision, attention) for length in LENGTHS]
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
         return None
     parts = []
@@ -62,10 +63,11 @@ def _change(own: Sequence[tuple[float, bool, bool]]) -> Change:
     return Change(fixed, linear, square, whole and not fixed, is_gradient)
 
 
-def _run(config: Any, length: int, precision: Precision) -> dict[str, Sizes]:
+def _run(config: Any, length: int, precision: Precision, attention: str | None) -> dict[str, Sizes]:
     """Bytes of each change, whether it is of the width of the residual stream, and whether of a gradient."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
-    model = on_meta(with_layers(config, BLOCKS), dtype=dtype).train()
+    given = {} if attention is None else {"attn_implementation": attention}
+    model = on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
     blocks = blocks_of(model, candidate_stacks(model)[0])
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     memory, device = Allocations(1), torch.device("cuda", 0)

@@ -23,11 +23,13 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "kernels": ("eager", "compiled", "fused"),
     "attention": ("eager", "sdpa", "flash"),
     "loss": ("auto", "logits", "fused"),
+    "param_dtype": ("auto", "fp32"),
     "engine": ("auto", "native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
 }
+OPTIONAL: Final = ("engine", "offload_param", "offload_optimizer", "compression", "loss", "param_dtype")
 COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
@@ -39,6 +41,14 @@ STATE_BYTES: Final[Mapping[tuple[str, bool], tuple[float, float, float]]] = {
     ("fsdp2", False): (4, 4, 8),
     ("deepspeed", True): (2, 2, 12),
     ("deepspeed", False): (4, 4, 12),
+}
+# What only other systems have: the one value that this package runs.
+ONLY: Final[Mapping[str, Any]] = {
+    "sp": 1,
+    "overlap_tp": False,
+    "overlap_pp": False,
+    "state_bytes": None,
+    "loss": "auto",
 }
 # Stages of each rank that a schedule cannot do without.
 FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
@@ -68,6 +78,8 @@ class LayoutSpec:
         overlap_dp: Whether messages of replicas travel during the passes.
         overlap_tp: Whether messages of tp ranks travel during products.
         overlap_pp: Whether messages between stages travel during passes.
+        param_dtype: Of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that was loaded in
+            fp32), "auto" that of the products.
         state_bytes: Of weights, gradients and optimizer per parameter, before sharding; None is the engine's.
         engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
         offload_param: Where parameters wait.
@@ -96,6 +108,7 @@ class LayoutSpec:
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = False
+    param_dtype: str = "auto"
     state_bytes: tuple[float, float, float] | None = None
     engine: str = "native"
     offload_param: str = "none"
@@ -108,7 +121,13 @@ class LayoutSpec:
     @property
     def states(self) -> tuple[float, float, float]:
         """Bytes of weights, gradients and optimizer per parameter, whole."""
-        return self.state_bytes or STATE_BYTES[self.engine, self.dtype != "fp32"]
+        is_half = self.dtype != "fp32" and (self.param_dtype != "fp32" or self.engine == "deepspeed")
+        return self.state_bytes or STATE_BYTES[self.engine, is_half]
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this package runs it, as far as the layout says."""
+        return all(getattr(self, key) == value for key, value in ONLY.items()) and self.dtype != "fp8"
 
     def trained(self, parameters: float) -> float:
         """Parameters that get gradients of the `parameters` of a rank, which adapters are spread over evenly."""
@@ -193,7 +212,7 @@ def _checked(key: object, value: Any) -> Any:
         return value
     if key == "state_bytes":
         return None if value is None else _triple(value)
-    if value is None and key in ("engine", "offload_param", "offload_optimizer", "compression", "loss"):
+    if value is None and key in OPTIONAL:
         return "auto" if key == "engine" else getattr(LayoutSpec, key)
     if isinstance(value, bool):  # true and false are numbers to Python
         raise ConfigError(

@@ -1,14 +1,18 @@
-"""Bytes of the fullest rank, term by term."""
+"""Bytes of the fullest rank, term by term: recorded where this package runs the layout, else by formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from hf_parallel.head.rows import rows_of_tile
+from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
+from hf_parallel.memory.moments import Recorded
 from hf_parallel.pipeline_parallel.schedule.simulate import peak_held
 from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.own import peaks_of_ranks, recorded_of
 from hf_parallel.planner.pipeline import placement, schedule_of
 from hf_parallel.planner.profile import BlockProfile, ModelProfile
 
@@ -19,6 +23,7 @@ PASSING: Final = ("activations", "logits", "buffers")
 BUCKET: Final = 25e6 * 4  # elements of a message of gradients, two of them in fp32
 # Bytes of a logit while the loss is computed: 16-bit, fp32 copy, fp32 gradient and its 16-bit copy.
 LOGIT_BYTES: Final = {"eager": 12.0, "compiled": 10.0, "fused": 8.0}
+MIDDLE: Final = 1  # the block that is recorded, of three
 FUSED_LOSS: Final = 4.0  # one kernel reads the 16-bit logits and another writes their gradient
 
 
@@ -31,6 +36,9 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
         counts: Blocks of each stage.
         seq_len: Tokens of a row.
     """
+    recorded = recorded_of(profile, spec)
+    if recorded is not None:
+        return _own_bytes(profile, recorded, spec, counts, seq_len)
     ranks = placement(spec)
     held = parameters_of_ranks(profile, spec, counts)
     kept, working = kept_activations(profile, spec, counts, ranks, seq_len)
@@ -46,6 +54,35 @@ def memory_bytes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int],
         terms["overhead"] = CONTEXT_BYTES + FRAGMENTATION * sum(terms[term] for term in PASSING)
         found.append(terms)
     return max(found, key=lambda terms: sum(terms.values()))
+
+
+def _own_bytes(
+    profile: ModelProfile, recorded: Recorded, spec: LayoutSpec, counts: Sequence[int], seq_len: int
+) -> dict[str, float]:
+    """As `memory_bytes`, of what this package runs."""
+    held = parameters_of_ranks(profile, spec, counts)
+    states = [_states(one, spec) for one in held]
+    sizes = _sizes(profile, spec, counts, seq_len)
+    stages = Stages(spec.micro_batch * seq_len, seq_len, placement(spec), counts, sizes)
+    if spec.pp == 1:
+        stages = replace(stages, placement=(0,), counts=[sum(counts)], sizes=[sum(sizes)])
+    peaks = peaks_of_ranks(profile.shape, recorded, spec, stages, held, [one["gradients"] for one in states])
+    found = [lasting | peak for lasting, peak in zip(states, peaks, strict=True)]
+    most = max(found, key=lambda terms: sum(terms.values()))
+    return most | {"overhead": CONTEXT_BYTES + FRAGMENTATION * sum(most[term] for term in PASSING)}
+
+
+def _sizes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_len: int) -> list[float]:
+    """How many recorded blocks the blocks of each stage are as large as; kinds differ as the formula says."""
+    if len(profile.kinds) == 1:
+        return [float(count) for count in counts]
+    kept = [saved_by_block(profile, kind, spec, seq_len) for kind in profile.kinds]
+    usual = kept[profile.layers[min(MIDDLE, len(profile.layers) - 1)]]
+    found, layer = [], 0
+    for count in counts:
+        found.append(sum(kept[kind] for kind in profile.layers[layer : layer + count]) / usual)
+        layer += count
+    return found
 
 
 def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:

@@ -6,14 +6,17 @@ give to one and the same number are in a table.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError, PlanError
+from hf_parallel.memory.moments import Recorded
+from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.settings.sections import spelled
 
 
@@ -118,6 +121,27 @@ class BlockProfile:
         return self.window * (self.window + 1) / 2 + (seq_len - self.window) * self.window
 
 
+class Source:
+    """A config, of which steps are recorded when they are asked for, each once."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._found = copy.deepcopy(config), dict[tuple[Precision, bool], Recorded | None]()
+
+    def recorded(self, precision: Precision, *, eager_attention: bool) -> Recorded | None:
+        """What a step takes on a GPU; None if the model cannot be run on fake tensors.
+
+        Args:
+            precision: See `hf_parallel.memory.terms.Layout`.
+            eager_attention: Store the scores; else attention is what transformers chooses.
+        """
+        key = precision, eager_attention
+        if key not in self._found:
+            from hf_parallel.memory.record import record_step  # brings torch
+
+            self._found[key] = record_step(self._config, precision, "eager" if eager_attention else None)
+        return self._found[key]
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """What a model is to the planner.
@@ -131,6 +155,7 @@ class ModelProfile:
         head: Parameters of the head, also if they are the embedding's.
         tied: Whether the head's weight is the embedding's.
         has_dropout: Whether the residual stream has dropout.
+        source: Where it is from, None if it was made by hand.
     """
 
     hidden: int
@@ -141,6 +166,27 @@ class ModelProfile:
     head: int
     tied: bool
     has_dropout: bool = False
+    source: Source | None = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        """The numbers that memory depends on."""
+        kind = self.kinds[self.layers[len(self.layers) // 2]]
+        return ModelShape(
+            parameters=self.parameters,
+            layers=len(self.layers),
+            hidden=self.hidden,
+            intermediate=int(kind.width),
+            vocab=self.vocab,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            embedding=self.embedding,
+            head=self.head,
+            tied=self.tied,
+            gated=kind.is_gated,
+            largest=max(self.vocab * self.hidden, *(p.inputs * p.outputs for p in kind.products), 1),
+        )
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -224,6 +270,7 @@ def _walk(config: Any) -> ModelProfile:
         head=head,
         tied=tied,
         has_dropout=isinstance(dropout, float) and dropout > 0,
+        source=Source(config),
     )
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.layout import ONLY, LayoutSpec
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.sections import spelled
 
 
-# What describes other systems: the only value that this package runs.
-ONLY: Final = {"sp": 1, "overlap_tp": False, "overlap_pp": False, "state_bytes": None, "loss": "auto"}
 PRECISIONS: Final = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # mixed_precision of accelerate
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
@@ -100,6 +101,8 @@ def _given(trainer: Trainer, model: Any) -> dict[str, Any]:
         "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "attention": attention if attention in ("eager", "sdpa") else "flash",
     }
+    if found["dtype"] != "fp32" and any(p.dtype == torch.float32 for p in model.parameters()):
+        found["param_dtype"] = "fp32"  # products cast it
     found |= {"recompute": "full"} if args.gradient_checkpointing else {}
     if not all(trained):
         found["adapters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)

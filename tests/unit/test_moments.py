@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from hf_parallel.dry_run.rank.run import Job, run_dry
 from hf_parallel.memory.activations import LOSS_CHUNK
 from hf_parallel.memory.estimate import OVERHEAD, estimate
-from hf_parallel.memory.moments import Batch, Change, Part, StageParts, moments, summed
+from hf_parallel.memory.moments import Batch, Change, Part, StageParts, fullest, moments_of, summed
 from hf_parallel.memory.shape import shape_of_config
 from hf_parallel.memory.terms import Work, layout_of
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -69,13 +69,14 @@ def test_a_part_takes_more_than_it_keeps() -> None:
 
 def stage(**values: Any) -> StageParts:
     usual: dict[str, Any] = {"entering": 0, "casts": 0, "block": 0, "again": 0, "backward": 0}
+    usual |= {"loss": Part(0, 0, 0), "head": Part(0, 0, 0)}
     return StageParts(**usual | values)
 
 
 def most(schedule: str, pp: int, microbatches: int, stages: list[StageParts], sent: float = 0.0) -> list[float]:
     made = build_schedule(schedule, pp, microbatches)
     return [
-        max(sum(terms.values()) for terms in moments(actions, {rank: stages[rank]}, sent))
+        sum(fullest(moments_of(actions, [rank], len(stages) - 1), [stages[rank]], sent).values())
         for rank, actions in enumerate(made)
     ]
 

@@ -1,0 +1,142 @@
+"""Bytes of what this package itself runs: what its eager blocks were recorded to take, at the moment with most."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from hf_parallel.memory.activations import Stages, stage_parts
+from hf_parallel.memory.estimate import CASTS, buffers
+from hf_parallel.memory.moments import NAMES, SENT, TEMPORARY, Moment, Recorded, StageParts, moments_of, terms_at
+from hf_parallel.memory.terms import Layout, ModelShape, Precision
+from hf_parallel.planner.layout import LayoutSpec
+from hf_parallel.planner.pipeline import schedule_of
+from hf_parallel.planner.profile import ModelProfile
+from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig
+from hf_parallel.settings.sections import ActivationCheckpointingConfig
+
+
+NONE: Final = ActivationCheckpointingConfig()
+RECOMPUTED: Final[Mapping[str, ActivationCheckpointingConfig]] = {
+    "none": NONE,
+    "full": ActivationCheckpointingConfig(every=1),
+    "selective": ActivationCheckpointingConfig(every=2, mode="selective"),
+}
+ROUNDS: Final = 4  # of pp micro-batches, after which a step holds what it held
+
+
+def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
+    """What a step of the model was recorded to take; None if another system runs the layout, or the model cannot be run."""
+    if profile.source is None or not spec.is_own or spec.kernels != "eager":
+        return None
+    return profile.source.recorded(precision_of(spec), eager_attention=spec.attention == "eager")
+
+
+def precision_of(spec: LayoutSpec) -> Precision:
+    if spec.dtype == "fp32":
+        return "fp32"
+    return "autocast" if spec.param_dtype == "fp32" else "half"
+
+
+def peaks_of_ranks(
+    shape: ModelShape,
+    recorded: Recorded,
+    spec: LayoutSpec,
+    stages: Stages,
+    held: Sequence[float],
+    gradients: Sequence[float],
+) -> list[dict[str, float]]:
+    """Activations, logits and buffers of each rank of a pipeline: what they add to its states when it has most.
+
+    Args:
+        shape: Of the model.
+        recorded: Of it.
+        spec: The layout.
+        stages: Its stages.
+        held: Parameters of each rank.
+        gradients: Bytes of each rank's gradients, which count as there: so long as they are not, others have their room.
+    """
+    layout = _layout(spec)
+    if spec.adapters:
+        shape = replace(shape, adapters=spec.adapters)
+    passes = spec.num_microbatches if spec.schedule == "gpipe" else min(spec.num_microbatches, ROUNDS * spec.pp)
+    moments = _moments(spec.schedule, spec.pp, passes, spec.stages_per_rank)
+    found = []
+    for rank in range(spec.pp):
+        lasting = _lasting(held[rank], shape, layout, spec)
+        sent = lasting.pop(SENT, 0.0)
+        parts = stage_parts(shape, recorded, layout, stages, rank, gradients[rank])
+        found.append(_added(moments[rank], parts, sent, gradients[rank]))
+        found[-1]["buffers"] += sum(lasting.values())
+    return found
+
+
+def _added(moments: Sequence[Moment], parts: Sequence[StageParts], sent: float, gradients: float) -> dict[str, float]:
+    terms = dict(zip(NAMES, max((terms_at(one, parts, sent) for one in moments), key=sum), strict=True))
+    found = {
+        "activations": terms["activations"] + terms["recomputed blocks"] + terms[TEMPORARY],
+        "logits": terms["logits and loss"],
+        "buffers": terms[SENT],
+    }
+    missing = gradients - terms["gradients"]
+    for name, size in found.items():
+        taken = min(size, missing)
+        found[name], missing = size - taken, missing - taken
+    return found
+
+
+def _lasting(parameters: float, shape: ModelShape, layout: Layout, spec: LayoutSpec) -> dict[str, float]:
+    """Buffers of a rank that holds so many parameters, and what slow networks cost."""
+    moved, own = parameters, layout
+    if spec.adapters:
+        own = replace(layout, precision="fp32")
+        moved = spec.trained(parameters) if layout.engine == "native" else parameters
+    found = buffers(moved, shape, own)
+    found.pop(CASTS, None)  # they are recorded
+    if spec.zero == 3 and spec.pp > 1:  # whole from the first pass of a step to the last
+        found = {"gathered parameters and gradients": (spec.element + spec.states[1]) * moved}
+    trained = spec.trained(parameters)
+    return found | {name: size * trained for name, size in layout.extra.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(spec: LayoutSpec) -> Layout:
+    """The layout as `memory` knows it."""
+    ranks = spec.dp * spec.tp * spec.pp
+    return Layout(
+        ranks,
+        ranks,
+        spec.tp,
+        spec.pp,
+        spec.sequence_parallel and spec.tp > 1,
+        stage=spec.zero,
+        engine=spec.engine,  # type: ignore[arg-type]  # the words are the same
+        precision=precision_of(spec),
+        offload_optimizer=spec.offload_optimizer,  # type: ignore[arg-type]
+        offload_param=spec.offload_param,  # type: ignore[arg-type]
+        recompute=RECOMPUTED[spec.recompute],
+        chunked_loss=spec.chunked_loss,
+        extra=_extra(spec),
+    )
+
+
+def _extra(spec: LayoutSpec) -> dict[str, float]:
+    found = {}
+    if spec.compression != "none" and GradientCompressionConfig(method=spec.compression).feeds_back:  # type: ignore[arg-type]
+        found["residual of compression"] = 4.0
+    if spec.local_steps > 1:
+        outer = LocalSgdConfig(sync_every=spec.local_steps).outer_momentum
+        found["parameters of the last synchronisation"] = spec.states[0] * (2 if outer else 1)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _moments(schedule: str, pp: int, passes: int, stages_per_rank: int) -> tuple[tuple[Moment, ...], ...]:
+    """Of each rank."""
+    if pp == 1:  # those after the second are like it
+        return (moments_of(schedule_of("1f1b", 1, min(passes, 2), 1)[0], [0], 0),)
+    made, last = schedule_of(schedule, pp, passes, stages_per_rank), pp * stages_per_rank - 1
+    owned = [sorted({action.stage for action in actions}) for actions in made]
+    return tuple(moments_of(one, own, last if last in own else None) for one, own in zip(made, owned, strict=True))

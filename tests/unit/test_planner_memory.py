@@ -1,0 +1,134 @@
+"""The planner's memory of what this package runs is the peak of dry runs of the same recipe, and of others their formula."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from transformers import AutoConfig, LlamaConfig
+
+from hf_parallel.dry_run.rank.recipe import dry_run_recipe
+from hf_parallel.planner.constants import constants
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import layout_of
+from hf_parallel.planner.own import recorded_of
+from hf_parallel.planner.predict import predict, step_of
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.recipe import mapping_of
+from hf_parallel.settings.config import HFParallelConfig
+
+
+WIDE: Final = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 8192}
+GATED: Final = WIDE | {"intermediate_size": 1408, "num_key_value_heads": 8}
+TYPES: Final[dict[str, dict[str, Any]]] = {
+    "llama": GATED,
+    "mistral": GATED | {"num_key_value_heads": 2, "sliding_window": None},
+    "qwen3": GATED | {"head_dim": 64},
+    "gemma2": GATED | {"head_dim": 64, "sliding_window": 128},
+    "gpt2": {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192},
+    "gpt_neox": WIDE | {"intermediate_size": 2048},
+    "opt": WIDE | {"ffn_dim": 2048, "word_embed_proj_dim": 512},
+    "bloom": {"hidden_size": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192},
+    "phi": GATED,
+    "olmo2": GATED,
+}
+SECTIONS: Final[dict[str, dict[str, Any]]] = {
+    "pp2": {"pp_size": 2, "pipeline": {"num_microbatches": 4}},
+    "tp2": {"tp_size": 2},
+    "tp2 with a shared sequence": {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}},
+    "zero1": {"zero": {"stage": 1}},
+    "zero3": {"zero": {"stage": 3}},
+    "recompute": {"activation_checkpointing": {"every": 1}},
+}
+ROWS, LENGTH, WITHIN = 4, 512, 0.05
+
+
+def allocated(config: Any, layout: dict[str, Any], cluster: Cluster, length: int = LENGTH) -> float:
+    """Bytes that are predicted to be allocated."""
+    terms = predict(config, cluster, layout, seq_len=length).memory_bytes
+    return sum(terms.values()) - terms["overhead"]
+
+
+def difference(name: str, section: str, dtype: str, folder: Path) -> float:
+    """Prediction over the dry run of the rank that has most, less 1, of two GPUs that are cut as the prediction is."""
+    model, settings = AutoConfig.for_model(name, **TYPES[name]), SECTIONS[section]
+    cluster, config = Cluster(1, 2, "h100"), HFParallelConfig.from_mapping(settings)
+    layout = mapping_of(config, 2, ROWS, dtype) | {"param_dtype": "fp32"}
+    if config.pp_size > 1:
+        counts = step_of(profile_of(model), cluster, layout_of(layout), LENGTH, constants()).counts
+        settings = settings | {"pipeline": settings["pipeline"] | {"split": list(counts)}}
+    accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
+    accelerate |= {"num_machines": 1, "mixed_precision": "bf16" if dtype == "bf16" else "no"}
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(accelerate | {"parallelism_config": {"hf_parallel": settings}}))
+    peaks = [
+        dry_run_recipe(recipe, model, rank=rank, rows=ROWS, length=LENGTH).peak_bytes for rank in range(config.pp_size)
+    ]
+    return allocated(model, layout, cluster) / max(peaks) - 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "section", "dtype"), [("llama", "zero1", "bf16"), ("gpt2", "tp2", "fp32")])
+def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
+    assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("name", TYPES)
+def test_every_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
+    assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
+
+
+def test_layouts_that_only_other_systems_have_keep_their_formula() -> None:
+    profile = profile_of(LlamaConfig(**TYPES["llama"]))
+    for other in ({"kernels": "fused"}, {"state_bytes": (2, 4, 12)}, {"loss": "fused"}, {"dtype": "fp8"}, {"sp": 2}):
+        assert recorded_of(profile, layout_of(other)) is None
+    assert recorded_of(profile, layout_of({})) is not None
+
+
+def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("hf_parallel.memory.record.record_step", lambda *given: calls.append(given))
+    config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 777})
+    for layout in ({}, {"micro_batch": 2}, {"param_dtype": "fp32"}, {"recompute": "full"}, {"attention": "eager"}):
+        predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
+    assert [given[1:] for given in calls] == [("half", None), ("autocast", None), ("half", "eager")]
+
+
+def test_stored_scores_grow_with_the_square_of_the_length() -> None:
+    config, cluster = LlamaConfig(**TYPES["llama"]), Cluster(1, 1, "h100")
+    growths = []
+    for attention in ("sdpa", "eager"):
+        short, middle, long = (allocated(config, {"attention": attention}, cluster, n) for n in (1024, 2048, 4096))
+        growths.append((long - middle) / (middle - short))
+    assert growths[0] == pytest.approx(2, rel=0.02)
+    assert growths[1] > 2.5
+
+
+def test_states_are_whole_and_activations_are_what_they_add() -> None:
+    """Gradients are not there when activations are: the term of the latter is what is beyond them."""
+    config = LlamaConfig(**TYPES["llama"])
+    terms = predict(config, Cluster(1, 1, "h100"), {}, seq_len=64).memory_bytes
+    parameters = profile_of(config).parameters
+    assert [terms[name] for name in ("weights", "gradients", "optimizer")] == [
+        2 * parameters,
+        2 * parameters,
+        12 * parameters,
+    ]
+    assert min(terms.values()) >= 0
+
+
+def test_the_arithmetic_imports_no_torch() -> None:
+    code = "import hf_parallel.planner.search, sys; print(sorted({'torch', 'transformers', 'accelerate'} & set(sys.modules)))"
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
+    assert result.stdout.strip() == "[]"
