@@ -1,5 +1,7 @@
 """Step times of a small Llama on CPU ranks, against what the planner predicts from a calibration of this machine.
 
+`make bench-calibration` takes about three minutes on a machine with four cores and nothing else to do, and ends after six in any
+case. It prints a line for each layout, the mean and the largest error, and the order of the layouts by both times.
 Both sides take the least of several: what others do on the machine disturbs a measurement and never hastens it. The blocks that
 are calibrated are the model's own, and each layout is compared with a calibration of as many ranks, made next to it.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -26,7 +29,7 @@ from hf_parallel.engine.session import Session
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.planner.calibrate import Calibration, calibrate
+from hf_parallel.planner.calibrate import Calibration, calibrate, step_file, wait_for
 from hf_parallel.planner.measured import MeasuredCluster
 from hf_parallel.planner.predict import predict
 from hf_parallel.settings.config import HFParallelConfig
@@ -44,16 +47,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "pp2": (
         {"pp_size": 2, "pipeline": {"num_microbatches": 4}}, {"pp": 2, "micro_batch": 2, "num_microbatches": 4}, 8,
     ),
-    "zero1": ({"zero": {"stage": 1}}, {"dp": 2, "zero": 1, "micro_batch": 4}, 4),
-    "pp2 dp2": (
+    "pp2xdp2": (
         {"pp_size": 2, "pipeline": {"num_microbatches": 4}},
         {"pp": 2, "dp": 2, "micro_batch": 1, "num_microbatches": 4},
         4,
     ),
+    "zero1": ({"zero": {"stage": 1}}, {"dp": 2, "zero": 1, "micro_batch": 4}, 4),
 }  # fmt: skip
+USUAL = ("pp2", "tp2", "dp2", "pp2xdp2")
+LIMIT_S = 60.0  # of the ranks of a layout: 13 steps, and what they import
 
 
 def rank_main(rank: int, ranks: int, name: str, folder: str) -> None:
+    step = step_file(Path(folder), rank)
+    step.write_text("waited for the other ranks")
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
@@ -65,12 +72,14 @@ def rank_main(rank: int, ranks: int, name: str, folder: str) -> None:
     training = Training.of(engine, Meter("none", str))
     batches = batches_of(Work(rows, LENGTH), mask=False, new=lambda shape, dtype: torch.ones(shape, dtype=dtype))
     times = []
-    for _ in range(STEPS + 1):
+    for index in range(STEPS + 1):
+        step.write_text(f"ran step {index} of {STEPS}")
         dist.barrier()
         begun = time.perf_counter()
         training.step(batches)
         dist.barrier()
         times.append(time.perf_counter() - begun)
+    step.write_text("stopped")
     session.watchdog.stop()
     Path(folder, f"{rank}.json").write_text(json.dumps(min(times[1:])))
 
@@ -85,37 +94,61 @@ def measured(name: str) -> float:
     ranks = ranks_of(name)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        started = [context.Process(target=rank_main, args=(rank, ranks, name, folder)) for rank in range(ranks)]
-        for one in started:
-            one.start()
-        for one in started:
-            one.join()
+        started = [
+            context.Process(target=rank_main, args=(rank, ranks, name, folder), daemon=True) for rank in range(ranks)
+        ]
+        try:
+            for one in started:
+                one.start()
+            wait_for(started, Path(folder), LIMIT_S)
+        finally:
+            for one in started:
+                one.kill()
+                one.join(10)
         return float(json.loads(Path(folder, "0.json").read_text()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, default=Path("build/reports/bench-calibration.json"))
-    parser.add_argument("--only", nargs="*", default=list(LAYOUTS))
-    arguments = parser.parse_args()
-    model, rows, report = LlamaConfig(**SIZES), [], {}
+def compared(names: list[str]) -> tuple[dict[str, tuple[float, float]], dict[int, Calibration]]:
+    """Predicted and measured seconds of each layout, and the calibration for each number of ranks."""
+    model, times = LlamaConfig(**SIZES), {}
     found: dict[int, Calibration] = {}
-    for name in arguments.only:
+    for name in names:
         layout, ranks = LAYOUTS[name][1] | {"dtype": "fp32"}, ranks_of(name)
         if ranks not in found:
             found[ranks] = calibrate(ranks, on_gpu=False, model=json.dumps(model.to_dict()), length=LENGTH)
         cluster = MeasuredCluster(1, ranks, "cpu", calibration=found[ranks])
         predicted, seconds = predict(model, cluster, layout, seq_len=LENGTH).step_s, measured(name)
-        report[name] = {"predicted_s": predicted, "measured_s": seconds}
-        rows.append((name, predicted, seconds))
-        sys.stdout.write(
-            f"{name:8s} predicted {predicted:.3f} s, measured {seconds:.3f} s: {predicted / seconds - 1:+.0%}\n"
-        )
-        sys.stdout.flush()
-    orders = [[name for name, *_ in sorted(rows, key=lambda row: row[place])] for place in (1, 2)]
-    sys.stdout.write(f"order predicted {orders[0]}, measured {orders[1]}\n")
+        times[name] = predicted, seconds
+        say(f"{name:8s} predicted {predicted:.3f} s, measured {seconds:.3f} s: {predicted / seconds - 1:+.0%}")
+    return times, found
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("build/reports/bench-calibration.json"))
+    parser.add_argument("--only", nargs="*", default=list(USUAL), choices=list(LAYOUTS), help="layouts to compare")
+    arguments = parser.parse_args()
+    busy = os.getloadavg()[0]
+    say(f"{os.cpu_count()} cores, load {busy:.1f} before it began{': not a quiet machine' if busy > 1 else ''}")
+    times, found = compared(arguments.only)
+    errors = [abs(predicted / seconds - 1) for predicted, seconds in times.values()]
+    say(f"error: mean {sum(errors) / len(errors):.0%}, largest {max(errors):.0%} (wanted: at most 15 % each)")
+    orders = [sorted(times, key=lambda name: times[name][place]) for place in (0, 1)]
+    say(f"order: predicted {' < '.join(orders[0])}; measured {' < '.join(orders[1])}")
+    say("the orders are the same" if orders[0] == orders[1] else "the orders differ")
+    content = {
+        "cores": os.cpu_count(),
+        "load_before": busy,
+        "calibrations": {ranks: asdict(one) for ranks, one in found.items()},
+        "layouts": {name: {"predicted_s": one, "measured_s": other} for name, (one, other) in times.items()},
+        "orders": {"predicted": orders[0], "measured": orders[1]},
+    }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {"calibrations": {ranks: asdict(one) for ranks, one in found.items()}, "layouts": report}
     arguments.output.write_text(json.dumps(content, indent=2) + "\n")
 
 
