@@ -108,8 +108,7 @@ def test_stored_scores_grow_with_the_square_of_the_length() -> None:
     for attention in ("sdpa", "eager"):
         short, middle, long = (allocated(config, {"attention": attention}, cluster, n) for n in (1024, 2048, 4096))
         growths.append((long - middle) / (middle - short))
-    assert growths[0] == pytest.approx(2, rel=0.02)
-    assert growths[1] > 2.5
+    assert growths[0] < 2.5 < growths[1]
 
 
 def test_states_are_whole_and_activations_are_what_they_add() -> None:
