@@ -7,7 +7,7 @@ tells stored attention matrices from the rest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_parallel.compat.private_torch import id_of_storage
-from hf_parallel.compat.private_transformers import attention_of
 from hf_parallel.compat.torch_tools import FakeTensorMode
+from hf_parallel.memory.fakes import maskless_attention
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.terms import Precision, SavedBytes
 
@@ -24,7 +24,6 @@ from hf_parallel.memory.terms import Precision, SavedBytes
 LENGTHS: Final = (72, 144, 216)  # of no usual width, so that shapes tell what is what
 FEW: Final = 2
 MANY: Final = 6
-MASKLESS: Final = "hf_parallel_sdpa_without_mask"
 # What transformers' models raise when fake tensors, or so few blocks, are not enough for them.
 REFUSALS: Final = (
     RuntimeError,
@@ -76,20 +75,6 @@ def _of_blocks(config: Any, length: int, precision: Precision) -> tuple[float, f
     return (many[0] - few[0]) / (most - least), (many[1] - few[1]) / (most - least)
 
 
-@contextlib.contextmanager
-def _maskless_attention(model: Any) -> Iterator[None]:
-    """SDPA without a mask: under fake tensors transformers makes one, and repeats keys for it, as on no device."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS[MASKLESS] = sdpa_attention_forward  # and no function that makes masks for it
-    try:
-        model.set_attn_implementation(MASKLESS)
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[MASKLESS]
-
-
 def _saved(config: Any, length: int, precision: Precision) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
@@ -109,10 +94,8 @@ def _saved(config: Any, length: int, precision: Precision) -> tuple[int, int]:
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        is_sdpa = attention_of(model.config) == "sdpa"
         own |= {id_of_storage(tensor.untyped_storage()) for tensor in [*model.parameters(), *model.buffers()]}
-        maskless = _maskless_attention(model) if is_sdpa else contextlib.nullcontext()
-        with saved_tensors_hooks(keep, lambda tensor: tensor), cast, maskless:
+        with saved_tensors_hooks(keep, lambda tensor: tensor), cast, maskless_attention(model):
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
     casts = 2 * sum(p.numel() for p in model.parameters() if p.dim() > 1) if precision == "autocast" else 0
     wide, other = (

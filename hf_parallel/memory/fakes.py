@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_buffers, own_parameters
+from hf_parallel.compat.private_transformers import attention_of
 from hf_parallel.compat.torch_tools import FakeTensorMode
+
+
+MASKLESS: Final = "hf_parallel_sdpa_without_mask"
 
 
 def give_memory(
@@ -53,3 +58,21 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Te
             for key, tensor in list(table.items()):
                 if tensor is not None:
                     yield f"{prefix}.{key}" if prefix else key, table, key, tensor
+
+
+@contextlib.contextmanager
+def maskless_attention(model: Any) -> Iterator[None]:
+    """SDPA without a mask: under fake tensors transformers makes one, and repeats keys for it, as on no device."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if attention_of(model.config) != "sdpa":
+        yield
+        return
+    ALL_ATTENTION_FUNCTIONS[MASKLESS] = sdpa_attention_forward  # and no function that makes masks for it
+    try:
+        model.set_attn_implementation(MASKLESS)
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+        del ALL_ATTENTION_FUNCTIONS[MASKLESS]

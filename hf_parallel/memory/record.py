@@ -18,7 +18,7 @@ from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
 from hf_parallel.memory.allocations import Allocations, Block
 from hf_parallel.memory.block import LENGTHS, REFUSALS
-from hf_parallel.memory.fakes import give_memory
+from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.layers import with_layers
 from hf_parallel.memory.meter import Meter, of_any_block
 from hf_parallel.memory.moments import Change, Recorded
@@ -77,6 +77,7 @@ def _run(config: Any, length: int, precision: Precision, attention: str | None) 
         meter.name(model)
         give_memory(model, device, fake, meter.follow)
         stack.enter_context(_marking(blocks, lambda name: marks.append((name, len(memory.changes)))))
+        stack.enter_context(maskless_attention(model))
         stack.enter_context(meter)
         memory.begin()
         with fake:

@@ -108,7 +108,8 @@ def test_stored_scores_grow_with_the_square_of_the_length() -> None:
     for attention in ("sdpa", "eager"):
         short, middle, long = (allocated(config, {"attention": attention}, cluster, n) for n in (1024, 2048, 4096))
         growths.append((long - middle) / (middle - short))
-    assert growths[0] < 2.5 < growths[1]
+    assert growths[0] == pytest.approx(2.0, rel=1e-3)
+    assert growths[1] > 3.5
 
 
 def test_states_are_whole_and_activations_are_what_they_add() -> None:

@@ -36,7 +36,7 @@ from hf_parallel.engine.transform import (
     shard_sequence,
 )
 from hf_parallel.guards import buffers
-from hf_parallel.memory.fakes import give_memory
+from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.mesh import Mesh, MeshShape
@@ -121,6 +121,8 @@ def run_dry(job: Job) -> DryRun:
         with contextlib.ExitStack() as stack:
             if payloads is not None:
                 stack.enter_context(mock.patch.object(Receiver, "_receive_header", payloads.header_of))
+            if not job.mask:
+                stack.enter_context(maskless_attention(model))
             stack.enter_context(meter)
             meter.begin()
             training.step(batches[:1])  # makes the optimizer's state
