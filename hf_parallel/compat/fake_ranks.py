@@ -54,7 +54,7 @@ def _answers(backend: str) -> dict[str, Any]:
     def new_group(*args: Any, **kwargs: Any) -> Any:
         kind = kwargs.pop("backend", None)
         group = stock_group(*args, **kwargs)
-        if kind is not None and group is not None:
+        if kind is not None and isinstance(group, dist.ProcessGroup):  # else this rank is not in it
             asked[group.group_name] = kind
         return group
 

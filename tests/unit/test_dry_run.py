@@ -83,6 +83,14 @@ def test_messages_are_counted_by_axis(tmp_path: Path) -> None:
     assert sum(one.total_bytes for one in reduced) == pytest.approx(4 * found.parameters, rel=0.01)
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_stages_of_shards_run_dry(rank: int, tmp_path: Path) -> None:
+    """Groups are made of every stage and of every shard, and a rank is in some of them only."""
+    section = "{tp_size: 2, pp_size: 2, pipeline: {num_microbatches: 2}}"
+    found = dry_run_recipe(recipe(tmp_path, section, 4), LlamaConfig(**SIZES), rank=rank, rows=2, length=64)
+    assert {"tp", "pp"} <= {each.axis for each in found.messages}
+
+
 def test_the_later_stage_gets_what_the_first_one_sends(tmp_path: Path) -> None:
     file = recipe(tmp_path, "{pp_size: 2, pipeline: {num_microbatches: 2}}", extra="mixed_precision: bf16\n")
     found = dry_run_recipe(file, LlamaConfig(**SIZES), rank=1, rows=4, length=128)
