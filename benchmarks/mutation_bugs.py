@@ -422,15 +422,31 @@ def loss_divided_by_all_tokens(trainer: Any) -> None:
     MicrobatchLoss.cut = make(MicrobatchLoss.cut)
 
 
+class _RolledBackward(torch.autograd.Function):
+    """A tensor as it is, whose gradient comes back shifted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shift: int) -> torch.Tensor:
+        ctx.shift = shift
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        fired()
+        return gradients[0].roll(ctx.shift, -1), None
+
+
 def kv_heads_mixed_in_backward(trainer: Any) -> None:
     attention = blocks_of(trainer)[1].self_attn
 
-    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient.roll(attention.head_dim, -1))
-            fired()
+    def make(product: Any) -> Any:
+        def wrong(shared: Any, x: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.Tensor:
+            out = product(shared, x, weight, *args)
+            return _RolledBackward.apply(out, attention.head_dim) if weight is attention.k_proj.weight else out
 
-    attention.k_proj.register_forward_hook(hook)
+        return wrong
+
+    linear.plain_product = make(linear.plain_product)
 
 
 def replica_with_rows_of_another(trainer: Any) -> None:

@@ -26,13 +26,13 @@ FORWARD, OUTPUT_GRADIENT, INPUT_GRADIENT = "forward", "output_gradient", "input_
 
 
 def first_step(found: Comparison) -> int:
-    """The first optimizer step in which something differs, from 1."""
+    """The first optimizer step in which something differs, from 1; the one after all that agree if a run was stopped there."""
     steps = [each.step for each in found.differences if each.excess > 1]
     steps += [int(entry.rpartition("(step ")[2].split(",")[0].split(":")[0]) for entry in found.missing]
-    return min(steps, default=1)
+    return min(steps, default=1 + max((each.step for each in found.differences), default=0))
 
 
-def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[str, Any]:
+def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[str, Any] | None:
     """The first place, in the order of execution, where a layout differs from one process.
 
     Args:
@@ -42,7 +42,7 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
 
     Returns:
         `module`; `microbatch`, None where it is not one of them; `kind`: forward, input gradient, weight gradient, reduction,
-        clipping or optimizer.
+        clipping or optimizer. None if a run was stopped before anything differed.
     """
     place = _in_traced_step(job, found, traced) if traced is not None else None
     if place is not None:
@@ -58,7 +58,7 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
     if any(each.what in ("parameter", "learning_rate") for each in beyond):
         worst = next((each for each in beyond if each.name), beyond[0])
         return _at(module_of(worst.name), "optimizer")
-    return _at("loss", "forward")
+    return _at("loss", "forward") if beyond or found.missing else None
 
 
 def _in_traced_step(job: Job, found: Comparison, traced: Path) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ class Verdict:
         param_max_rel: Of a parameter after the last step.
         worst: The differences nearest to, or furthest beyond, what is allowed.
         missing_gradients: Gradients that one of the two runs lacks.
-        first_divergence: Where they part: module, microbatch and kind; None if they agree.
+        first_divergence: Where they part: module, microbatch and kind; None if they agree, or a run was stopped before anything differed.
     """
 
     model_type: str

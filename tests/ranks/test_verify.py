@@ -16,7 +16,7 @@ from hf_parallel import ConfigError, verify
 from hf_parallel.cli.main import app
 
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.long]
+pytestmark = pytest.mark.timeout(240)
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -40,8 +40,11 @@ def halve_a_weight(trainer: Any) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"pp_size": 2, "num_microbatches": 4}, {"tp_size": 2}, {"zero": {"stage": 1}}],
-    ids=["pp2", "tp2", "zero1"],
+    [
+        pytest.param({"pp_size": 2, "num_microbatches": 4}, id="pp2", marks=pytest.mark.long),
+        pytest.param({"tp_size": 2}, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"zero": {"stage": 1}}, id="zero1", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts_agree_with_one_process(settings: dict[str, Any]) -> None:
     verdict = verify(CONFIG, settings, steps=2)
@@ -55,14 +58,22 @@ def test_layouts_agree_with_one_process(settings: dict[str, Any]) -> None:
     assert verdict.missing_gradients == []
 
 
-def test_a_bug_is_found_and_its_module_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in this file can be put into ranks."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bugs")
+def test_a_bug_is_found_and_its_module_named() -> None:
     verdict = verify(CONFIG, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:halve_a_weight")
     assert not verdict.ok
     assert verdict.first_divergence is not None
     assert verdict.first_divergence == {"module": "model.layers.1.mlp.up_proj", "microbatch": 0, "kind": "forward"}
 
 
+@pytest.mark.long
 def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     out = tmp_path / "verdict.json"
@@ -87,6 +98,7 @@ def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
     assert verdict["model_type"] == "llama"
 
 
+@pytest.mark.long
 def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
     ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "8", "--microbatches", "8", "--json", "-"])
@@ -105,12 +117,26 @@ def test_what_cannot_be_verified_is_refused_at_once() -> None:
         verify(CONFIG, {"pp_size": 2}, processes=3)
 
 
+@pytest.mark.slow
 def test_bf16_is_judged_by_the_spread_of_one_process() -> None:
     verdict = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="bf16")
     assert verdict.ok
     assert verdict.grad_max_rel is not None
     assert verdict.grad_max_rel > 1e-5
     assert all(torch.isfinite(torch.tensor(each["allowed"])) for each in verdict.worst)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bugs")
+def test_fp16_agrees_and_a_bug_is_still_found() -> None:
+    for settings in ({"pp_size": 2, "num_microbatches": 2}, {"tp_size": 2}):
+        verdict = verify(CONFIG, settings, steps=1, dtype="fp16")
+        assert verdict.ok, verdict
+        assert verdict.grad_max_rel is not None
+        assert 1e-5 < verdict.grad_max_rel < 1e-2  # products are rounded to fp16
+    found = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="fp16", tamper="test_verify:halve_a_weight")
+    assert not found.ok
+    assert found.first_divergence == {"module": "model.layers.1.mlp", "microbatch": 0, "kind": "forward"}
 
 
 SCRIPT = """
@@ -132,6 +158,7 @@ raise SystemExit("what comes after the training is not run")
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_verified_as_it_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

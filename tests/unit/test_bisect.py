@@ -18,6 +18,14 @@ def difference(what: str, step: int, relative: float, name: str = "a.weight") ->
     return Difference(what, step, name, 0, relative, 1e-5)
 
 
+def test_a_run_that_stops_before_anything_differs_is_traced_in_the_step_that_it_stopped_in() -> None:
+    assert first_step(Comparison([difference("gradient", step, 1e-7) for step in (1, 2)], [])) == 3
+    assert (
+        first_divergence(Job("m", steps=3, trace=True), Comparison([difference("gradient", 2, 1e-7)], []), None)
+        is None
+    )
+
+
 def passed(order: int, module: str, kind: str, agrees: bool, microbatch: int = 0) -> Event:
     return Event(order, module, 0, microbatch, kind, agrees)
 
