@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from forked_proofs import note_imports
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from hf_parallel.batches import count_targets
 from hf_parallel.compat.private_torch import in_backward_pass
@@ -423,7 +424,7 @@ def loss_divided_by_all_tokens(trainer: Any) -> None:
 
 
 class _RolledBackward(torch.autograd.Function):
-    """A tensor as it is, whose gradient comes back shifted."""
+    """Heads (batch, heads, length, size) as they are, whose gradients come back as those of other heads."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shift: int) -> torch.Tensor:
@@ -433,20 +434,22 @@ class _RolledBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         fired()
-        return gradients[0].roll(ctx.shift, -1), None
+        return gradients[0].roll(ctx.shift, 1), None
 
 
 def kv_heads_mixed_in_backward(trainer: Any) -> None:
-    attention = blocks_of(trainer)[1].self_attn
+    calls: list[int] = []
 
-    def make(product: Any) -> Any:
-        def wrong(shared: Any, x: torch.Tensor, weight: torch.Tensor, *args: Any) -> torch.Tensor:
-            out = product(shared, x, weight, *args)
-            return _RolledBackward.apply(out, attention.head_dim) if weight is attention.k_proj.weight else out
+    def make(rotate: Any) -> Any:
+        def wrong(queries: torch.Tensor, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            if len(calls) % len(blocks_of(trainer)) == 2:  # the second block
+                keys = _RolledBackward.apply(keys, 1)
+            return rotate(queries, keys, *args, **kwargs)
 
         return wrong
 
-    linear.plain_product = make(linear.plain_product)
+    modeling_llama.apply_rotary_pos_emb = make(modeling_llama.apply_rotary_pos_emb)
 
 
 def replica_with_rows_of_another(trainer: Any) -> None:
@@ -497,10 +500,11 @@ def parameter_left_out_of_the_reduction(trainer: Any) -> None:
 
     def make(reduce: Any) -> Any:
         def wrong(self: Any, factor: float) -> None:
-            own = weight.grad.detach().clone()
+            own = None if weight.grad is None else weight.grad.detach().clone()
             reduce(self, factor)
-            weight.grad.copy_(own)
-            fired()
+            if own is not None:
+                weight.grad.copy_(own)
+                fired()
 
         return wrong
 

@@ -126,17 +126,23 @@ def test_bf16_is_judged_by_the_spread_of_one_process() -> None:
     assert all(torch.isfinite(torch.tensor(each["allowed"])) for each in verdict.worst)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"pp_size": 2, "num_microbatches": 2}, {"tp_size": 2}], ids=["pp2", "tp2"])
+def test_fp16_agrees(settings: dict[str, Any]) -> None:
+    verdict = verify(CONFIG, settings, steps=1, dtype="fp16")
+    assert verdict.ok, verdict
+    assert verdict.grad_max_rel is not None
+    assert 1e-5 < verdict.grad_max_rel < 1e-2  # products are rounded to fp16
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("bugs")
-def test_fp16_agrees_and_a_bug_is_still_found() -> None:
-    for settings in ({"pp_size": 2, "num_microbatches": 2}, {"tp_size": 2}):
-        verdict = verify(CONFIG, settings, steps=1, dtype="fp16")
-        assert verdict.ok, verdict
-        assert verdict.grad_max_rel is not None
-        assert 1e-5 < verdict.grad_max_rel < 1e-2  # products are rounded to fp16
-    found = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="fp16", tamper="test_verify:halve_a_weight")
-    assert not found.ok
-    assert found.first_divergence == {"module": "model.layers.1.mlp", "microbatch": 0, "kind": "forward"}
+def test_fp16_hides_no_bug() -> None:
+    verdict = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="fp16", tamper="test_verify:halve_a_weight")
+    assert not verdict.ok
+    place = verdict.first_divergence
+    assert place is not None
+    assert (place["module"], place["kind"]) == ("model.layers.1.mlp.up_proj", "forward")
 
 
 SCRIPT = """
