@@ -135,11 +135,39 @@ def moving_average(name: str) -> tuple[Any, ...]:
     return accelerator, model, [float(sum(p.double().sum() for p in average.parameters()))]
 
 
+def pruned(name: str) -> tuple[Any, ...]:
+    """docs/trainer.md: the smallest tenth of all weights becomes zero; stock reads them off the model."""
+    from accelerate.utils import broadcast
+
+    accelerator, model, optimizer, loader, _ = begin(name)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    norms = []
+    for index, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if index not in (1, 3):
+            continue
+        threshold = torch.zeros((), device=accelerator.device)
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            once = {value.data_ptr(): value for value in state.values()}.values()
+            whole = torch.cat([p.detach().abs().flatten() for p in (model.parameters() if name == "stock" else once)])
+            threshold = whole.kthvalue(len(whole) // 10).values
+        threshold = broadcast(threshold)
+        for parameter in model.parameters():
+            parameter.data.mul_(parameter.abs() > threshold)
+        norms.append(float(threshold))
+    return accelerator, model, norms
+
+
 IDIOMS: dict[str, tuple[Callable[[str], tuple[Any, ...]], tuple[str, ...]]] = {
     "token_sums": (token_sums, ("dp2", "zero1", "zero3", "pp2", "tp2")),
     "several_models": (several_models, ("dp2", "zero1", "zero3", "pp2", "tp2")),
     "out_of_memory": (out_of_memory, ("dp2", "zero1", "zero3", "pp2", "tp2")),
     "moving_average": (moving_average, ("dp2",)),
+    "pruned": (pruned, ("dp2", "zero1", "pp2", "tp2")),
 }
 
 
