@@ -303,6 +303,11 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             f"bf16_full_eval or fp16_full_eval=True with pp_size={config.pp_size}: the cut keeps the dtypes it was made "
             "with, and this casts the model afterwards. Leave them False; bf16=True autocasts evaluation too."
         )
+    if (args.bf16_full_eval or args.fp16_full_eval) and config.zero.stage == 3:
+        problems.append(
+            "bf16_full_eval or fp16_full_eval=True with zero.stage 3: ranks gather their parts in the dtype the model was prepared "
+            "in, and this casts the parts afterwards. Leave them False; bf16=True autocasts evaluation too."
+        )
     if args.n_gpu > 1:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:

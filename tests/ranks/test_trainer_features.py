@@ -197,6 +197,8 @@ def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:
     several = {"ddp_bucket_cap_mb": 5, "auto_find_batch_size": True, "bf16_full_eval": True, "save_on_each_node": True}
     several["accelerator_config"] = {"dispatch_batches": True}
     refused("several", lambda: pp2.trainer(arguments=several))
+    zero3 = Run(Path(folder), {"zero": {"stage": 3}}, world_size)
+    refused("zero3", lambda: zero3.trainer(arguments={"bf16_full_eval": True}))
     refused("adafactor", lambda: tp2.trainer(arguments={"optim": "adafactor"}).train())
     late = plain.trainer()
     late.add_callback(HFParallelCallback({}, **PP2))
@@ -234,6 +236,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
                 "save_on_each_node=True",
             ],
         ),
+        ("zero3", ["ConfigError", "bf16_full_eval or fp16_full_eval=True with zero.stage 3", "bf16=True autocasts"]),
         (
             "adafactor",
             ["UnsupportedError", "optimizer Adafactor of transformers.optimization with tp_size=2", "AdamW"],
