@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 BEST = {**SAVES, "load_best_model_at_end": True}
+REGROUPED = tuple({"per_device_train_batch_size": 8 // n, "gradient_accumulation_steps": n} for n in (1, 4, 8))
 CLOCKS = ("runtime", "per_second", "_mem_", "total_flos")
 
 
@@ -30,7 +31,7 @@ class Row:
         arguments: Handed to TrainingArguments; the field and its value come first.
         metrics: "", or how `compute_metrics` is called: "whole", "lists", "batches".
         resume: Whether a second Trainer goes on from checkpoint-2.
-        noisy: In reduced precision, what may differ; relative.
+        noise: In reduced precision, arguments with which one process gives another rounding of the same numbers.
         other_draws: Layouts that draw other random numbers, and say so.
         even: Rows of one length, without which stock replicas fail.
     """
@@ -39,7 +40,7 @@ class Row:
     arguments: dict[str, Any]
     metrics: str = ""
     resume: bool = False
-    noisy: float = 0.0
+    noise: tuple[dict[str, Any], ...] = ()
     other_draws: frozenset[str] = frozenset()
     even: bool = False
 
@@ -57,8 +58,10 @@ EVALUATION = [
     Row("eval_use_gather_object=True", {"eval_use_gather_object": True}, "whole"),
     Row("label_names", {"label_names": ["labels"]}, "whole"),
     Row("label_names of two", {"label_names": ["labels", "input_ids"]}, "pair"),
-    Row("bf16_full_eval=True", {"bf16_full_eval": True}, "whole", noisy=2e-2),
-    Row("fp16_full_eval=True", {"fp16_full_eval": True}, "whole", noisy=2e-2),
+    *(
+        Row(f"{name}=True", {name: True}, "whole", noise=({name: False},))
+        for name in ("bf16_full_eval", "fp16_full_eval")
+    ),
     *_each("eval_delay", 2, 2.5),
     *_each("eval_on_start", True),
     *_each("per_device_eval_batch_size", 3),
@@ -89,7 +92,14 @@ DATA = [
     Row(
         "dispatch_batches", {"accelerator_config": {"dispatch_batches": True}, "dataloader_drop_last": True}, even=True
     ),
-    *(row for name in LOADERS for row in _each("accelerator_config", {name: name not in LOADERS[1:3]})),
+    # Without even batches replicas of stock wait for one that has no batch any more, unless incomplete rounds are left out.
+    *(
+        row
+        for name in LOADERS
+        for row in _each(
+            "accelerator_config", {name: name not in LOADERS[1:3]}, dataloader_drop_last=name == LOADERS[1]
+        )
+    ),
     *_each("accelerator_config", {"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}),
     *_each("num_train_epochs", 1.5, 1, max_steps=-1),
     *_each("gradient_accumulation_steps", 1, 3, max_steps=-1, num_train_epochs=2),
@@ -134,7 +144,7 @@ OPTIMIZERS = [
     Row("neftune_noise_alpha=5.0", {"neftune_noise_alpha": 5.0}, other_draws=frozenset({"pp2"})),
 ]
 RUNNING = [
-    *(Row(f"{name}=true", {name: True}, noisy=2e-2) for name in ("bf16", "fp16")),
+    *(Row(f"{name}=true", {name: True}, noise=REGROUPED) for name in ("bf16", "fp16")),
     *_each("tf32", True),
     *_each("torch_compile", True, torch_compile_backend="aot_eager"),
     *_each("torch_compile_mode", "default", torch_compile_backend="aot_eager"),
@@ -315,6 +325,7 @@ def rows_main(
 ) -> list[dict[str, Any]]:
     """(row, model, layout, settings) of each run; what it gives on this rank."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
+    multiprocessing.set_start_method("fork", force=True)  # of loaders: others import torch anew, half a minute a run
     found = []
     for row, model, layout, parallel in jobs:
         place = Path(folder) / layout / model / re.sub(r"\W+", "_", row.name)
