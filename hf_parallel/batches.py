@@ -18,6 +18,8 @@ IGNORED_LABEL = -100
 # The row count is read from the first of these that the batch has.
 ROW_INPUTS = ("input_ids", "inputs_embeds", "labels", "attention_mask")
 
+_KNOWN_TO_NUMPY = frozenset((torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.float64))
+
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Number of sequences in a batch.
@@ -205,6 +207,13 @@ class RandomCheck:
             "before it: the model seeds itself, or draws inside a sharded layer with a rate that was set after "
             "the model was parallelized. Set dropout rates before training begins, or to 0; or use tp_size 1."
         )
+
+
+def bytes_of(value: torch.Tensor) -> Any:
+    """The values of a tensor on the CPU as a hash takes them, in one operation where that gives them."""
+    if value.dtype in _KNOWN_TO_NUMPY and value.is_contiguous():
+        return value.numpy().ravel()
+    return value.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def digest(batches: Sequence[Mapping[str, Any]]) -> int:

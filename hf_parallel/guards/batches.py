@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_parallel.batches import RandomCheck, refuse_unlike
+from hf_parallel.batches import RandomCheck, bytes_of, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import CommonWeights, bits_of
@@ -84,7 +84,7 @@ class Digests:
         self.labels = [(name, value.shape, value.dtype) for name, value in named]
         if not named:
             return 0
-        if all(value.device.type == "cpu" for _, value in named):  # hashing costs less there than a dozen operations
+        if all(value.is_cpu for _, value in named):  # hashing costs less there than a dozen operations
             return self._hash([value for _, value in named])
         values = [bits_of(value) for _, value in named]
         flat = values[0] if len(values) == 1 else torch.cat([one.to(values[0].device) for one in values])
@@ -96,7 +96,7 @@ class Digests:
             self._begun = self.labels, hashlib.blake2b(repr(self.labels).encode(), digest_size=8)
         state = self._begun[1].copy()
         for value in values:
-            state.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+            state.update(bytes_of(value))
         return int.from_bytes(state.digest(), "big") & ((1 << BITS) - 1)
 
     def _sum(self, values: Tensor) -> Tensor:
