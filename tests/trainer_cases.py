@@ -100,9 +100,9 @@ class Snapshots(TrainerCallback):
             session.engine.gradients.replicas.synchronise()  # parameters may still be arriving
         with torch._C.DisableTorchFunction():  # a callback sees sizes of the whole, this looks at what the rank has
             held = self.held(name, model, session, pick)
-        if held and self.trainer.args.should_save:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
+            if held and self.trainer.args.should_save:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_file({key: tensor.clone() for key, tensor in held.items()}, self.folder / f"{name}.safetensors")
 
     def held(self, name: str, model: Any, session: Any, pick: Callable[[Any], torch.Tensor | None]) -> Any:
         """Whole tensors by name; on rank 0."""
