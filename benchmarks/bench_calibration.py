@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from hf_parallel.engine.session import Session
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Work
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.planner.calibrate import Calibration, calibrate, step_file, wait_for
+from hf_parallel.planner.calibrate import Calibration, calibrate, run_ranks, step_file
 from hf_parallel.planner.measured import MeasuredCluster
 from hf_parallel.planner.predict import predict
 from hf_parallel.settings.config import HFParallelConfig
@@ -92,19 +91,8 @@ def ranks_of(name: str) -> int:
 def measured(name: str) -> float:
     """Seconds of an optimizer step."""
     ranks = ranks_of(name)
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(target=rank_main, args=(rank, ranks, name, folder), daemon=True) for rank in range(ranks)
-        ]
-        try:
-            for one in started:
-                one.start()
-            wait_for(started, Path(folder), LIMIT_S)
-        finally:
-            for one in started:
-                one.kill()
-                one.join(10)
+        run_ranks(ranks, rank_main, (ranks, name, folder), Path(folder), LIMIT_S)
         return float(json.loads(Path(folder, "0.json").read_text()))
 
 

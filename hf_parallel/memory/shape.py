@@ -50,9 +50,8 @@ def config_of(name_or_path: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - a config class raises what it likes on values of odd types
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(
-            f"model {spelled(name_or_path)}: no config found ({reason}). Give a config.json, a folder with one, or the name of a "
+            f"model {spelled(name_or_path)}: no config found ({_reason(error)}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
     return config
@@ -129,11 +128,15 @@ def on_meta(config: Any, **options: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:  # noqa: BLE001 - the code of a model raises what it likes on odd sizes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ConfigError(
-            f"model type {spelled(config.model_type)} cannot be built from its config: {reason} "
+            f"model type {spelled(config.model_type)} cannot be built from its config: {_reason(error)} "
             "Give the config of a causal language model."
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what it says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _number(config: Any, key: str) -> int:

@@ -137,23 +137,36 @@ def calibrate(
     Raises:
         ConfigError: A rank failed, or is not done after `LIMIT_S` seconds; names it and its step.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        started = [
-            context.Process(target=_measure, args=(rank, ranks, on_gpu, threads, folder, model, length), daemon=True)
-            for rank in range(ranks)
-        ]
-        try:
-            for one in started:
-                one.start()
-            wait_for(started, Path(folder), LIMIT_S)
-        finally:
-            for one in started:
-                if one.pid is not None:  # it was started
-                    one.kill()
-                    one.join(KILLED_S)
+        run_ranks(ranks, _measure, (ranks, on_gpu, threads, folder, model, length), Path(folder), LIMIT_S)
         reports = [Calibration.read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
     return _slowest(reports)
+
+
+def run_ranks(ranks: int, target: Callable[..., None], args: Sequence[Any], folder: Path, limit_s: float) -> None:
+    """Run `target(rank, *args)` in a process of each rank, all at once; none is left when this returns.
+
+    Args:
+        ranks: Processes.
+        target: A function of a module, as processes are spawned.
+        args: Of `target`, after the rank.
+        folder: As of `wait_for`.
+        limit_s: Seconds.
+
+    Raises:
+        ConfigError: As `wait_for`.
+    """
+    context = multiprocessing.get_context("spawn")
+    started = [context.Process(target=target, args=(rank, *args), daemon=True) for rank in range(ranks)]
+    try:
+        for one in started:
+            one.start()
+        wait_for(started, folder, limit_s)
+    finally:
+        for one in started:
+            if one.pid is not None:  # it was started
+                one.kill()
+                one.join(KILLED_S)
 
 
 def wait_for(started: Sequence[BaseProcess], folder: Path, limit_s: float) -> None:

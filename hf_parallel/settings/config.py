@@ -22,9 +22,7 @@ from hf_parallel.settings.replica_sections import (
     LocalSgdConfig,
     ZeroConfig,
 )
-from hf_parallel.settings.schedule_names import STAGES_PER_RANK
 from hf_parallel.settings.sections import (
-    MAX_SIZE,
     ActivationCheckpointingConfig,
     CheckpointConfig,
     Count,
@@ -140,7 +138,7 @@ class HFParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = [*self._schedule_problems(), *self._split_problems(), *self.pipeline.rank_problems(self.pp_size)]
+        problems = self.pipeline.problems(self.pp_size)
         recompute = self.activation_checkpointing
         if recompute.every is None:
             problems += [
@@ -169,61 +167,6 @@ class HFParallelConfig(Section):
             for name, value in self.model_dump(exclude_defaults=True).items()
             if name not in BESIDE_AUTO
         ]
-
-    def _schedule_problems(self) -> list[str]:
-        """Settings of the schedule that contradict each other."""
-        settings = self.pipeline
-        name, count, file = settings.schedule, settings.stages_per_rank, settings.schedule_file
-        if name == "csv":
-            problems = (
-                [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
-            )
-            if count != "auto":
-                problems.append(
-                    f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "
-                    "each stage runs. Set pipeline.stages_per_rank to 'auto'."
-                )
-            return problems
-        problems = []
-        if file is not None:
-            problems.append(
-                f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
-                "csv, or pipeline.schedule_file to null."
-            )
-        stages = self.pp_size * (settings.stages_on_a_rank() or 1)
-        if stages > MAX_SIZE:
-            problems.append(
-                f"pipeline.stages_per_rank={spelled(count)} with pp_size={self.pp_size}: that makes {stages} stages, and "
-                f"at most {MAX_SIZE} can be planned. Lower pp_size or pipeline.stages_per_rank."
-            )
-        needed, only = STAGES_PER_RANK[name]
-        if count != "auto" and (count != needed if only else count < needed):
-            problems.append(
-                f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "
-                f"{'exactly' if only else 'at least'} {needed} stages on a rank. Set pipeline.stages_per_rank to {needed} "
-                "or 'auto'."
-            )
-        return problems
-
-    def _split_problems(self) -> list[str]:
-        """A list of block counts that does not fit the number of stages."""
-        split, per_rank = self.pipeline.split, self.pipeline.stages_on_a_rank()
-        if isinstance(split, str):
-            return []
-        problems = []
-        if 0 in split[:-1]:
-            problems.append(
-                f"pipeline.split={list(split)}: only the last stage may have no block (the head alone). Give every other "
-                "stage at least 1."
-            )
-        if per_rank is not None and len(split) != self.pp_size * per_rank:
-            times = f" * {per_rank} stages per rank = {self.pp_size * per_rank}" if per_rank > 1 else ""
-            problems.append(
-                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={self.pp_size}{times}: it holds the "
-                f"number of blocks of each stage. Give {self.pp_size * per_rank} integers"
-                f"{'' if len(split) % per_rank else f', or set pp_size to {len(split) // per_rank}'}."
-            )
-        return problems
 
     def _without_effect(self) -> list[str]:
         """Settings of an axis that nothing reads because the axis has one rank."""
@@ -415,32 +358,32 @@ class HFParallelConfig(Section):
         )
 
     def _check_replicas(self, dp_size: int, world_size: int) -> None:
-        """Refuse a partition over replicas that do not exist. One process alone is a trial run of any config."""
+        """Refuse what needs several replicas where there is one. One process alone is a trial run of any config."""
         shard_size, method = self.zero.dp_shard_size, self.gradient_compression.method
-        if method != "none" and dp_size == 1 and world_size > 1:
-            raise ConfigError(
-                f"gradient_compression.method={method} with num_processes={world_size} and tp_size * pp_size = "
-                f"{self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Set "
-                f"gradient_compression.method to none, or num_processes to {2 * world_size}."
-            )
-        if self.data_parallel.reduce_dtype != "float32" and dp_size == 1 and world_size > 1:
-            raise ConfigError(
-                f"data_parallel.reduce_dtype={self.data_parallel.reduce_dtype} with num_processes={world_size} and tp_size * "
-                f"pp_size = {self.tp_size} * {self.pp_size}: there is one replica, so no gradient travels. Remove "
-                f"data_parallel.reduce_dtype, or set num_processes to {2 * world_size}."
-            )
-        if self.local_sgd.sync_every > 1 and dp_size == 1 and world_size > 1:
-            raise ConfigError(
-                f"local_sgd.sync_every={self.local_sgd.sync_every} with num_processes={world_size} and tp_size * pp_size = "
-                f"{self.tp_size} * {self.pp_size}: there is one replica, nothing to synchronise. Set local_sgd.sync_every "
-                f"to 1, or num_processes to {2 * world_size}."
-            )
-        if self.zero.stage and dp_size == 1 and world_size > 1:
-            raise ConfigError(
-                f"zero.stage={self.zero.stage} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * "
-                f"{self.pp_size}: there is one replica, so nothing is partitioned. Set zero.stage to 0, or num_processes "
-                f"to {2 * world_size}."
-            )
+        reduce_dtype, every, stage = self.data_parallel.reduce_dtype, self.local_sgd.sync_every, self.zero.stage
+        no_gradient = "so no gradient travels"
+        unmet = [
+            (
+                f"gradient_compression.method={method}",
+                method != "none",
+                no_gradient,
+                "gradient_compression.method to none",
+            ),
+            (
+                f"data_parallel.reduce_dtype={reduce_dtype}",
+                reduce_dtype != "float32",
+                no_gradient,
+                "data_parallel.reduce_dtype to float32",
+            ),
+            (f"local_sgd.sync_every={every}", every > 1, "nothing to synchronise", "local_sgd.sync_every to 1"),
+            (f"zero.stage={stage}", stage > 0, "so nothing is partitioned", "zero.stage to 0"),
+        ]
+        for setting, given, why, fix in unmet:
+            if given and dp_size == 1 and world_size > 1:
+                raise ConfigError(
+                    f"{setting} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * {self.pp_size}: there "
+                    f"is one replica, {why}. Set {fix}, or num_processes to {2 * world_size}."
+                )
         if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
             raise ConfigError(
                 f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "

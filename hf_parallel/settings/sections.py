@@ -174,7 +174,65 @@ class PipelineConfig(Section):
             return None
         return STAGES_PER_RANK[self.schedule][0] if self.stages_per_rank == "auto" else self.stages_per_rank
 
-    def rank_problems(self, pp_size: int) -> list[str]:
+    def problems(self, pp_size: int) -> list[str]:
+        """Settings that contradict each other or do not fit `pp_size` pipeline ranks, one line each."""
+        return [*self._schedule_problems(pp_size), *self._split_problems(pp_size), *self._rank_problems(pp_size)]
+
+    def _schedule_problems(self, pp_size: int) -> list[str]:
+        """Settings of the schedule that contradict each other."""
+        name, count, file = self.schedule, self.stages_per_rank, self.schedule_file
+        if name == "csv":
+            problems = (
+                [] if file else ["pipeline.schedule=csv needs pipeline.schedule_file. Set it to the file's path."]
+            )
+            if count != "auto":
+                problems.append(
+                    f"pipeline.stages_per_rank={count} with pipeline.schedule=csv has no effect: the file says where "
+                    "each stage runs. Set pipeline.stages_per_rank to 'auto'."
+                )
+            return problems
+        problems = []
+        if file is not None:
+            problems.append(
+                f"pipeline.schedule_file={file!r} with pipeline.schedule={name} has no effect. Set pipeline.schedule to "
+                "csv, or pipeline.schedule_file to null."
+            )
+        stages = pp_size * (self.stages_on_a_rank() or 1)
+        if stages > MAX_SIZE:
+            problems.append(
+                f"pipeline.stages_per_rank={spelled(count)} with pp_size={pp_size}: that makes {stages} stages, and "
+                f"at most {MAX_SIZE} can be planned. Lower pp_size or pipeline.stages_per_rank."
+            )
+        needed, only = STAGES_PER_RANK[name]
+        if count != "auto" and (count != needed if only else count < needed):
+            problems.append(
+                f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "
+                f"{'exactly' if only else 'at least'} {needed} stages on a rank. Set pipeline.stages_per_rank to {needed} "
+                "or 'auto'."
+            )
+        return problems
+
+    def _split_problems(self, pp_size: int) -> list[str]:
+        """A list of block counts that does not fit the number of stages."""
+        split, per_rank = self.split, self.stages_on_a_rank()
+        if isinstance(split, str):
+            return []
+        problems = []
+        if 0 in split[:-1]:
+            problems.append(
+                f"pipeline.split={list(split)}: only the last stage may have no block (the head alone). Give every other "
+                "stage at least 1."
+            )
+        if per_rank is not None and len(split) != pp_size * per_rank:
+            times = f" * {per_rank} stages per rank = {pp_size * per_rank}" if per_rank > 1 else ""
+            problems.append(
+                f"pipeline.split={list(split)} has {len(split)} entries for pp_size={pp_size}{times}: it holds the "
+                f"number of blocks of each stage. Give {pp_size * per_rank} integers"
+                f"{'' if len(split) % per_rank else f', or set pp_size to {len(split) // per_rank}'}."
+            )
+        return problems
+
+    def _rank_problems(self, pp_size: int) -> list[str]:
         """What is said of single ranks, but not of all `pp_size` of them, or to a cut that does not ask."""
         problems = []
         for name, value in (("rank_speed", self.rank_speed), ("rank_memory_gb", self.rank_memory_gb)):
