@@ -147,8 +147,9 @@ def estimate(
     c: Constants | None = None,
     *,
     exact: bool = True,
+    roomy: bool = False,
 ) -> Estimate:
-    """`predict` of a checked layout."""
+    """`predict` of a checked layout; ``roomy`` leaves fragments the room they take where there is any."""
     c = c or cluster.constants(spec.micro_batch * seq_len / spec.sp)
     step = step_of(profile, cluster, spec, seq_len, c, exact=exact)
     total, tokens = step.total, spec.global_batch * seq_len
@@ -163,7 +164,7 @@ def estimate(
         mfu=work / total / (cluster.num_gpus * cluster.card.peak),
         bubble=max(0.0, step.passes - step.ideal) / total,
         exposed_communication_s=step.exposed,
-        memory_bytes=memory_bytes(profile, spec, step.counts, seq_len),
+        memory_bytes=memory_bytes(profile, spec, step.counts, seq_len, math.inf if roomy else cluster.gpu_bytes),
     )
 
 

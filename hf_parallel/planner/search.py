@@ -128,7 +128,7 @@ def _fitting(request: Request, objective: Objective, most: int) -> list[Plan]:
     fitting.sort(key=lambda pair: pair[0])
     plans: list[Plan] = []
     for _, spec in fitting:
-        own = Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len), cluster, spec)
+        own = Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len, roomy=True), cluster, spec)
         plans += [own] if own.fits else []  # under its real cut
         if len(plans) >= max(most, SIMULATED):
             break
