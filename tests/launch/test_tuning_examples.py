@@ -35,7 +35,7 @@ def first_and_last(printed: str, what: str = "train loss") -> tuple[float, float
     return float(first), float(last)
 
 
-@pytest.mark.parametrize("example", ["finetune_lora", "qlora"])
+@pytest.mark.parametrize("example", ["finetune_lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_the_demo_learns_and_exports_an_adapter(example: str, tmp_path: Path) -> None:
     from peft import PeftConfig
     from safetensors.torch import load_file
@@ -49,6 +49,7 @@ def test_the_demo_learns_and_exports_an_adapter(example: str, tmp_path: Path) ->
     assert len(saved) == 4 * 7 * 2  # blocks, linear layers, A and B
 
 
+@pytest.mark.slow
 def test_the_demo_of_sft_learns_and_exports_a_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

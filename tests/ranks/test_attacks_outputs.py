@@ -202,7 +202,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return found, folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["pp2", pytest.param("pp2_tp2", marks=pytest.mark.slow)])
 def test_unusual_losses_train_on_stages_as_on_one_process(layout: str, stock: Any, tmp_path: Path) -> None:
     world = 4 if layout == "pp2_tp2" else 2
     expected, there = stock

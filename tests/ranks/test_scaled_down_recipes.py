@@ -125,6 +125,7 @@ def test_a_scaled_down_recipe_trains_as_one_process_does(
         compare(exact[name], stock[name])
 
 
+@pytest.mark.slow
 def test_scaled_down_gpu_recipes_train_in_their_own_precision(
     tmp_path: Path, stock: dict[str, dict[str, Any]]
 ) -> None:

@@ -102,9 +102,9 @@ def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
-    ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "8", "--microbatches", "8", "--json", "-"])
+    ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "3", "--microbatches", "3", "--json", "-"])
     assert ended.exit_code == 3
-    assert "pp_size x virtual stages = 8 stages need" in json.loads(ended.output)["refused"]
+    assert "pp_size x virtual stages = 3 stages need" in json.loads(ended.output)["refused"]
 
 
 def test_what_cannot_be_verified_is_refused_at_once() -> None:
@@ -136,7 +136,7 @@ def test_fp16_agrees(settings: dict[str, Any]) -> None:
     assert 1e-5 < verdict.grad_max_rel < 1e-2  # products are rounded to fp16
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("bugs")
 def test_fp16_hides_no_bug() -> None:
     verdict = verify(CONFIG, {"tp_size": 2}, steps=1, dtype="fp16", tamper="test_verify:halve_a_weight")

@@ -149,6 +149,7 @@ def test_the_tensor_parallel_benchmark_runs(tmp_path: Path) -> None:
     assert all(2 * max(row["ranks"]) <= row["one"] for row in report["memory"])
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_the_wire_runs(tmp_path: Path) -> None:
     report = run_alone("bench_wire.py", tmp_path / "report.json")
     if "skipped" in report:

@@ -181,7 +181,7 @@ def test_a_rank_that_fails_ends_the_wait_for_the_others(tmp_path: Path) -> None:
             one.join(10)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_measures_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     result = CliRunner().invoke(app, ["calibrate", str(path), "--ranks", "2", "--use-cpu"])

@@ -84,7 +84,7 @@ def test_a_layout_that_cannot_run_writes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.launch
-@pytest.mark.parametrize("layout", ["pp=2", "tp=2", "dp=2,zero=1,micro_batch=2"])
+@pytest.mark.parametrize("layout", [pytest.param("pp=2", marks=pytest.mark.slow), "tp=2", "dp=2,zero=1,micro_batch=2"])
 def test_what_is_written_trains(tmp_path: Path, layout: str) -> None:
     path = _planned(tmp_path, "--gpus-per-node", "2", "--layout", f"{layout},dtype=fp32")
     script = tmp_path / "train.py"
