@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None, str]] = {  # processes, set
     "stock": (1, None, ""),
     "noise": (1, None, ""),
     "ddp2": (2, None, ""),
-    "tp2": (2, {"tp_size": 2}, "stock"),
+    "tp2": (2, {"tp_size": 2, "tensor_parallel": {"reduce_dtype": "float32"}}, "stock"),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 4}, "stock"),
     "dp2": (2, {}, "ddp2"),
     "zero1": (2, {"zero": {"stage": 1}}, "ddp2"),
