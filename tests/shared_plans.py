@@ -71,7 +71,7 @@ def _description(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     return (
         None if config is None else config.to_json_string(use_diff=False),
-        getattr(model, "is_gradient_checkpointing", None),
+        getattr(model, "is_activation_checkpointing", None),
         kinds,
         modules,
         [id(function) for function in _functions_of(model)],
