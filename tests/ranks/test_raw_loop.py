@@ -6,6 +6,7 @@ trains silently different on several: wrong clipping, too many scheduler steps, 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ RUNS: dict[str, tuple[int, dict[str, Any] | None, dict[str, Any]]] = {
     "pp2_separate": (2, PP2, {"order": "separate"}),
     "pp2_plain_backward": (2, PP2, {"plain_backward": True}),
     "pp2_half": (2, PP2, {"factor": 0.5}),
+    "pp2_patched": (2, PP2, {"patched": True}),
+    "tp2_patched": (2, TP2, {"patched": True}),
     "tp2": (2, TP2, {}),
     "tp2_half": (2, TP2, {"factor": 0.5}),
     "dp2": (2, {}, {"batch": 4}),
@@ -73,6 +76,7 @@ def loop(
     order: str = "together",
     factor: float = 1.0,
     plain_backward: bool = False,
+    patched: bool = False,
 ) -> dict[str, Any]:
     """Two epochs of the usual loop; losses, norms, learning rates, gathered metrics, and the whole weights."""
     from accelerate.state import AcceleratorState, GradientState
@@ -82,6 +86,9 @@ def loop(
     accelerator = make_accelerator(parallel)
     torch.manual_seed(7)
     model, optimizer, loader, scheduler = parts(batch)
+    if patched:  # with a function that calls the forward of this very model, also where a copy of it is tried
+        own = model.forward
+        model.forward = functools.wraps(own)(lambda **inputs: own(**inputs))
     if order == "together":
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     elif order == "reversed":

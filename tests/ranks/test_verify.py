@@ -102,9 +102,9 @@ def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_refusals_have_a_code_of_their_own(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
-    ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "3", "--microbatches", "3", "--json", "-"])
+    ended = CliRunner().invoke(app, ["verify", str(tmp_path), "--pp", "4", "--microbatches", "4", "--json", "-"])
     assert ended.exit_code == 3
-    assert "pp_size x virtual stages = 3 stages need" in json.loads(ended.output)["refused"]
+    assert "pp_size x virtual stages = 4 stages need" in json.loads(ended.output)["refused"]
 
 
 def test_what_cannot_be_verified_is_refused_at_once() -> None:

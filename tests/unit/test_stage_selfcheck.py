@@ -45,6 +45,21 @@ def samples() -> Any:
     return tiny_samples(VOCAB)
 
 
+def test_a_function_over_the_forward_that_calls_this_very_model_leaves_no_gradients() -> None:
+    model, seen = build("llama_tied"), []
+    pair = tiny_samples(VOCAB, use_cache=False)
+    plan = discover_stages(model, pair[0])
+    own = model.forward
+    model.forward = lambda **inputs: own(**inputs)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient.shape))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.shape))
+    with pytest.raises(PlanError):
+        check_split(model, plan, [0, 2, plan.num_blocks], pair, forward_of)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not seen
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gemma3n"])
 def test_right_cuts_pass_and_the_model_is_untouched(name: str) -> None:
     model = build(name)
