@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.head.rows import is_tiled
 from hf_parallel.head.tiles import Head, Tiling
 from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
 
@@ -27,7 +29,9 @@ class LogitsDeferral:
     last: Reads = field(default_factory=Reads)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Logits f[... V] of `hidden` f[... H], not made; None where they have to be, for want of a graph.
+        """Logits f[... V] of `hidden` f[... H], not made; None where the head has to make them.
+
+        That is without a graph, and where all tokens are those of one tile: a loss without logits would save nothing.
 
         Args:
             hidden: What the head is given.
@@ -35,6 +39,8 @@ class LogitsDeferral:
             bias: p[V] or None.
         """
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+            return None
+        if not self.tiling.rows and not is_tiled(math.prod(hidden.shape[:-1]), hidden.shape[-1], weight.shape[0]):
             return None
         dtype = _autocast_dtype(hidden)
         if dtype is None and weight.dtype != hidden.dtype:

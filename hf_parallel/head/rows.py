@@ -17,3 +17,14 @@ def rows_of_tile(tokens: int, hidden: int, vocabulary: int) -> int:
         vocabulary: Entries of this rank's part of it.
     """
     return max(LEAST_ROWS, -(-tokens * hidden // max(vocabulary, 1)))
+
+
+def is_tiled(tokens: int, hidden: int, vocabulary: int) -> bool:
+    """Whether the loss of a microbatch is computed in tiles: one tile would take what the logits take, so they are made.
+
+    Args:
+        tokens: Of the microbatch.
+        hidden: Width of the hidden states.
+        vocabulary: Entries of this rank's part of it.
+    """
+    return tokens > rows_of_tile(tokens, hidden, vocabulary)

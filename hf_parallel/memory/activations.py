@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hf_parallel.head.rows import rows_of_tile
+from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
@@ -127,7 +127,7 @@ def stage_parts(
         )
     )
     forward, loss, head = parts.forward, parts.loss, parts.head
-    if layout.chunked_loss:
+    if _is_without_logits(shape, layout, tokens):
         loss, head = _parts_without_logits(shape, layout, tokens)
     elif layout.tp_size > 1:
         loss, head = _parts_of_split_vocabulary(shape, layout, tokens)
@@ -173,15 +173,19 @@ def loss_bytes(shape: ModelShape, layout: Layout, tokens: int) -> float:
 
     A loss without logits has those of one tile, the sum of the head's gradient in fp32 and that of the hidden states.
     """
-    if not layout.chunked_loss:
+    if not _is_without_logits(shape, layout, tokens):
         return 12.0 * tokens * shape.vocab / layout.tp_size
     return _parts_without_logits(shape, layout, tokens)[0].most
+
+
+def _is_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> bool:
+    return layout.chunked_loss and is_tiled(int(tokens), shape.hidden, int(shape.vocab / layout.tp_size))
 
 
 def _parts_without_logits(shape: ModelShape, layout: Layout, tokens: float) -> tuple[Part, Part]:
     """The loss that computes its gradients in tiles as it goes, and its backward, which hands them on."""
     vocab = shape.vocab / layout.tp_size
-    tile = min(tokens, rows_of_tile(int(tokens), shape.hidden, int(vocab)))
+    tile = rows_of_tile(int(tokens), shape.hidden, int(vocab))
     to_weight = 0.0 if shape.adapters else 4.0 * vocab * shape.hidden
     kept = to_weight + (4.0 if layout.precision == "fp32" else 2.0) * tokens * shape.hidden
     return Part(12.0 * tile * vocab + kept, kept, 0.0), Part(0.0, -kept, 0.0)

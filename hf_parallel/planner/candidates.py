@@ -59,7 +59,7 @@ def candidates(request: Request) -> Iterator[LayoutSpec]:
             if shape.pp * stages > len(request.profile.layers):
                 continue
             (engine,) = request.values("engine", ("fsdp2" if zero == 3 else "native",))
-            (chunked,) = request.values("chunked_loss", (False,))
+            (chunked,) = request.values("chunked_loss", (replace(shape, zero=zero, engine=engine).chunks_by_itself,))
             yield replace(
                 shape,
                 zero=zero,

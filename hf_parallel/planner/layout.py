@@ -129,6 +129,11 @@ class LayoutSpec:
         """Whether this package runs it, as far as the layout says."""
         return all(getattr(self, key) == value for key, value in ONLY.items()) and self.dtype != "fp8"
 
+    @property
+    def chunks_by_itself(self) -> bool:
+        """Whether this package computes the loss without logits if nothing else is asked for."""
+        return self.is_own and self.tp * self.pp > 1 and self.zero < 3 and self.engine == "native"
+
     def trained(self, parameters: float) -> float:
         """Parameters that get gradients of the `parameters` of a rank, which adapters are spread over evenly."""
         return self.adapters / self.tp / self.pp if self.adapters else parameters

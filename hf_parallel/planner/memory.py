@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from hf_parallel.head.rows import rows_of_tile
+from hf_parallel.head.rows import is_tiled, rows_of_tile
 from hf_parallel.memory.activations import Stages
 from hf_parallel.memory.estimate import CONTEXT_BYTES, GATHERED_BLOCKS
 from hf_parallel.memory.moments import Recorded
@@ -108,9 +108,9 @@ def _sizes(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int], seq_l
 def _loss(profile: ModelProfile, spec: LayoutSpec, tokens: float) -> float:
     """Logits and loss; without logits those of one tile, the head's gradient in fp32 and that of the hidden states."""
     vocab, each = profile.vocab / spec.tp, _logit_bytes(spec)
-    if not spec.chunked_loss:
+    if not spec.chunked_loss or not is_tiled(int(tokens), profile.hidden, int(vocab)):
         return each * tokens * vocab
-    tile = min(tokens, rows_of_tile(int(tokens), profile.hidden, int(vocab)))
+    tile = rows_of_tile(int(tokens), profile.hidden, int(vocab))
     to_weight = 0.0 if spec.adapters else 4.0 * vocab * profile.hidden
     return each * tile * vocab + to_weight + spec.element * tokens * profile.hidden
 

@@ -92,8 +92,8 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
     settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
     settings["local_sgd"] = {} if spec.local_steps == 1 else {"sync_every": spec.local_steps}
-    if spec.chunked_loss:
-        settings["chunked_loss"] = True
+    if spec.chunked_loss != spec.chunks_by_itself:
+        settings["chunked_loss"] = spec.chunked_loss
     return HFParallelConfig.from_mapping(settings, source="plan")
 
 

@@ -105,7 +105,7 @@ class HFParallelConfig(Section):
             description="false, true, or 'auto' (with stages or shards, where it verifies): loss from hidden states, a few tokens "
             "at a time, without logits"
         ),
-    ] = False
+    ] = "auto"
     pipeline: Annotated[PipelineConfig, _section(PipelineConfig)] = PipelineConfig()
     tensor_parallel: Annotated[TensorParallelConfig, _section(TensorParallelConfig)] = TensorParallelConfig()
     data_parallel: Annotated[DataParallelConfig, _section(DataParallelConfig)] = DataParallelConfig()

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FAMILIES = ("llama", "llama_tied", "gpt2", "gemma2", "cohere", "granite", "phi", "mixtral")
 ENV = {"ACCELERATE_USE_CPU": "true"}
 ROWS, LENGTH, REPLICAS = 8, 12, 2
+TILE = 7  # tokens; a microbatch that fits into one tile has its logits made
 
 
 def model_of(family: str) -> nn.Module:
@@ -105,6 +106,8 @@ def main(rank: int, world_size: int, layout: str, families: tuple[str, ...]) -> 
         head = model.get_output_embeddings()
         model, optimizer = accelerator.prepare(model, optimizer)
         session = accelerator.hf_parallel
+        if "logits_deferral" in vars(head):
+            head.logits_deferral.tiling.rows = TILE
         attachment = session.engine.attachment
         losses = []
         for seed in range(3):

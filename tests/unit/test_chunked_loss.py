@@ -343,6 +343,7 @@ def test_whatever_code_does_with_logits_comes_out_as_with_ordinary_ones(use: str
 def test_what_is_known_of_logits_is_known_without_making_them() -> None:
     head, hidden = head_and_hidden()
     defer_logits(head)
+    head.logits_deferral.tiling.rows = 2
     logits = head(hidden)
     assert isinstance(logits, Tensor)
     assert logits.shape == logits.size() == (2, 3, 11)
@@ -363,6 +364,7 @@ def test_a_hook_on_logits_sees_their_gradient_or_is_refused() -> None:
         head, hidden = head_and_hidden()
         if defers:
             defer_logits(head)
+            head.logits_deferral.tiling.rows = 2
         logits = head(hidden)
         logits.register_hook(seen.append)
         logits.retain_grad()
@@ -380,6 +382,7 @@ def test_a_hook_on_logits_sees_their_gradient_or_is_refused() -> None:
 def test_a_change_in_place_after_a_part_was_taken_is_refused() -> None:
     head, hidden = head_and_hidden()
     defer_logits(head)
+    head.logits_deferral.tiling.rows = 2
     logits = head(hidden)
     part = logits[:, :-1]
     with pytest.raises(UnsupportedError, match=r"changes logits in place of which a part.*logits\.clone"):
@@ -446,3 +449,17 @@ def test_nothing_is_said_of_a_head_that_nobody_asked_about() -> None:
 def test_settings_that_cannot_have_an_effect_are_errors(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         HFParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(("tokens", "stays"), [(256, False), (257, True)])
+def test_logits_that_fit_into_one_tile_are_made_by_the_head_itself(tokens: int, stays: bool) -> None:
+    head = nn.Linear(8, 64)
+    defer_logits(head)
+    hidden = torch.randn(1, tokens, 8, requires_grad=True)
+    logits = head(hidden)
+    assert isinstance(logits, UnmadeLogits) is stays
+    targets = torch.randint(64, (tokens,))
+    found = torch.autograd.grad(nn.functional.cross_entropy(logits.view(-1, 64), targets), hidden)[0]
+    plain = nn.functional.cross_entropy(nn.Linear.forward(head, hidden).view(-1, 64), targets)
+    expected = torch.autograd.grad(plain, hidden)[0]
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-9) if stays else torch.equal(found, expected)
