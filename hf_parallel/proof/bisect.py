@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, Difference, compare_tensors
+from hf_parallel.proof.in_parts import merged
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import BEFORE, GRADIENTS
 from hf_parallel.proof.trace import TRACE
@@ -212,7 +213,7 @@ class Passages:
     def __init__(self, path: Path) -> None:
         noted = torch.load(path, weights_only=True)
         self.place: Mapping[str, Any] = noted["place"]
-        self.passed: list[dict[str, Any]] = noted["passed"]
+        self.passed: list[dict[str, Any]] = merged(noted["passed"], self.place["parts"])
         self.by_key = {(each["module"], each["kind"], each["call"]): each for each in self.passed}
 
     @property

@@ -117,6 +117,13 @@ class Job:
         return self.processes // (self.config.tp_size * self.config.pp_size)
 
     @property
+    def microbatches(self) -> int:
+        """Parts that the layout cuts the batch of a replica into."""
+        config = self.config
+        asked = config.pipeline.num_microbatches
+        return 1 if config.pp_size == 1 else min(self.rows, 2 * config.pp_size if asked == "auto" else asked)
+
+    @property
     def layout(self) -> str:
         """The layout in words that are used in tables, such as pp2xdp2."""
         config = self.config
@@ -131,7 +138,16 @@ class Job:
         path = Path(self.model).expanduser()
         config = path / "config.json" if path.is_dir() else path
         model = config.read_text() if self.random_weights and config.is_file() else str(path.absolute())
-        rest = self.steps, self.replicas * self.rows, self.length, self.accumulation, self.dtype, self.layers
+        rest = (
+            self.steps,
+            self.replicas,
+            self.rows,
+            self.microbatches,
+            self.length,
+            self.accumulation,
+            self.dtype,
+            self.layers,
+        )
         text = json.dumps([model, *rest, self.random_weights, self.seed, self.trace, self.script, self.arguments])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

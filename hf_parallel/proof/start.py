@@ -85,14 +85,13 @@ def _references(job: Job, folder: Path, kept: Path | None) -> bool:
         )
     home = kept / job.reference_key
     done = home / "done"
-    if not done.exists():
-        if not _references(job, home, None):
-            return False
+    ended = done.exists() or _references(job, home, None)
+    if ended:
         done.touch()
     folder.mkdir(parents=True, exist_ok=True)
     for place in places:
         (folder / place).symlink_to(home / place)
-    return True
+    return ended
 
 
 def _layout(job: Job, folder: Path) -> bool:

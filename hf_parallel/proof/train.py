@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_parallel.memory.shape import config_of
+from hf_parallel.proof.in_parts import compute_in_parts, sees_parts
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.watch import EPS, Watch, perturb
 
@@ -31,7 +32,8 @@ def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
     model = build_model(job)
     if perturbed:
         perturb(model, EPS[job.dtype], perturbed)
-    watch = Watch(job, folder, model, layout=layout)
+    parts = 1 if layout or not sees_parts(model) else compute_in_parts(model, job)
+    watch = Watch(job, folder, model, layout=layout, parts=parts)
     trainer = Trainer(
         model=model,
         args=_arguments(job, folder, layout=layout),

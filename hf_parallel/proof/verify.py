@@ -222,11 +222,16 @@ def _why_not(folder: Path, stderr: str, *, of_script: bool) -> str:
     Raises:
         ParallelError: A run failed otherwise.
     """
-    errors = {path.parent: json.loads(path.read_text()) for path in sorted(folder.glob(f"**/{ERROR}"))}
+    found = sorted([*folder.glob(f"*/{ERROR}"), *folder.glob(f"*/*/{ERROR}")])
+    errors = {path.parent: json.loads(path.read_text()) for path in found}
     told = {place: error for place, error in errors.items() if SILENT not in error["text"]}
     for place, error in told.items():
         if error["refused"] and (place.name.startswith("rank") or of_script):
             return str(error["text"])
+    for place, error in told.items():
+        if not place.name.startswith("rank") and not of_script:
+            line = next(iter(error["text"].strip().splitlines()), "")
+            return f"one process without hf_parallel cannot train it either: {error['kind']}: {line}"
     for place, error in (told or errors).items():
         log = place / LOG
         tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""

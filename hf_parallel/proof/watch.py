@@ -30,13 +30,16 @@ class Watch:
         model: The model, before it is parallelized.
         layout: Whether this process is a rank of the layout; else it is the reference.
         sample: For `HFParallelCallback`.
+        parts: Forwards that the reference makes of a batch.
 
     Attributes:
         callbacks: That the Trainer gets, the layout's among them.
     """
 
-    def __init__(self, job: Job, folder: Path, model: nn.Module, *, layout: bool, sample: Any = None) -> None:
-        self._folder = folder
+    def __init__(
+        self, job: Job, folder: Path, model: nn.Module, *, layout: bool, sample: Any = None, parts: int = 1
+    ) -> None:
+        self._folder, self._parts = folder, parts
         self._recorder = Recorder(folder, job.steps)
         self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
         self._tracer = Tracer(model) if job.trace else None
@@ -64,7 +67,7 @@ class Watch:
             train()
         finally:
             if self._tracer is not None:
-                self._tracer.write(self._folder, self._recorder.place())
+                self._tracer.write(self._folder, {**self._recorder.place(), "parts": self._parts})
         self._recorder.finish()
         session = getattr(trainer.accelerator, "hf_parallel", None)
         if session is not None:

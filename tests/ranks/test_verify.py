@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 from hf_parallel import ConfigError, verify
@@ -36,6 +36,13 @@ def halve_a_weight(trainer: Any) -> None:
         for name, parameter in trainer.model.named_parameters():
             if name == "model.layers.1.mlp.up_proj.weight":
                 parameter.data.mul_(0.5)
+
+
+def double_a_router(trainer: Any) -> None:
+    """A bug: the last stage's router has other values."""
+    for name, parameter in trainer.model.named_parameters():
+        if "layers.1" in name and ("gate." in name or "router" in name):
+            parameter.data.mul_(2.0)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +79,51 @@ def test_a_bug_is_found_and_its_module_named() -> None:
     assert verdict.first_divergence is not None
     place = {"module": "model.layers.1.mlp.up_proj", "microbatch": None, "kind": "forward"}  # before any microbatch
     assert verdict.first_divergence == place
+
+
+ROUTED = MixtralConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=61,
+    num_local_experts=4,
+    output_router_logits=True,
+    router_aux_loss_coef=0.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        pytest.param({"pp_size": 2, "num_microbatches": 3}, 2, id="pp2", marks=pytest.mark.long),
+        pytest.param({"pp_size": 2, "num_microbatches": 2}, 4, id="pp2xdp2", marks=pytest.mark.slow),
+        pytest.param({}, 2, id="dp2", marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2}, 2, id="tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_routers_loss_is_compared_with_one_of_the_same_parts(settings: dict[str, Any], processes: int) -> None:
+    verdict = verify(ROUTED, settings, steps=2, processes=processes)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bugs")
+def test_a_bug_in_a_model_with_a_routers_loss_is_found_and_placed() -> None:
+    tamper = "test_verify:double_a_router"
+    verdict = verify(ROUTED, {"pp_size": 2, "num_microbatches": 2}, steps=1, rows=3, tamper=tamper)
+    assert not verdict.ok
+    assert verdict.first_divergence is not None
+    assert "layers.1.mlp" in verdict.first_divergence["module"]
+    assert verdict.first_divergence["kind"] == "forward"
+
+
+@pytest.mark.long
+def test_a_model_that_one_process_cannot_train_is_refused_with_its_error() -> None:
+    refused = verify(LlamaConfig(vocab_size=10, pad_token_id=50), {"pp_size": 2}, steps=1).refused
+    assert refused is not None
+    assert "one process without hf_parallel cannot train it either" in refused
 
 
 @pytest.mark.long

@@ -1,0 +1,79 @@
+"""One process that sees the rows of a batch in the parts that a layout makes of them.
+
+A router's auxiliary loss is a product of means over the rows that it sees, no sum over rows: of replicas and microbatches it
+is another number than of the whole batch, in stock data parallelism as well. So the reference of such a model computes it
+for each part, and the sum over labels as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.proof.job import Job
+
+
+def sees_parts(model: nn.Module) -> bool:
+    """Whether a model's loss has a router's auxiliary loss in it."""
+    config: Any = model.config
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+def compute_in_parts(model: nn.Module, job: Job) -> int:
+    """Have the forward of a model run once for each microbatch of each replica of a layout, in place.
+
+    The loss is that of stock data parallelism: auxiliary losses are averaged over the microbatches of a replica, by their rows,
+    and added up over replicas, since the Trainer multiplies each replica's loss with their number. Returns how many parts a batch has.
+    """
+    forward, parts = model.forward, parts_of(job)
+
+    @functools.wraps(forward)
+    def in_parts(*args: Any, num_items_in_batch: Any = None, **batch: Any) -> Any:
+        if num_items_in_batch is None:
+            return forward(*args, **batch)
+        loss: Any = 0.0
+        for start, rows in parts:
+            weight = rows / job.rows
+            part = {name: _rows(value, start, rows) for name, value in batch.items()}
+            output = forward(
+                *args, **part, num_items_in_batch=num_items_in_batch * weight
+            )  # (c / (N w) + a) w = c / N + a w
+            loss = loss + output["loss"] * weight
+        output["loss"] = loss
+        return output
+
+    vars(model)["forward"] = in_parts
+    return len(parts)
+
+
+def parts_of(job: Job) -> list[tuple[int, int]]:
+    """First row and number of rows of each microbatch of each replica, in the batch of all replicas."""
+    parts: list[tuple[int, int]] = []
+    start = 0
+    for _ in range(job.replicas):
+        for index in range(job.microbatches):
+            rows = job.rows // job.microbatches + (index < job.rows % job.microbatches)
+            parts.append((start, rows))
+            start += rows
+    return parts
+
+
+def _rows(value: Any, start: int, rows: int) -> Any:
+    return value[start : start + rows] if isinstance(value, Tensor) and value.ndim else value
+
+
+def merged(passed: Sequence[Mapping[str, Any]], parts: int) -> list[dict[str, Any]]:
+    """What was noted of `parts` calls of a module after another, as if it was one call; see `trace.Passed`."""
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for each in passed:
+        groups.setdefault((each["module"], each["kind"], each["call"] // parts), []).append(each)
+    found = []
+    for (_, _, call), calls in groups.items():
+        ordered = sorted(calls, key=lambda each: int(each["call"]))
+        numbers = torch.cat([each["numbers"] for each in ordered])
+        found.append({**calls[0], "call": call, "numbers": numbers})
+    return found
