@@ -344,6 +344,13 @@ class MonitorConfig(Section):
         Seconds,
         Field(description="seconds above 0 that a rank may wait for another before the run ends (.inf: never)"),
     ] = 600.0
+    hang_floor_s: Annotated[
+        Seconds,
+        Field(
+            description="seconds above 0 that a rank may wait for one that does what every step does, where ten times the longest "
+            "of the last steps is less (.inf: hang_timeout_s alone)"
+        ),
+    ] = 15.0
     batch_check_steps: Annotated[
         NonNegative,
         Field(

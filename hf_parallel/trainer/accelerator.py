@@ -146,6 +146,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
+            prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
             prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)

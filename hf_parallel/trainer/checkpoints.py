@@ -105,8 +105,9 @@ class CheckpointMixin(ResumeMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
-        self._finish_saving()
-        super().save_model(output_dir, _internal_call)
+        with self._doing("saves the model"):
+            self._finish_saving()
+            super().save_model(output_dir, _internal_call)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock; raises what went wrong with a checkpoint that is written meanwhile."""
@@ -143,7 +144,7 @@ class CheckpointMixin(ResumeMixin):
         self._begin_writing()
         pending, self._hf_parallel_pending = self._hf_parallel_pending, None
         if pending is not None:
-            with self._waiting("waits for the checkpoint to be written"):
+            with self._doing("writes a checkpoint"), self._waiting("waits for the checkpoint to be written"):
                 pending.wait()
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -158,6 +159,10 @@ class CheckpointMixin(ResumeMixin):
         if not self._hf_parallel_checkpoints:
             super()._save_checkpoint(model, trial)
             return
+        with self._doing("saves a checkpoint"):
+            self._write_checkpoint(model, trial)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self._finish_saving()
         self._synchronise()
         run_dir = Path(super()._get_output_dir(trial))
