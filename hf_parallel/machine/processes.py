@@ -25,6 +25,12 @@ def birth_of(pid: int) -> int | None:
         return None
 
 
+def identity_of(pid: int) -> str | None:
+    """One word for a process that no other has, on any machine; None where /proc does not say."""
+    (boot, space), birth = host_identity(), birth_of(pid)
+    return None if boot is None or birth is None else f"{boot}/{space}/{pid}/{birth}"
+
+
 def state_of(pid: int, birth: int | None) -> str:
     """What became of a process of this machine, in words: "" while it runs, else "stopped" or "ended", with how if it is known.
 

@@ -335,6 +335,20 @@ class CheckpointConfig(Section):
             description="true or false: whether the training state is written while training goes on, from a copy in RAM"
         ),
     ] = False
+    auto_resume: Annotated[
+        bool,
+        Field(
+            description="true or false: whether a run that its launcher starts again (--max_restarts) goes on from its newest complete "
+            "checkpoint"
+        ),
+    ] = True
+    memory_steps: Annotated[
+        NonNegative,
+        Field(
+            description="an integer of 0 or more: every so many steps a checkpoint in the memory of the machine, from which a restart "
+            "goes on (0: none)"
+        ),
+    ] = 0
 
 
 class MonitorConfig(Section):
