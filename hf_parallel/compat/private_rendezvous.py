@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 PAUSE_S = 0.05
 NAMED = "hf_parallel/start"
@@ -28,7 +28,7 @@ def separate_starts(environment: MutableMapping[str, str]) -> None:
     """Give every start of these processes keys of its own, if their launcher may start them again; before a process group exists."""
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") in ("", "0") or "TORCHELASTIC_RUN_ID" not in environment:
         return
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
     make = getattr(rendezvous, "_create_c10d_store", None)
