@@ -55,7 +55,7 @@ def problems_of(job: RestartJob, straight: RestartJob, code: int) -> list[str]:
     found = differences(job, straight)
     struck = sum("killed" in entry for entry in job.diary)
     if struck != len(job.kills):
-        found.append(f"{struck} of {len(job.kills)} kills happened")
+        return [*found, f"{struck} of {len(job.kills)} kills happened"]
     for kill in job.kills:
         done = kill.step - (kill.where == "snapshot")
         first = job.first_step(kill.attempt + 1)

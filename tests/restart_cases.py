@@ -45,8 +45,9 @@ class Diary(TrainerCallback):
             if state.global_step == kill["step"] and kill["where"] == "begin":
                 strike()
             if state.global_step == kill["step"] and kill["where"] == "forward":
-                block = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-                block.register_forward_hook(lambda *args: strike())
+                for name, module in model.named_modules():  # those of other stages never run
+                    if name.endswith("mlp"):
+                        module.register_forward_hook(lambda *args: strike())
 
     def on_step_end(self, args, state, control, **kwargs):
         note(ended=state.global_step, world=int(os.environ["WORLD_SIZE"]))
