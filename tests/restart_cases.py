@@ -36,7 +36,7 @@ def note(**entry):
         file.write(json.dumps({"at": time.time(), "attempt": attempt, "rank": rank, **entry}) + "\\n")
 
 def strike():
-    note(killed=True)
+    note(killed=True, launcher=os.getppid())
     os.kill(os.getpid(), signal.SIGKILL)
 
 class Diary(TrainerCallback):
