@@ -127,7 +127,7 @@ def summary(text: str) -> str:
             r"runs the forward of microbatch 0 at stage \d since [\d.]+ s \(stack: <lambda> at ranks/test_hangs\.py",
             marks=SLOW,
         ),
-        ("dp2", "stop", "collator", r"is silent \(stopped\); last seen: "),
+        pytest.param("dp2", "stop", "collator", r"is silent \(stopped\); last seen: ", marks=SLOW),
         pytest.param("pp2", "stop", "forward", r"is silent \(stopped\); last seen: ", marks=SLOW),
     ],
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from rank_runner import run_ranks
 
 from hf_parallel.compat.private_collectives import record_collectives, record_prefix, write_record
 from hf_parallel.hangs import agreed_bound, blame, chain, is_measured, listed
+from hf_parallel.machine.processes import birth_of, state_of
 from hf_parallel.machine.stacks import Frame, activity_of, main_stack, parse_stack, shown_stack
 from hf_parallel.mesh import MeshShape
 
@@ -87,6 +91,30 @@ def test_axes_of_a_group_are_those_along_which_its_ranks_differ() -> None:
         "",
         "",
     ]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("does", "state"),
+    [
+        ("os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "stopped"),
+        ("sys.stdin.read()", ""),
+    ],
+)
+def test_what_became_of_a_process_is_known_until_its_parent_asks(does: str, state: str) -> None:
+    code = f"import os, signal, sys; {does}"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        birth, deadline = birth_of(process.pid), time.monotonic() + 30
+        assert state_of(process.pid, (birth or 0) + 1) == "ended"  # another process has its number
+        while state_of(process.pid, birth) != state and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state_of(process.pid, birth) == state
+        process.kill()
+    assert state_of(process.pid, birth) == "ended"
 
 
 # -- stacks ------------------------------------------------------------------------------------------------------------

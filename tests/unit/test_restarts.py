@@ -50,6 +50,19 @@ def test_two_numbers_of_batches_are_refused() -> None:
         HFParallelConfig(global_batch_size=8, gradient_accumulation_steps=2)
 
 
+def test_engines_and_loops_that_count_batches_themselves_are_refused() -> None:
+    from hf_parallel.trainer.accelerator import refuse_in_loop
+
+    with pytest.raises(ConfigError, match=r"global_batch_size=8 with zero\.engine=deepspeed has no effect"):
+        HFParallelConfig(global_batch_size=8, zero={"engine": "deepspeed", "stage": 2})
+    config = HFParallelConfig(global_batch_size=8, checkpoint={"memory_steps": 2})
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size=8, checkpoint\.memory_steps=2 in a loop .*train with a Trainer"
+    ):
+        refuse_in_loop(config)
+    refuse_in_loop(HFParallelConfig())
+
+
 # -- whose checkpoint ---------------------------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = {"launches": ["here/1"], "writer": "here/7", "call": 0, "rows": 8}
