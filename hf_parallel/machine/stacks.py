@@ -17,6 +17,7 @@ from typing import NamedTuple
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "/hf_parallel/")
+SAVING = ("/hf_parallel/trainer/model_folder.py", "/hf_parallel/trainer/loop_state.py")
 MAX_SHOWN = 4
 
 
@@ -79,6 +80,8 @@ def _activities(stack: Sequence[Frame]) -> Iterator[Activity]:
             yield Activity("compiles", False)
         elif "/torch/utils/data/" in frame.file or frame.file.endswith("accelerate/data_loader.py"):
             yield Activity("is in the data loader", True)
+        elif "/hf_parallel/checkpoints/" in frame.file or frame.file.endswith(SAVING):
+            yield Activity("saves or loads", False)
         elif frame.file.endswith("transformers/trainer_callback.py") and frame.name == "call_event":
             if inner is not None and inner.is_users:
                 yield Activity(f"is in a callback ({inner.name})", False)

@@ -189,3 +189,29 @@ def test_a_callback_that_takes_its_time_is_named_and_not_ended(tmp_path: Path) -
     )
     assert re.search(pattern, told), told
     assert told.count("longer than steps explain") == 1
+
+
+def saving_main(rank: int, world_size: int, folder: str) -> int:
+    sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
+    import hf_parallel.checkpoints.weights.write as write
+
+    monitor = {"hang_timeout_s": TIMEOUT_S, "hang_floor_s": 1.0}
+    case = Case("saves", steps=AT_STEP, parallel={**LAYOUTS["pp2"], "monitor": monitor})
+    trainer = make_trainer(case, Path(folder), world_size)
+    trainer.train()
+    genuine = write.lay_out
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(4.0)
+        return genuine(*args, **kwargs)
+
+    write.lay_out = slow
+    trainer.save_model(f"{folder}/model")
+    trainer.model.save_pretrained(f"{folder}/again")
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return len(list(Path(folder).glob("*/model.safetensors")))
+
+
+@SLOW
+def test_a_disk_that_takes_its_time_ends_no_run(tmp_path: Path) -> None:
+    assert run_ranks(saving_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV) == [2, 2]
