@@ -77,6 +77,9 @@ foreign: setup  ## run TRL's scripts and accelerate's loops as they are on a mes
 kill-test: setup  ## kill a training job fifty times and start it again
 	$(BIN)/python benchmarks/kill_test.py
 
+restart-test: setup  ## kill one of 2 x 2 launched ranks at random moments; N=20 rounds must go on by themselves
+	$(BIN)/python benchmarks/restart_test.py --rounds $(or $(N),20) $(ARGS)
+
 zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_pp.py
 

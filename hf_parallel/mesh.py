@@ -69,6 +69,12 @@ class MeshShape:
         ]
         return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
 
+    def axes_of(self, ranks: Sequence[int]) -> str:
+        """The axes along which a group of ranks differs, such as `pp, dp`; empty for one rank or none."""
+        places = [self.coordinates(rank) for rank in ranks if rank < self.world_size]
+        axes = zip(("dp", "pp", "tp"), zip(*places, strict=True), strict=False)
+        return ", ".join(axis for axis, coordinates in axes if len(set(coordinates)) > 1)
+
     def groups(self, key: Callable[[int, int, int], tuple[int, ...]]) -> list[list[int]]:
         """Partition all ranks by `key(dp_rank, pp_rank, tp_rank)`; each group in ascending rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}

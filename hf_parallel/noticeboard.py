@@ -65,7 +65,7 @@ class NoticeBoard:
         self._leave(f"hf_parallel/{kind}/{self._rank}", text)
 
     def end(self, text: str) -> None:
-        """Tell every rank that the job ends, and why. Returns at once."""
+        """Tell every rank that the job ends, and why; what the first says counts. Returns at once."""
         self._leave(END, text)
 
     def read(self, kind: str, timeout_s: float = ANSWER_S) -> dict[int, str]:
@@ -148,7 +148,10 @@ class NoticeBoard:
                 return
             self._calling_since = time.monotonic()
             try:
-                self._store.set(key, text)
+                if key == END:
+                    self._store.compare_set(key, "", text)
+                else:
+                    self._store.set(key, text)
             except (RuntimeError, OSError, ValueError) as error:
                 self._lose(error)
         if notes:

@@ -1,9 +1,11 @@
 """Turns a hang into a named failure within a stated bound.
 
-Each rank keeps one line of status ("waits at stage 1 for the activation of microbatch 3 from stage 0"). A thread publishes
-it to the job's key-value store. When this rank has waited for another one longer than `timeout_s`, the thread reads
-everybody's line, prints who is being waited for and what that rank was last seen doing, and ends the process; the
-launcher then takes the rest of the job down. A thread, because the main one may be inside a collective that never
+Each rank keeps one line of status ("waits at stage 1 for the activation of microbatch 3 from stage 0"), one assignment for each
+action. A thread publishes it to the job's key-value store, with the stack of a rank that stays in one line. When this rank
+has waited for another one longer than its steps explain (`hangs`), the thread reads everybody's line, follows who waits for
+whom, prints who holds up the job and where it is, and ends the process; the launcher then takes the rest of the job down.
+Where what the others do was never measured (saving, evaluating, user code), it prints who is waited for, and ends the job
+only after `timeout_s`. A thread, because the main one may be inside a collective that never
 returns; `os._exit`, because such a call cannot be interrupted. Waits that nobody announced (in stock code, in a
 tensor-parallel layer) are found on the stacks of this process: a thread that stays in one collective is waiting.
 
@@ -22,39 +24,50 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
-import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.compat.private_collectives import blocked_collective, is_connection_loss
+from hf_parallel.compat.private_collectives import is_connection_loss, record_prefix, write_record
 from hf_parallel.errors import RankFailure
+from hf_parallel.hangs import STEPS, agreed_bound, blame, chain, is_measured, report
+from hf_parallel.heartbeats import (
+    ENDING_S,
+    IDLE,
+    STORE_S,
+    Excuse,
+    Heartbeats,
+    Line,
+    Seen,
+    Stay,
+    StepTimes,
+    kill_silent,
+    noted,
+    see,
+)
 from hf_parallel.machine.processes import birth_of, host_identity
 from hf_parallel.noticeboard import NoticeBoard
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from torch.distributed.distributed_c10d import Store
 
 
 EXIT_CODE = 86
-IDLE = "runs outside hf_parallel (data loading, user code)"
 LEFT = "has left the run"
 # A heartbeat every tick. From the end of a wait to the end of this process pass at most 2 s: a tick until it is noticed, the
 # time for silent ranks to write again, and the time in which an unreachable store may fail to answer.
 TICK_S = 0.4
-SILENT_S = 0.8
-STORE_S = 0.4
+RECORD_S = 1.0  # in which the last collectives of a rank are written
 # In which the process of a rank that has raised what others cannot know of may end by itself.
 LEFT_S = 5.0
-# A gap between two ticks that is longer is time in which this process was stopped: nobody else is to blame for it.
-STOPPED_S = 2.0
 
 
 class Watchdog:
@@ -65,6 +78,8 @@ class Watchdog:
         rank: This rank.
         names: Words for every rank, in rank order, such as `rank 1 (pp 1 of 2)`.
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
+        floor_s: The same where it is known how long steps take, if they take a tenth of it at most.
+        axes_of: Over which axes of the mesh a group of ranks communicates, in words.
     """
 
     def __init__(
@@ -73,33 +88,43 @@ class Watchdog:
         rank: int,
         names: Sequence[str],
         timeout_s: float,
+        floor_s: float = math.inf,
+        axes_of: Callable[[Sequence[int]], str] = lambda ranks: "",
     ) -> None:
         self._store = store
         self._rank = rank
         self._names = list(names)
         self._timeout_s = timeout_s
-        self._line: tuple[bool, str, float] = (False, IDLE, time.monotonic())
+        self._floor_s = floor_s
+        self._axes_of = axes_of
+        self._line = Line(False, IDLE, time.monotonic())
+        self._phase = ""
+        self._steps = StepTimes(floor_s, timeout_s)
         self._stop = threading.Event()
         self._thread: _WatchThread | None = None
-        self._made_board: NoticeBoard | None = None
+        self._made_beats: Heartbeats | None = None
         self._resting = self._stopped = False
         self._left: tuple[str, float] | None = None
 
     @property
-    def _board(self) -> NoticeBoard:
-        if self._made_board is None:
-            self._made_board = NoticeBoard(self._store, self._rank, len(self._names))
-        return self._made_board
+    def _beats(self) -> Heartbeats:
+        if self._made_beats is None:
+            self._made_beats = Heartbeats(NoticeBoard(self._store, self._rank, len(self._names)), self._rank)
+        return self._made_beats
 
-    def waits(self, text: str) -> None:
-        """From now on this rank waits for others, for the reason `text`."""
-        self._line = (True, text, time.monotonic())
+    @property
+    def _board(self) -> NoticeBoard:
+        return self._beats.board
+
+    def waits(self, text: str, awaits: Sequence[int] | None = None) -> None:
+        """From now on this rank waits for others, for the reason `text`; for `awaits`, if that is known."""
+        self._line = Line(True, text, time.monotonic(), awaits)
         if self._resting:
             self.start()
 
     def runs(self, text: str = IDLE) -> None:
         """From now on this rank works by itself on `text`."""
-        self._line = (False, text, time.monotonic())
+        self._line = Line(False, text, time.monotonic())
         if self._resting:
             self.start()
 
@@ -110,6 +135,28 @@ class Watchdog:
         """
         self._left = text, time.monotonic()
 
+    def ends_step(self) -> None:
+        """Another optimizer step is done: the next one begins."""
+        self._steps.end()
+
+    @contextmanager
+    def doing(self, text: str, *, in_steps: bool = False) -> Iterator[None]:
+        """Mark a block in which this rank does `text`.
+
+        Args:
+            text: In words that follow a name.
+            in_steps: Whether every step does so, so that the times of steps say how long it may take.
+        """
+        before, phase = self._line, self._phase
+        self._line = Line(False, text, time.monotonic())
+        self._phase = phase if in_steps else phase or text
+        try:
+            yield
+        finally:
+            self._line, self._phase = Line(before.waits, before.text, time.monotonic(), before.awaits), phase
+            if not in_steps:
+                self._steps.leave_out()
+
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
         """Mark a block that waits for other ranks, and in which only they can break a connection."""
@@ -119,7 +166,7 @@ class Watchdog:
             with self.naming_losses():
                 yield
         finally:
-            self._line = (before[0], before[1], time.monotonic())
+            self._line = Line(before.waits, before.text, time.monotonic(), before.awaits)
 
     @contextmanager
     def engaged(self) -> Iterator[None]:
@@ -158,7 +205,12 @@ class Watchdog:
         few = len(others) <= 8
         one_of = ", ".join(self._names[rank] for rank in others) if few else f"the {len(others)} others"
         lost = known or (one_of if len(others) == 1 else f"a rank, one of {one_of}")
-        text = self._line[1]
+        ends = {} if known else self._beats.ends(ENDING_S)
+        if ends:
+            lost = ", ".join(f"{self._names[rank]}, which has {how}" for rank, how in ends.items())
+        if any("SIGABRT" in how for how in ends.values()):
+            lost += " (gloo aborts when a tensor of another size arrives: has one rank a batch of another shape?)"
+        text = self._line.text
         where = f" It {text}." if text != IDLE else ""
         return (
             f"{self._names[self._rank]} lost {lost}.{where} Look for the first error of that rank; if it left none, it "
@@ -178,7 +230,9 @@ class Watchdog:
                 thread.watchdog.rest()
         self._stop.clear()
         self._board.write("who", json.dumps([*host_identity(), os.getpid(), birth_of(os.getpid())]))
-        self._publish(False, self._line[1], 0.0)  # a process that stops before its first tick is missed from here on
+        self._beats.publish(
+            Seen(self._line, False, ""), 0.0, None
+        )  # a process that stops before its first tick is missed from here on
         self._thread = _WatchThread(self)
         self._thread.start()
         atexit.register(self.stop)
@@ -201,26 +255,27 @@ class Watchdog:
         thread.join(2 * TICK_S)
         self._thread = None
         atexit.unregister(self.stop)
-        self._line = (False, LEFT, time.monotonic()) if self._stopped else self._line
-        self._publish(False, LEFT, 0.0, last=True)
+        left = Line(False, LEFT, time.monotonic())
+        self._line = left if self._stopped else self._line
+        self._beats.publish(Seen(left, False, ""), 0.0, None, last=True)
         self._board.close()
 
     def _watch(self) -> None:
         tick = max(0.05, min(TICK_S, self._timeout_s / 4))
-        stay, excuse, looked = Stay(), Excuse(), time.monotonic()
+        stay, excuse, looked, judged = Stay(), Excuse(), time.monotonic(), 0.0
+        told: object = None
         while not self._stop.wait(tick):
             now = time.monotonic()
             excuse.note(self._line, now - looked - tick)
             looked = now
-            waits, text, since = self._line
-            if not waits:
-                collective, entered = stay.look()
-                if collective is not None:
-                    waits, text, since = True, f"{text}: waits for other ranks in {collective}", max(since, entered)
-            age = now - since - excuse.seconds
-            self._publish(waits, text, age)
-            if waits and age > self._timeout_s:
-                self._end(text, age)
+            seen = see(self._line, self._phase, stay)
+            age = now - seen.line.since - excuse.seconds
+            self._beats.publish(seen, age, self._steps.bound)
+            if seen.line.waits and age > self._timeout_s:
+                self._end(seen, age, self._beats.read(), self._timeout_s)
+            elif seen.line.waits and age > (self._steps.bound or self._timeout_s) and now - judged > 2 * TICK_S:
+                judged = now
+                told = self._judge(seen, age, told)
             if self._left is not None and now - self._left[1] > LEFT_S:
                 self._board.end(
                     json.dumps({"reason": f"{self._names[self._rank]} raised: {self._left[0]}", "silent": []})
@@ -228,50 +283,74 @@ class Watchdog:
             if self._board.ended is not None:
                 self._follow(self._board.ended)
 
-    def _publish(self, waits: bool, text: str, age: float, *, last: bool = False) -> None:
-        heartbeat = {"waits": waits, "text": text, "age": round(age, 1), "at": time.time(), "last": last}
-        self._board.write("heartbeat", json.dumps(heartbeat))
+    def _judge(self, seen: Seen, age: float, told: object) -> object:
+        """End the job if measured steps say so, else say once who is waited for; returns the line of which it was said."""
+        heartbeats = self._beats.read()
+        heartbeats[self._rank] = noted(seen, age, self._steps.bound)
+        bound = agreed_bound(heartbeats, self._timeout_s)
+        path, stuck = blame(heartbeats, self._rank, len(self._names))
+        if age <= bound or self._line.since > seen.line.since:
+            return told
+        if is_measured(heartbeats, self._rank, stuck):
+            self._end(seen, age, heartbeats, bound)
+        first = min((rank for rank, line in heartbeats.items() if line["waits"]), default=self._rank)
+        if stuck and told != seen.line.since and first == self._rank:
+            _tell(
+                f"hf_parallel: a wait of {age:.1f} s, longer than steps explain: {chain(self._names, path, heartbeats)} "
+                f"How long that takes was never measured, so the run goes on until {self._timeout_s:g} s "
+                "(monitor.hang_timeout_s)."
+            )
+        return seen.line.since
 
-    def _heartbeats(self) -> dict[int, dict[str, Any]]:
-        """Each rank's last line; a rank that writes none any more (stopped, or stuck in foreign code) is marked.
-
-        It also lets ranks that stopped at the same moment write their last line.
-        """
-        before = latest = self._board.read("heartbeat", STORE_S)
-        deadline = time.monotonic() + SILENT_S
-        while latest and time.monotonic() < deadline:
-            time.sleep(SILENT_S / 16)
-            latest = self._board.read("heartbeat", STORE_S) or latest
-            if all(_is_last(text) or before.get(rank) != text for rank, text in latest.items()):
-                break
-        heartbeats = {rank: json.loads(text) for rank, text in latest.items()}
-        for rank, heartbeat in heartbeats.items():
-            if not heartbeat["last"] and before.get(rank) == latest[rank]:
-                heartbeat.update(waits=False, silent=True, text=f"silent; last seen: {heartbeat['text']}")
-        return heartbeats
-
-    def _end(self, text: str, age: float) -> None:
-        name = self._names[self._rank]
-        self._publish(True, text, age, last=True)
-        who, heartbeats = self._board.read("who", STORE_S), self._heartbeats()
-        heartbeats[self._rank] = {"waits": True, "text": text, "age": round(age, 1), "last": True}
+    def _end(self, seen: Seen, age: float, heartbeats: dict[int, dict[str, Any]], bound: float) -> None:
+        name, text = self._names[self._rank], seen.line.text
+        self._beats.publish(seen, age, self._steps.bound, last=True)
+        who = self._board.read("who", STORE_S)
+        heartbeats[self._rank] = {**noted(seen, age, self._steps.bound), "last": True}
         trouble = self._board.trouble()
-        _tell(report(self._names, self._rank, text, age, heartbeats, self._timeout_s, trouble))
+        limit = (
+            f"monitor.hang_timeout_s={self._timeout_s:g}"
+            if bound == self._timeout_s
+            else f"{bound:g} s: {STEPS} times the longest of the last steps, at least monitor.hang_floor_s={self._floor_s:g}"
+        )
+        axes = self._axes_of(seen.line.awaits or ())
+        summary = report(self._names, self._rank, text, age, heartbeats, limit, trouble, axes=axes)
+        prefix = record_prefix(os.environ)
+        if prefix is not None:
+            summary += (
+                f"\nThe last collectives of each rank r that could write them: {prefix}r (torchfrtrace reads them)."
+            )
         silent = [rank for rank, heartbeat in heartbeats.items() if heartbeat.get("silent", False)]
-        self._board.end(json.dumps({"reason": f"{name} gave up: {text}", "silent": silent}))
-        kill_silent(silent, who)
+        notice = json.dumps({"reason": f"{name} gave up: {text}", "silent": silent, "summary": summary})
+        self._board.end(notice)
         self._board.flush(STORE_S if not trouble else 0.0)
+        ended = self._board.ended
+        if ended is not None and ended != notice:
+            self._follow(ended)  # another rank was faster: every rank says the same
+        _tell(summary)
+        kill_silent(silent, who)
+        self._leave_record()
         os._exit(EXIT_CODE)
 
     def _follow(self, reason: str) -> None:
         """End this rank, because another one has ended the job."""
-        name, (_, text, since) = self._names[self._rank], self._line
-        doing, notice = f"{text}, since {time.monotonic() - since:.1f} s", json.loads(reason)
-        message = f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}."
-        _tell(message)
+        name, line = self._names[self._rank], self._line
+        doing, notice = f"{line.text}, since {time.monotonic() - line.since:.1f} s", json.loads(reason)
+        _tell(f"hf_parallel: {name} ends, because {notice['reason']}. It was here: {doing}.")
+        if "summary" in notice:
+            _tell(notice["summary"])
         if notice["silent"]:
             kill_silent([rank for rank in notice["silent"] if rank != self._rank], self._board.read("who", STORE_S))
+        self._leave_record()
         os._exit(EXIT_CODE)
+
+    def _leave_record(self) -> None:
+        """Write the last collectives of this rank, if torch records them; what takes longer than a moment is left out."""
+        prefix = record_prefix(os.environ)
+        if prefix is not None:
+            writer = threading.Thread(target=write_record, args=(f"{prefix}{self._rank}",), daemon=True)
+            writer.start()
+            writer.join(RECORD_S)
 
     def _name_uncaught_exceptions(self) -> None:
         """After the traceback of an uncaught exception, name this rank here and to the others."""
@@ -305,101 +384,3 @@ class _WatchThread(threading.Thread):
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog._watch, name="hf_parallel-watchdog", daemon=True)
         self.watchdog, self.pid = watchdog, os.getpid()
-
-
-class Excuse:
-    """Seconds of the present wait in which this process itself was stopped."""
-
-    def __init__(self) -> None:
-        self._line: object = None
-        self.seconds = 0.0
-
-    def note(self, line: object, gap: float) -> None:
-        """Count a gap between two looks at `line`."""
-        if line is not self._line:
-            self._line, self.seconds = line, 0.0
-        if gap > STOPPED_S:
-            self.seconds += gap
-
-
-def _is_last(heartbeat: str) -> bool:
-    return bool(json.loads(heartbeat)["last"])
-
-
-def kill_silent(silent: Sequence[int], who: Mapping[int, str]) -> list[int]:
-    """Kill the silent ranks of this machine, which nobody else would do for half a minute; the ranks killed.
-
-    Args:
-        silent: Ranks that write no heartbeat.
-        who: What each rank wrote about its process.
-    """
-    killed = []
-    for rank in silent:
-        *host, pid, birth = json.loads(who.get(rank, "[null, null, 0, null]"))
-        is_here = host[0] is not None and host == list(host_identity()) and pid != os.getpid()
-        # Process numbers are used again: it is the same process if it was born at the same tick.
-        if is_here and birth is not None and birth_of(pid) == birth:
-            with suppress(OSError):  # it is gone already, or another user's
-                os.kill(pid, signal.SIGKILL)
-                killed.append(rank)
-    return killed
-
-
-class Stay:
-    """How long this process has stayed in one collective."""
-
-    def __init__(self) -> None:
-        self._call: object = None
-        self._since = 0.0
-
-    def look(self) -> tuple[str | None, float]:
-        """Name of the collective that a thread is in, or None, and since when it was seen in that very call."""
-        call, name = blocked_collective()
-        if call != self._call:
-            self._call, self._since = call, time.monotonic()
-        return name, self._since
-
-
-def report(
-    names: Sequence[str],
-    rank: int,
-    text: str,
-    age: float,
-    heartbeats: Mapping[int, Mapping[str, Any]],
-    timeout_s: float,
-    trouble: str = "",
-) -> str:
-    """The message of a hang: who waits, for what, and what every rank was last seen doing.
-
-    Args:
-        names: Words for every rank.
-        rank: Who gives up.
-        text: What it waits for.
-        age: How long, in seconds.
-        heartbeats: The last line of each rank that is known.
-        timeout_s: The longest wait allowed.
-        trouble: What is wrong with the store that lines come from; empty if nothing.
-    """
-    stuck = [r for r in range(len(names)) if r != rank and (r not in heartbeats or not heartbeats[r]["waits"])]
-    lines = [f"hf_parallel: {names[rank]} gave up: {text}, for {age:.1f} s (monitor.hang_timeout_s={timeout_s:g})."]
-    if trouble:
-        lines.append(f"{trouble[0].upper()}{trouble[1:]}, so what other ranks do is not known from here.")
-    elif stuck:
-        lines.append("The job waits for: " + ", ".join(names[r] for r in stuck) + ".")
-    for other in range(len(names)):
-        heartbeat = heartbeats.get(other)
-        seen = (
-            f"{heartbeat['text']}, since {heartbeat['age']:.1f} s"
-            if heartbeat
-            else "not known"
-            if trouble
-            else "never seen"
-        )
-        lines.append(f"  {names[other]}: {seen}")
-    if trouble:
-        lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")
-    else:
-        lines.append(
-            "If that rank is only slow (a long evaluation, a first compilation), raise monitor.hang_timeout_s."
-        )
-    return "\n".join(lines)

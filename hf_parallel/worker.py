@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from hf_parallel.compat.private_collectives import record_collectives
+from hf_parallel.compat.private_rendezvous import separate_starts
 from hf_parallel.deepspeed.worker import DEVICE, is_cpu_worker, prepare_deepspeed
 from hf_parallel.logs import quiet_other_ranks, quiet_without_device
 from hf_parallel.settings.config import HFParallelConfig
@@ -21,6 +23,7 @@ def prepare_worker() -> None:
     """
     if "LOCAL_RANK" not in os.environ:
         return
+    separate_starts(os.environ)
     quiet_other_ranks(int(os.environ.get("RANK", "0") or 0))
     launch = find_launch()
     config, accelerate = settings_of(launch)
@@ -31,6 +34,8 @@ def prepare_worker() -> None:
         quiet_without_device()
     if not has_accelerator():
         os.environ.setdefault(DEVICE, "cpu")  # what DeepSpeed finds out itself, and logs on every rank
+    else:
+        record_collectives(os.environ)
     if config is not None:
         prepare_engine(config)
 

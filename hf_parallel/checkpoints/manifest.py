@@ -23,6 +23,7 @@ from hf_parallel.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 1
 OPEN = "open"
+RUN = "run"  # of which launch the checkpoint is
 SHA256 = re.compile(r"[0-9a-f]{64}")
 BLOCK = 1 << 22
 LONGEST_JSON = 1 << 28  # bytes
@@ -55,10 +56,13 @@ class Manifest:
     Args:
         files: Every file by its name in the folder.
         is_open: Whether callbacks were still to add files when it was written.
+        run: Of a run whose launcher starts processes again: `launches` (its launchers), `writer` (the process of rank 0), `call` (of
+            `train()`, from 0) and `rows` (in an optimizer step).
     """
 
     files: Mapping[str, FileRecord]
     is_open: bool
+    run: Mapping[str, Any] | None = None
 
 
 def files_of(folder: Path) -> list[str]:
@@ -185,7 +189,7 @@ def load_manifest(folder: Path) -> Manifest | None:
             f"{path} cannot be read: {problem}. It is truncated or damaged, or was not written by a save."
         )
     files = {name: FileRecord(entry["bytes"], entry["sha256"]) for name, entry in found["files"].items()}
-    return Manifest(files, found.get(OPEN, False))
+    return Manifest(files, found.get(OPEN, False), found.get(RUN))
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
@@ -214,7 +218,20 @@ def _odd_facts(found: Mapping[str, Any]) -> str | None:
         return f"step={found['step']!r:.60} is not a number of steps"
     if not isinstance(tensors, dict) or not all(map(is_count, tensors.values())):
         return f"tensors={tensors!r:.60} are no numbers of tensors"
+    if not _is_run(found.get(RUN)):
+        return f"{RUN}={found[RUN]!r:.100} is not what a save says of its launch"
     return None if type(found.get(OPEN, False)) is bool else f"{OPEN}={found[OPEN]!r:.60} is neither true nor false"
+
+
+def _is_run(run: object) -> bool:
+    if run is None:
+        return True
+    if not isinstance(run, dict) or run.keys() != {"launches", "writer", "call", "rows"}:
+        return False
+    launches = run["launches"]
+    if not isinstance(launches, list) or not all(isinstance(each, str) for each in launches):
+        return False
+    return isinstance(run["writer"], str) and is_count(run["call"]) and is_count(run["rows"])
 
 
 def _odd_entry(item: tuple[str, Any]) -> str | None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import dis
 import re
 import sys
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Protocol
 
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.distributed_c10d import Store
@@ -43,6 +46,55 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
         if thread != own and frame.f_globals is vars(distributed_c10d):
             return (id(frame), frame.f_lasti), frame.f_code.co_name
     return None, None
+
+
+def blocked_ranks() -> list[int] | None:
+    """The ranks of the group whose collective another thread of this process is in; None if there is none, or it is not known.
+
+    Only of a thread that stays there: what its frame holds is read while it cannot go on.
+    """
+    from torch.distributed import distributed_c10d, get_process_group_ranks
+
+    own = threading.get_ident()
+    for thread, frame in sys._current_frames().items():
+        if thread != own and frame.f_globals is vars(distributed_c10d) and "group" in frame.f_code.co_varnames:
+            try:
+                return list(get_process_group_ranks(frame.f_locals.get("group")))
+            except (RuntimeError, ValueError, KeyError):  # a group that is gone, or not this process's
+                return None
+    return None
+
+
+RECORD_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the name before torch 2.8
+RECORD_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def record_collectives(environment: MutableMapping[str, str]) -> None:
+    """Let torch record the last collectives of NCCL, unless the user has chosen; before a process group exists."""
+    if not any(name in environment for name in RECORD_SIZES):
+        environment[RECORD_SIZES[1]] = "2000"
+    environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def record_prefix(environment: Mapping[str, str]) -> str | None:
+    """What the files with recorded collectives begin with, followed by the rank; None if nothing is recorded."""
+    if not any(environment.get(name, "0") not in ("", "0") for name in RECORD_SIZES):
+        return None
+    chosen = (environment.get(name) for name in RECORD_FILES)
+    return next(filter(None, chosen), f"{tempfile.gettempdir()}/nccl_trace_rank_")
+
+
+def write_record(path: str) -> bool:
+    """Write what torch recorded, for `torchfrtrace`; whether there is anything."""
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None) or getattr(_distributed_c10d, "_dump_fr_trace", None)
+    content: bytes = dump() if dump is not None else b""
+    if not content:
+        return False
+    with open(path, "wb") as file:
+        file.write(content)
+    return True
 
 
 class Pending(Protocol):

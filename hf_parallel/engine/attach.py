@@ -100,13 +100,14 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
     mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
     kind, device = schedule.settings.transport, attachment.device
     backend = "gloo" if kind == "host" and device.type != "cpu" else None
+    awaited = [(mesh.shape.rank_at(mesh.dp_rank, pp_rank, mesh.tp_rank),) for pp_rank in range(mesh.shape.pp_size)]
     groups = mesh.channel_groups(neighbour_pairs(schedule.placement), backend)
     runtime = PipelineRuntime(
         stages.by_index,
         schedule.placement,
         mesh.pp_rank,
         {pair: make_transport(kind, device, group) for pair, group in groups.items()},
-        probe=Probe(waits=watchdog.waits, runs=watchdog.runs),
+        probe=Probe(waits=lambda text, peer: watchdog.waits(text, awaited[peer]), runs=watchdog.runs),
         weights=stages.weights,
     )
     return ReadingPipelineEngine(

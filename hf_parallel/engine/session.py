@@ -107,7 +107,7 @@ class Session:
         )
         store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]
-        watchdog = Watchdog(store, mesh.rank, names, limit)
+        watchdog = Watchdog(store, mesh.rank, names, limit, config.monitor.hang_floor_s, shape.axes_of)
         watchdog.start()
         if mesh.rank == 0:
             backend = f" by {dist.get_backend()}" if dist.is_initialized() else ""

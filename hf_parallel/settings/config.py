@@ -70,6 +70,8 @@ class HFParallelConfig(Section):
             checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
+        global_batch_size: Rows of an optimizer step, 1 or more, whatever the number of replicas: batches are accumulated so that
+            there are as many. None: as many as rows per device, replicas and accumulation give.
         chunked_loss: Compute the loss from hidden states, a few tokens at a time, so that logits never exist as a whole: "auto"
             where ranks share the model and a trial shows that it is exact, True there or an error, False never.
         pipeline: Stages, microbatches and schedule.
@@ -99,6 +101,13 @@ class HFParallelConfig(Section):
             description="batches of an optimizer step, an integer of 1 or more, or 'auto' (TrainingArguments' number)"
         ),
     ] = "auto"
+    global_batch_size: Annotated[
+        Count | None,
+        Field(
+            description="rows of an optimizer step, an integer of 1 or more, kept with any number of replicas by accumulating batches; "
+            "or null"
+        ),
+    ] = None
     chunked_loss: Annotated[
         Literal["auto"] | bool,
         Field(
@@ -148,6 +157,7 @@ class HFParallelConfig(Section):
             ]
         problems += [
             *self._beside_auto(),
+            *self._accumulated_twice(),
             *self._uncompiled(),
             *self._without_effect(),
             *self._loss_problems(),
@@ -166,6 +176,15 @@ class HFParallelConfig(Section):
             f"{name}={spelled(value)} with layout=auto: the plan says it. Leave {name} out, or set layout to given."
             for name, value in self.model_dump(exclude_defaults=True).items()
             if name not in BESIDE_AUTO
+        ]
+
+    def _accumulated_twice(self) -> list[str]:
+        """Two settings that say how many batches a step has."""
+        if self.global_batch_size is None or self.gradient_accumulation_steps == "auto":
+            return []
+        return [
+            f"global_batch_size={self.global_batch_size} with gradient_accumulation_steps={self.gradient_accumulation_steps}: the first "
+            "follows the number of replicas, the second does not. Remove one of them."
         ]
 
     def _without_effect(self) -> list[str]:

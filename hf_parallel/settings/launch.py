@@ -305,6 +305,21 @@ def _launcher_of(process: int) -> tuple[Launcher, Path | None]:
     return ("torchrun" if "LOCAL_RANK" in os.environ else "none"), None
 
 
+@functools.lru_cache(maxsize=1)
+def launcher_pid(process: int) -> int | None:
+    """Number of the process that launched `process`: the nearest of its parents that is a launcher; None without one."""
+    import psutil
+
+    try:
+        for parent in psutil.Process(process).parents():
+            command = parent.cmdline()
+            if _accelerate_arguments(command) is not None or _is_torchrun(command):
+                return parent.pid
+    except (psutil.Error, OSError):  # a container may hide /proc: nothing of an earlier start is known then
+        return None
+    return None
+
+
 def _accelerate_arguments(command: list[str]) -> list[str] | None:
     """Return what follows `accelerate launch` on a command line, in any of its spellings, or None."""
     for index, token in enumerate(command[:-1]):

@@ -335,6 +335,20 @@ class CheckpointConfig(Section):
             description="true or false: whether the training state is written while training goes on, from a copy in RAM"
         ),
     ] = False
+    auto_resume: Annotated[
+        bool,
+        Field(
+            description="true or false: whether a run that its launcher starts again (--max_restarts) goes on from its newest complete "
+            "checkpoint"
+        ),
+    ] = True
+    memory_steps: Annotated[
+        NonNegative,
+        Field(
+            description="an integer of 0 or more: every so many steps a checkpoint in the memory of the machine, from which a restart "
+            "goes on (0: none)"
+        ),
+    ] = 0
 
 
 class MonitorConfig(Section):
@@ -344,6 +358,13 @@ class MonitorConfig(Section):
         Seconds,
         Field(description="seconds above 0 that a rank may wait for another before the run ends (.inf: never)"),
     ] = 600.0
+    hang_floor_s: Annotated[
+        Seconds,
+        Field(
+            description="seconds above 0 that a rank may wait for one that does what every step does, where ten times the longest "
+            "of the last steps is less (.inf: hang_timeout_s alone)"
+        ),
+    ] = 15.0
     batch_check_steps: Annotated[
         NonNegative,
         Field(

@@ -92,6 +92,8 @@ def _unread_by_deepspeed(given: Mapping[str, Any]) -> Iterator[str]:
     for section in others:
         for key, value in given[section].items() if isinstance(given[section], Mapping) else ():
             yield _unread(f"{section}.{key}", value, INSTEAD.get(section, f"Remove {section}.{key}"))
+    if given.get("global_batch_size") is not None:
+        yield _unread("global_batch_size", given["global_batch_size"], "Set gradient_accumulation_steps instead")
     for key in ("dp_shard_size", "overlap_gather"):
         if key in given.get("zero", {}):
             yield _unread(f"zero.{key}", given["zero"][key], INSTEAD[key])

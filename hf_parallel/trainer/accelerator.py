@@ -29,9 +29,28 @@ from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
+from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.trainer.model_folder import counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
+
+
+def refuse_in_loop(config: HFParallelConfig) -> None:
+    """Refuse settings that only a Trainer reads.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    given = {
+        "global_batch_size": config.global_batch_size,
+        "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
+    }
+    unread = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if unread:
+        raise ConfigError(
+            f"{', '.join(unread)} in a loop without a Trainer has no effect: the loop decides how it accumulates batches and saves. "
+            "Leave it out, or train with a Trainer."
+        )
 
 
 class HFParallelAccelerator(ReplicaViewMixin):
@@ -112,6 +131,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if engine.gradients.replicas.wire is not None and self.scaler is not None:
             engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)
         if known is None and self.hf_parallel.raw_loop:
+            refuse_in_loop(self.hf_parallel.config)
             state, wanted = self.gradient_state, self.hf_parallel.config.gradient_accumulation_steps
             state.plugin_kwargs["num_steps"] = accumulation_steps(wanted, state.num_steps, "Accelerator")
         if known is None and self.hf_parallel.total_steps is not None:
@@ -146,6 +166,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = HFParallelOptimizer
+            prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
             prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)

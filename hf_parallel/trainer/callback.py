@@ -34,7 +34,7 @@ from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.mesh import compare_over_ranks, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
-from hf_parallel.settings.accumulation import accumulation_steps
+from hf_parallel.settings.accumulation import accumulation_for, accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
@@ -44,6 +44,7 @@ from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.of_trl import packed_sample, problems_of
 from hf_parallel.trainer.plugin import HFParallelPlugin
+from hf_parallel.trainer.restarts import refuse_memory
 from hf_parallel.worker import prepare_engine
 
 
@@ -99,6 +100,11 @@ class HFParallelCallback(TrainerCallback):
         if refuse_engine(trainer, self.config):
             return
         set_accumulation(trainer, self.config)
+        refuse_memory(
+            self.config.checkpoint,
+            dist.get_world_size() if dist.is_initialized() else 1,
+            only_model=args.save_only_model,
+        )
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.info("hf_parallel: %s", self.explanation)
             _save_for_any_layout(trainer, self.config)
@@ -190,7 +196,7 @@ def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
         return
     _mix_in(trainer)
     if isinstance(trainer, HFParallelTrainerMixin):
-        trainer.save_for_any_layout(config.checkpoint.async_save)
+        trainer.save_for_any_layout(config.checkpoint)
 
 
 def _mix_in(trainer: Trainer) -> None:
@@ -217,7 +223,17 @@ def set_accumulation(trainer: Trainer, config: HFParallelConfig) -> None:
         ConfigError: TrainingArguments say another.
     """
     args, wanted = trainer.args, config.gradient_accumulation_steps
-    steps = accumulation_steps(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    if config.global_batch_size is None:
+        steps = accumulation_steps(wanted, args.gradient_accumulation_steps, "TrainingArguments")
+    else:
+        if trainer.accelerator.split_batches:
+            raise ConfigError(
+                f"global_batch_size={config.global_batch_size} with split_batches=True: two settings would say how many rows a batch "
+                "has. Set split_batches of accelerator_config to False."
+            )
+        replicas = config.dp_size(dist.get_world_size() if dist.is_initialized() else 1)
+        rows = args.per_device_train_batch_size
+        steps = accumulation_for(config.global_batch_size, rows, replicas, args.gradient_accumulation_steps)
     if steps != args.gradient_accumulation_steps:
         args.gradient_accumulation_steps = steps
         logger.info("hf_parallel: gradient_accumulation_steps=%d, from the settings.", steps)

@@ -33,7 +33,8 @@ from hf_parallel.checkpoints.folders import (
     rotate,
     write_manifest,
 )
-from hf_parallel.checkpoints.manifest import OPEN
+from hf_parallel.checkpoints.manifest import OPEN, RUN
+from hf_parallel.checkpoints.memory import make_memory_folder, memory_folder
 from hf_parallel.checkpoints.state.background import Background, Channels, on_host
 from hf_parallel.checkpoints.state.dcp import TensorIndex
 from hf_parallel.checkpoints.state.note import add_note, overlooked
@@ -45,33 +46,32 @@ from hf_parallel.checkpoints.weights.gather import tensor_names
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
-from hf_parallel.trainer.resuming import ResumeMixin
+from hf_parallel.settings.sections import CheckpointConfig
+from hf_parallel.trainer.restarts import RestartMixin
 
 
-class CheckpointMixin(ResumeMixin):
+class CheckpointMixin(RestartMixin):
     """Checkpoints by all ranks; everything falls back to stock for a Trainer that hf_parallel does not drive."""
 
     _hf_parallel_staging: Path | None = None
     _hf_parallel_push: bool = False
-    _hf_parallel_async: bool = False
     _hf_parallel_taken: Snapshot | None = None  # of the save that is being made, if it is written in the background
     _hf_parallel_pending: Background | None = None
     _hf_parallel_channels: Channels | None = None
     _hf_parallel_ready: Callable[[], None] | None = None  # writes a checkpoint, after callbacks had their turn
     _hf_parallel_published: Published | None = None  # a checkpoint that callbacks may add files to
     _hf_parallel_claim: Claim | None = None
+    _hf_parallel_saved: int = -1  # the last step of which a checkpoint was written
     _hf_parallel_is_new: bool = True  # whether the folder that is being written did not exist
 
-    def save_for_any_layout(self, async_save: bool) -> None:
+    def save_for_any_layout(self, settings: CheckpointConfig) -> None:
         """Let a Trainer in one process, otherwise stock, write checkpoints that several ranks can resume."""
-        self._hf_parallel_alone, self._hf_parallel_async = True, async_save
+        self._hf_parallel_alone, self._hf_parallel_checkpoint = True, settings
 
     @property
     def _saves_behind(self) -> bool:
         """Whether training goes on while a checkpoint is written. Uploads need it complete, so they wait."""
-        session = self.hf_parallel_session
-        wanted = self._hf_parallel_async if session is None else session.config.checkpoint.async_save
-        return wanted and not self.args.push_to_hub and not self.args.save_only_model
+        return self._checkpoint_settings.async_save and not self.args.push_to_hub and not self.args.save_only_model
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As stock; True resumes from the newest checkpoint that is complete."""
@@ -85,11 +85,14 @@ class CheckpointMixin(ResumeMixin):
             )
         if session is not None and self.model_init is not None:
             session.release()  # stock makes a new model now
+        if self._hf_parallel_checkpoints:
+            resume_from_checkpoint = self._begin_run(resume_from_checkpoint)
         if resume_from_checkpoint is True and self._hf_parallel_checkpoints:
             resume_from_checkpoint = self._newest_checkpoint()
         with overlooked() if self._hf_parallel_checkpoints else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish_saving()
+        self._end_run()
         return output
 
     def _require_shared_folder(self) -> None:
@@ -105,8 +108,9 @@ class CheckpointMixin(ResumeMixin):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock; a checkpoint that is being written comes first: both may use the same staging folder."""
-        self._finish_saving()
-        super().save_model(output_dir, _internal_call)
+        with self._doing("saves the model"):
+            self._finish_saving()
+            super().save_model(output_dir, _internal_call)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock; raises what went wrong with a checkpoint that is written meanwhile."""
@@ -123,10 +127,19 @@ class CheckpointMixin(ResumeMixin):
         """As stock; lists what callbacks put into a checkpoint in `on_save`."""
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._begin_writing()
+        self._save_in_memory()
         published, self._hf_parallel_published = self._hf_parallel_published, None
         if published is not None:
             with self._waiting("waits for the other ranks to list what callbacks added to the checkpoint"):
                 relist(published, self._hf_parallel_mesh)
+
+    def _save_in_memory(self) -> None:
+        """Keep the step that has ended in memory, if it is due and was not saved on disk anyway."""
+        step, known = self.state.global_step, self._hf_parallel_saved
+        if not self._memory_due() or step == known or step >= self.state.max_steps:
+            return
+        with self._doing("saves a checkpoint in memory"):
+            self._write_checkpoint(self.model, None, memory_folder(Path(self.args.output_dir or ".")))
 
     def _begin_writing(self) -> None:
         """Start the thread that writes a checkpoint, if one is to be written."""
@@ -143,7 +156,7 @@ class CheckpointMixin(ResumeMixin):
         self._begin_writing()
         pending, self._hf_parallel_pending = self._hf_parallel_pending, None
         if pending is not None:
-            with self._waiting("waits for the checkpoint to be written"):
+            with self._doing("writes a checkpoint"), self._waiting("waits for the checkpoint to be written"):
                 pending.wait()
 
     # -- saving ----------------------------------------------------------------------------------------------------
@@ -158,14 +171,22 @@ class CheckpointMixin(ResumeMixin):
         if not self._hf_parallel_checkpoints:
             super()._save_checkpoint(model, trial)
             return
+        with self._doing("saves a checkpoint"):
+            self._write_checkpoint(model, trial)
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, memory: Path | None = None) -> None:
+        """On disk, or in a folder in memory, which has one at a time."""
         self._finish_saving()
         self._synchronise()
-        run_dir = Path(super()._get_output_dir(trial))
+        self._hf_parallel_saved = self.state.global_step
+        run_dir = Path(super()._get_output_dir(trial)) if memory is None else memory
         staging, name = run_dir / STAGING, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         best = self.state.best_model_checkpoint
         try:
             with self._together(run_dir / name, "prepare the checkpoint folder"):
                 if self.args.should_save:
+                    if memory is not None:
+                        make_memory_folder(memory)
                     self._hf_parallel_claim = Claim(run_dir)
                     self._hf_parallel_claim.take()
                     self._hf_parallel_is_new = not os.path.lexists(run_dir / name)
@@ -174,7 +195,7 @@ class CheckpointMixin(ResumeMixin):
             self._hf_parallel_staging, self._hf_parallel_push = staging, False
             with self._together(run_dir / name, "write the checkpoint"):
                 super()._save_checkpoint(model, trial)
-            self.state.best_model_checkpoint = self._best_checkpoint(run_dir, best)
+            self.state.best_model_checkpoint = best if memory is not None else self._best_checkpoint(run_dir, best)
             with self._together(run_dir / name, "finish the checkpoint"):
                 if self.args.should_save:
                     self.state.save_to_json(str(staging / name / STATE))
@@ -186,8 +207,8 @@ class CheckpointMixin(ResumeMixin):
         finally:
             self._hf_parallel_staging = None
         self._hf_parallel_published = None
-        self._commit(staging / name, run_dir / name)
-        if self._hf_parallel_push:
+        self._commit(staging / name, run_dir / name, in_memory=memory is not None)
+        if self._hf_parallel_push and memory is None:
             self._push_from_checkpoint(str(run_dir / name))
 
     def _discard(self, staging: Path) -> None:
@@ -197,14 +218,14 @@ class CheckpointMixin(ResumeMixin):
             shutil.rmtree(staging, ignore_errors=True)
             claim.release()
 
-    def _commit(self, staged: Path, final: Path) -> None:
+    def _commit(self, staged: Path, final: Path, *, in_memory: bool) -> None:
         """Publish a folder, here or in a thread that also writes the training state into it."""
         taken, self._hf_parallel_taken = self._hf_parallel_taken, None
         group = None
         if taken is not None:
             self._hf_parallel_channels = self._hf_parallel_channels or self._make_channels()
             group = self._hf_parallel_channels.saving
-        finish = self._publisher(staged, final, group)
+        finish = self._publisher(staged, final, group, in_memory=in_memory)
         if taken is None or self._hf_parallel_channels is None:
             with self._waiting("waits for the other ranks to publish the checkpoint"):
                 finish()
@@ -225,11 +246,14 @@ class CheckpointMixin(ResumeMixin):
         mesh = self._hf_parallel_mesh
         return Channels.make(mesh.shape.world_size, mesh.timeout)
 
-    def _publisher(self, staged: Path, final: Path, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    def _publisher(
+        self, staged: Path, final: Path, group: dist.ProcessGroup | None, *, in_memory: bool
+    ) -> Callable[[], None]:
         """What brings every file to disk, lists them, and gives the folder its name; only then may older ones go."""
         mesh, state, args = self._hf_parallel_mesh, self.state, self.args
         step, best, writer = state.global_step, state.best_model_checkpoint, args.should_save
-        adds, is_new = self._callbacks_add_files and group is None, self._hf_parallel_is_new
+        adds, is_new = self._callbacks_add_files and group is None and not in_memory, self._hf_parallel_is_new
+        limit, run = 1 if in_memory else args.save_total_limit, self._hf_parallel_run
 
         def finish() -> None:
             try:
@@ -240,10 +264,10 @@ class CheckpointMixin(ResumeMixin):
                 facts: dict[str, Any] = {}
                 with together(mesh, final, group):
                     if writer:
-                        facts = {"step": step, "tensors": _count(staged)}
+                        facts = {"step": step, "tensors": _count(staged), **({} if run is None else {RUN: run})}
                         write_manifest(staged, files, {**facts, OPEN: True} if is_open else facts)
                         publish(staged, final)
-                        rotate(final.parent, args.save_total_limit, final, best)
+                        rotate(final.parent, limit, final, best)
                 if is_open:
                     self._hf_parallel_published = Published(final, files, facts, looks_of(final))
             finally:

@@ -42,6 +42,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
     _hf_parallel_watched: UserCode | None = None
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
+    _hf_parallel_epoch_begins: bool = False
     _hf_parallel_accumulation: int | None = None  # what stock counted the batches of this epoch's steps by
 
     # -- attaching -----------------------------------------------------------------------------------------------
@@ -83,13 +84,15 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, on equal replicas."""
-        self._synchronise()
-        return super().evaluate(*args, **kwargs)
+        with self._doing("evaluates"):
+            self._synchronise()
+            return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, on equal replicas."""
-        self._synchronise()
-        return super().predict(*args, **kwargs)
+        with self._doing("predicts"):
+            self._synchronise()
+            return super().predict(*args, **kwargs)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """As stock; remembers how many batches a step has, in case a callback changes that within the epoch."""
         self._hf_parallel_accumulation = self.args.gradient_accumulation_steps
+        self._hf_parallel_epoch_begins = True  # workers start, data is shuffled
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_batch_samples(
@@ -118,7 +122,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
     ) -> tuple[list[Any], Any]:
         """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
         self._hf_parallel_window = []
-        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
+        with self._doing("is in the data loader", in_steps=not begins):
+            samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         pipeline = self._pipeline
         if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
             prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]

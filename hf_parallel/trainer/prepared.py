@@ -13,6 +13,7 @@ from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.guards.optimizer_parts import refuse_groups
 from hf_parallel.guards.parts import marked_state, plain_state
 from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.watchdog import Watchdog
 
 
 class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -21,6 +22,7 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     gradients: GradientSync
     own_hooks: OwnHooks
     is_part: bool
+    watchdog: Watchdog
 
     @property
     def param_groups(self) -> Any:
@@ -68,6 +70,8 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
         super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self.watchdog.ends_step()
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -60,16 +61,21 @@ class ResumeMixin(SavingMixin):
         buffers = {entry.name: others[entry.name] for entry in ledger if entry.kind == "buffer"}
         return Holdings(ledger, self._hf_parallel_mesh, parameters, buffers)
 
+    @property
+    def _run_dirs(self) -> list[Path]:
+        """Where checkpoints of this run may be."""
+        return [Path(self.args.output_dir or ".")]
+
     def _newest_checkpoint(self) -> str:
         """Path of the newest complete checkpoint, the same on every rank; what killed saves left is removed.
 
         Raises:
             CheckpointError: There is none.
         """
-        run_dir, found = Path(self.args.output_dir or "."), [""]
-        with self._together(run_dir, "find a checkpoint", writes=False):
+        run_dirs, found = self._run_dirs, [""]
+        with self._together(run_dirs[0], "find a checkpoint", writes=False):
             if self._hf_parallel_mesh.rank == 0:
-                found = [_find_newest(run_dir)]
+                found = [_find_newest(run_dirs)]
         if dist.is_initialized():
             dist.broadcast_object_list(found, src=0)
         return found[0]
@@ -201,7 +207,26 @@ class ResumeMixin(SavingMixin):
             super()._load_rng_state(folder)
 
 
-def _find_newest(run_dir: Path) -> str:
+def _find_newest(run_dirs: Sequence[Path]) -> str:
+    found = []
+    for run_dir in run_dirs:
+        _clean(run_dir)
+        path, passed = newest(run_dir)
+        for reason in passed:
+            logger.warning("hf_parallel: passed over an incomplete checkpoint: %s.", reason)
+        if path is not None:
+            found.append(path)
+    if not found:
+        raise CheckpointError(f"{run_dirs[0]} has no complete checkpoint to resume from. Start without resuming.")
+    return str(max(found, key=step_of))
+
+
+def step_of(folder: Path) -> int:
+    """Number of steps in the name of a checkpoint."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def _clean(run_dir: Path) -> None:
     claim = Claim(run_dir)
     try:
         if run_dir.is_dir():
@@ -211,9 +236,3 @@ def _find_newest(run_dir: Path) -> str:
         logger.warning("hf_parallel: what killed saves left is not removed: %s", busy)
     finally:
         claim.release()
-    path, passed = newest(run_dir)
-    for reason in passed:
-        logger.warning("hf_parallel: passed over an incomplete checkpoint: %s.", reason)
-    if path is None:
-        raise CheckpointError(f"{run_dir} has no complete checkpoint to resume from. Start without resuming.")
-    return str(path)

@@ -76,6 +76,11 @@ class SavingMixin(Base):
         session = self.hf_parallel_session
         return nullcontext() if session is None else session.watchdog.waiting(text)
 
+    def _doing(self, text: str, *, in_steps: bool = False) -> AbstractContextManager[None]:
+        """For whoever asks what a rank does that others wait for."""
+        session = self.hf_parallel_session
+        return nullcontext() if session is None else session.watchdog.doing(text, in_steps=in_steps)
+
     @property
     def _hf_parallel_mesh(self) -> Mesh:
         session = self.hf_parallel_session

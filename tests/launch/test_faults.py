@@ -68,7 +68,7 @@ def test_a_stopped_rank_does_not_hold_the_job(what: str, section: str, tmp_path:
     stderr = job.end(BELOW_THE_GRACE_S)
     assert job.process.returncode != 0
     assert re.search(r"The job waits for: rank 1 \((pp|dp) 1 of 2\)\.", stderr), stderr[-3000:]
-    assert what == "sleep" or "silent; last seen" in stderr
+    assert what == "sleep" or "silent (stopped); last seen" in stderr
     for rank in range(2):
         assert not psutil.pid_exists(int((tmp_path / f"pid{rank}").read_text()))
 

@@ -123,10 +123,11 @@ def test_a_failing_rank_ends_the_job_and_is_named(what: str, tmp_path: Path) -> 
         assert "hf_parallel: rank 1 (pp 1 of 2) failed: ValueError: a bad row" in stderr
     elif what == "die":
         assert re.search(r"rank\s*: 1 .*\n.*exitcode\s*: 9", stderr)
-        assert "rank 0 (pp 0 of 2) lost rank 1 (pp 1 of 2)" in stderr
+        assert "rank 0 (pp 0 of 2) lost rank 1 (pp 1 of 2), which has ended with exit code 9" in stderr
     else:
         assert "The job waits for: rank 1 (pp 1 of 2)." in stderr
-        assert "rank 1 (pp 1 of 2): runs outside hf_parallel (data loading, user code)" in stderr
+        assert "held up by rank 1 (pp 1 of 2), which is in the data loader since" in stderr
+        assert re.search(r"\(stack: collate at [^ ]*train\.py:\d+ < ", stderr)
 
 
 def test_a_job_killed_while_it_saves_leaves_complete_checkpoints_and_resumes(tmp_path: Path) -> None:

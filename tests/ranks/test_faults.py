@@ -120,7 +120,7 @@ def test_a_stopped_rank_is_marked_and_does_not_outlive_the_job(layout: str, wher
     assert "exited with code 86" in reports["0"]
     assert "exited with code -9" in reports["1"]  # killed by rank 0: nobody else is there to do it
     assert re.search(rf"The job waits for: {NAME[layout]}\.", stderr), stderr
-    assert re.search(rf"  {NAME[layout]}: silent; last seen: ", stderr), stderr
+    assert re.search(rf"  {NAME[layout]}: silent \(stopped\); last seen: ", stderr), stderr
 
 
 @pytest.mark.parametrize(("layout", "where"), [("dp2", "collator"), pytest.param("pp2", "forward", marks=SLOW)])

@@ -334,7 +334,7 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
     runtime = runtime_for(stage, rank, world_size)
     said: list[str] = []
     timed: list[str] = []
-    runtime.probe.waits = runtime.probe.runs = said.append
+    runtime.probe.waits, runtime.probe.runs = lambda text, peer: said.append(f"{text} ({peer})"), said.append
     runtime.probe.trace = lambda name, wall, cpu: timed.append(name) if wall >= 0.0 and cpu >= 0.0 else None
     for (source, _), group in channel_groups(tuple(neighbour_pairs(range(world_size))), world_size).items():
         connect(make_transport("auto", CPU, group), sends=source == rank)
@@ -344,10 +344,16 @@ def observers_rank(rank: int, world_size: int) -> tuple[list[str], list[str]]:
 
 def test_observers_hear_every_wait_and_every_action(tmp_path: Path) -> None:
     first, last = run_ranks(observers_rank, 2, tmp_path=tmp_path)
-    assert [text for text in last[0] if "runs" in text] == [f"stage 1 runs 1{a}" for a in ("F0", "B0", "F1", "B1")]
-    assert "waits at stage 1 for the activation of microbatch 1 from stage 0" in last[0]
-    assert "waits at stage 0 for the gradient of microbatch 1 from stage 1" in first[0]
-    assert "waits at stage 0 for stage 1 to receive the activation of microbatch 1" in first[0]
+    computed = (
+        "forward of microbatch 0",
+        "backward of microbatch 0",
+        "forward of microbatch 1",
+        "backward of microbatch 1",
+    )
+    assert [text for text in last[0] if "runs" in text] == [f"runs the {action} at stage 1" for action in computed]
+    assert "waits at stage 1 for the activation of microbatch 1 from stage 0 (0)" in last[0]
+    assert "waits at stage 0 for the gradient of microbatch 1 from stage 1 (1)" in first[0]
+    assert "waits at stage 0 for stage 1 to receive the activation of microbatch 1 (1)" in first[0]
     assert [name for name in first[1] if "F" in name or "B" in name] == ["0F0", "0F1", "0B0", "0B1"]
 
 

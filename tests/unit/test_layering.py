@@ -15,8 +15,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
-    {"errors", "logs", "machine", "noticeboard"},
+    {"errors", "hangs", "logs", "machine", "noticeboard"},
     {"compat", "mesh", "one_rank", "settings", "tensor_parallel"},
+    {"heartbeats"},
     {
         "batches",
         "checkpoints",

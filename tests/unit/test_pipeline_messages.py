@@ -56,7 +56,7 @@ class LoopTransport:
 
 
 def sender(transport: LoopTransport, window: int = 2) -> Sender:
-    return Sender(transport, Probe(), Counters(), window)
+    return Sender(transport, Probe(), Counters(), 1, window)
 
 
 def forward(microbatch: int) -> Action:
@@ -93,7 +93,7 @@ def test_receives_are_posted_ahead_only_once_their_shapes_are_known() -> None:
     source = sender(transport, window=9)
     for i, signature in enumerate("aaab"):
         source.send([torch.full((2,), float(i))], forward(i), signature)
-    target = Receiver(transport, Probe(), Counters(), ahead=2)
+    target = Receiver(transport, Probe(), Counters(), ahead=2, peer=0)
     target.expect([forward(i) for i in range(4)], "aaab")
     target.post_ahead()
     assert transport.taken == 0

@@ -15,7 +15,9 @@ from rank_runner import RankError, run_ranks
 
 from hf_parallel.compat.private_collectives import blocked_collective
 from hf_parallel.errors import ConfigError, RankFailure
-from hf_parallel.watchdog import EXIT_CODE, IDLE, Stay, Watchdog, report
+from hf_parallel.hangs import report
+from hf_parallel.heartbeats import IDLE, Line, Seen, Stay
+from hf_parallel.watchdog import EXIT_CODE, Watchdog
 
 
 NAMES = ["rank 0 (pp 0 of 2)", "rank 1 (pp 1 of 2)"]
@@ -35,7 +37,7 @@ GUARDED
 
 def play(rank: int, world_size: int, script: str, stderr: str) -> str:
     with open(stderr, "w", buffering=1) as sys.stderr:
-        exec(script, {"Watchdog": Watchdog, "NAMES": NAMES, "threading": threading})
+        exec(script, {"Watchdog": Watchdog, "Line": Line, "Seen": Seen, "NAMES": NAMES, "threading": threading})
     return "survived"
 
 
@@ -50,24 +52,31 @@ def end_of(guarded: str, folder: Path, other: str = "pass") -> str:
 def test_the_report_names_the_waiting_and_the_missing_rank_and_the_setting() -> None:
     heartbeats = {
         0: {"waits": True, "text": "waits for the loss of the last stage", "age": 4.0},
-        1: {"waits": False, "text": "stage 1 runs 1F0", "age": 5.0},
+        1: {"waits": False, "text": "runs the forward of microbatch 0 at stage 1", "age": 5.0},
         2: {"waits": True, "text": "waits for the loss of the last stage", "age": 4.0},
     }
     names = [f"rank {rank} (pp {rank} of 4)" for rank in range(4)]
-    lines = report(names, 0, "waits for the loss of the last stage", 4.04, heartbeats, 4.0).splitlines()
+    lines = report(
+        names, 0, "waits for the loss of the last stage", 4.04, heartbeats, "monitor.hang_timeout_s=4"
+    ).splitlines()
     assert lines[0] == (
         "hf_parallel: rank 0 (pp 0 of 4) gave up: waits for the loss of the last stage, for 4.0 s "
         "(monitor.hang_timeout_s=4)."
     )
     assert lines[1] == "The job waits for: rank 1 (pp 1 of 4), rank 3 (pp 3 of 4)."
-    assert lines[3] == "  rank 1 (pp 1 of 4): stage 1 runs 1F0, since 5.0 s"
+    assert (
+        lines[2]
+        == "rank 0 (pp 0 of 4) waits for the loss of the last stage, held up by rank 3 (pp 3 of 4), which never reported."
+    )
+    assert lines[3] == "  rank 0 (pp 0 of 4), rank 2 (pp 2 of 4): waits for the loss of the last stage, since 4.0 s"
+    assert lines[4] == "  rank 1 (pp 1 of 4): runs the forward of microbatch 0 at stage 1, since 5.0 s"
     assert lines[5] == "  rank 3 (pp 3 of 4): never seen"
     assert "raise monitor.hang_timeout_s" in lines[6]
 
 
 def test_a_report_of_ranks_that_all_wait_blames_nobody() -> None:
     heartbeats = {rank: {"waits": True, "text": "waits", "age": 3.0} for rank in range(2)}
-    assert "The job waits for" not in report(NAMES, 0, "waits", 3.0, heartbeats, 2.0)
+    assert "The job waits for" not in report(NAMES, 0, "waits", 3.0, heartbeats, "2 s")
 
 
 def test_the_status_is_restored_after_a_wait_also_when_it_fails() -> None:
@@ -175,14 +184,14 @@ def test_a_rank_gives_up_a_wait_within_the_bound(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_silent_while_it_waits_is_named(tmp_path: Path) -> None:
-    written = 'other._publish(True, "waits for the header", 0.0)'
+    written = 'other._beats.publish(Seen(Line(True, "waits for the header", 0.0), True, ""), 0.0, None)'
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
     assert "The job waits for: rank 1 (pp 1 of 2)." in stderr
     assert "rank 1 (pp 1 of 2): silent; last seen: waits for the header" in stderr
 
 
 def test_ranks_that_give_up_together_blame_nobody(tmp_path: Path) -> None:
-    written = 'other._publish(True, "waits for the gradient", 0.8, last=True)'
+    written = 'other._beats.publish(Seen(Line(True, "waits for the gradient", 0.0), True, ""), 0.8, None, last=True)'
     stderr = end_of('guard.waits("waits for the activation"); threading.Event().wait(20)', tmp_path, written)
     assert "The job waits for" not in stderr
     assert "rank 1 (pp 1 of 2): waits for the gradient, since 0.8 s" in stderr

@@ -58,9 +58,9 @@ class Links:
             if transport.opens_late:
                 connect(transport, sends=source == rank)
             if source == rank:
-                self.senders[target] = Sender(transport, probe, counters)
+                self.senders[target] = Sender(transport, probe, counters, target)
             else:
-                self.receivers[source] = Receiver(transport, probe, counters, transport.receive_ahead)
+                self.receivers[source] = Receiver(transport, probe, counters, transport.receive_ahead, source)
 
     def begin(self, program: Program, signatures: Sequence[Hashable]) -> None:
         """Expect the messages of a program; a payload's shapes follow from its microbatch's signature."""

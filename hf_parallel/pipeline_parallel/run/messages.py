@@ -62,26 +62,28 @@ class Probe:
     """The optional observers of a runtime, and the one place where it blocks.
 
     Attributes:
-        waits: Called with what this rank is about to wait for from another one.
+        waits: Called with what this rank is about to wait for, and from which rank of the pipeline.
         runs: Called with what this rank is about to compute by itself.
         trace: Called after each action or wait with its name ("1F3", "wait 1F3"), wall seconds and CPU seconds.
     """
 
-    waits: Callable[[str], None] | None = None
+    waits: Callable[[str, int], None] | None = None
     runs: Callable[[str], None] | None = None
     trace: Callable[[str, float, float], None] | None = None
 
-    def wait(self, status: str, name: str, work: Callable[[], Any]) -> Any:
-        """Return ``work()``, which blocks until another rank has done its part."""
-        return self._observe(self.waits, status, name, work)
+    def wait(self, status: str, name: str, work: Callable[[], Any], peer: int) -> Any:
+        """Return ``work()``, which blocks until another rank of the pipeline, ``peer``, has done its part."""
+        if self.waits is not None:
+            self.waits(status, peer)
+        return self._observe(name, work)
 
     def run(self, status: str, name: str, work: Callable[[], Any]) -> Any:
         """Return ``work()``, a computation of this rank."""
-        return self._observe(self.runs, status, name, work)
+        if self.runs is not None:
+            self.runs(status)
+        return self._observe(name, work)
 
-    def _observe(self, announce: Callable[[str], None] | None, status: str, name: str, work: Callable[[], Any]) -> Any:
-        if announce is not None:
-            announce(status)
+    def _observe(self, name: str, work: Callable[[], Any]) -> Any:
         if self.trace is None:
             return work()
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -141,7 +143,7 @@ def message_name(message: Action) -> str:
 
 @dataclass(slots=True)
 class Sender:
-    """The sending end of a channel. Sends stay in a queue of ``window``; only older ones are waited for.
+    """The sending end of a channel to ``peer``. Sends stay in a queue of ``window``; only older ones are waited for.
 
     gloo finishes a send when its receive is posted, so waiting for a send just issued would deadlock a 1F1B pipeline.
     """
@@ -149,6 +151,7 @@ class Sender:
     transport: Transport
     probe: Probe
     counters: Counters
+    peer: int
     window: int = 2
     specs: Specs = field(default_factory=dict)
     queue: deque[tuple[tuple[Message, ...], str]] = field(default_factory=deque)
@@ -180,7 +183,7 @@ class Sender:
         while len(self.queue) > keep:
             parts, status = self.queue.popleft()
             for part in parts:
-                self.probe.wait(status, "drain", part.wait)
+                self.probe.wait(status, "drain", part.wait, self.peer)
 
     def _announce(self, tensors: Sequence[Tensor], message: Action, signature: Hashable) -> tuple[Message, ...]:
         """Start sending the header if the peer has not seen the signature; return what is under way."""
@@ -206,7 +209,7 @@ class Sender:
 
 @dataclass(slots=True)
 class Receiver:
-    """The receiving end of a channel; posts receives ahead, in the order of ``expect``, where the specs are known.
+    """The receiving end of a channel from ``peer``; posts receives ahead, in the order of ``expect``, where the specs are known.
 
     A message that is taken out of order waits in ``arrived`` until it is asked for.
     """
@@ -215,6 +218,7 @@ class Receiver:
     probe: Probe
     counters: Counters
     ahead: int
+    peer: int
     specs: Specs = field(default_factory=dict)
     coming: deque[tuple[Action, Hashable]] = field(default_factory=deque)
     posted: deque[tuple[Action, Message]] = field(default_factory=deque)
@@ -264,5 +268,5 @@ class Receiver:
     def _wait(self, work: Message, message: Action, name: str) -> tuple[Tensor, ...]:
         target = message.stage + (1 if message.kind == "F" else -1)
         status = f"waits at stage {target} for {name} from stage {message.stage}"
-        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", work.wait)
+        tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", work.wait, self.peer)
         return tensors

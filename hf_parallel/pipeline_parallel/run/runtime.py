@@ -362,7 +362,7 @@ class PipelineRuntime:
         return [None if root is None else next(gradients) for root in live.roots]
 
     def _compute(self, action: Action, work: Callable[[], Any]) -> Any:
-        return self.probe.run(f"stage {action.stage} runs {action}", str(action), work)
+        return self.probe.run(f"runs the {action.words} at stage {action.stage}", str(action), work)
 
     def _check_payload(self, output: Any, stage: int) -> tuple[Tensor, ...]:
         if isinstance(output, tuple) and all(isinstance(tensor, Tensor) for tensor in output):

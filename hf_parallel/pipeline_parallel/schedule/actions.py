@@ -11,13 +11,14 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 from hf_parallel.errors import ScheduleError
 from hf_parallel.settings.sections import spelled
 
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
+KIND_WORDS: Final = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight backward"}
 MAX_BYTES = 1 << 22  # of a schedule file: half a million actions
 ACTION_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
@@ -36,6 +37,11 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def words(self) -> str:
+        """What it is, without the stage: ``forward of microbatch 0``."""
+        return f"{KIND_WORDS[self.kind]} of microbatch {self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

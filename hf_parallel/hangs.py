@@ -1,0 +1,134 @@
+"""Who holds up a job: from the last line of every rank to one summary that names the rank and what it does.
+
+A line is a mapping: `waits` (for other ranks), `text`, `age` in seconds, `awaits` (ranks, None if they are not known), `stack`,
+`measured` (whether steps that were measured say how long that may take), `bound` (seconds, as far as this rank measured).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+
+Lines: TypeAlias = Mapping[int, Mapping[str, Any]]
+
+STEPS = 10  # longest recent steps that a wait may last
+
+
+def blame(lines: Lines, rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Follow who waits for whom, from one rank on.
+
+    Returns:
+        The ranks from `rank` to the first that is to blame, each waiting for the next; and all that are to blame: they are
+        waited for and wait for nobody. Both without them if the ranks wait for each other.
+    """
+    came_from, queue, stuck = {rank: rank}, deque([rank]), list[int]()
+    while queue:
+        here = queue.popleft()
+        line = lines.get(here)
+        if here != rank and (line is None or not line["waits"]):
+            stuck.append(here)
+            continue
+        awaited = None if line is None else line.get("awaits")
+        for other in range(world_size) if awaited is None else awaited:
+            if other not in came_from:
+                came_from[other] = here
+                queue.append(other)
+    if not stuck:
+        return [], []
+    path = [max(stuck, key=lambda each: _weight(lines.get(each)))]
+    while path[0] != rank:
+        path.insert(0, came_from[path[0]])
+    return path, sorted(stuck)
+
+
+def _weight(line: Mapping[str, Any] | None) -> tuple[bool, float]:
+    return (True, 0.0) if line is None else (line.get("silent", False), line["age"])
+
+
+def agreed_bound(lines: Lines, timeout_s: float) -> float:
+    """Seconds that a wait may last, the same on every rank: the largest that any has measured; the time-out if none has."""
+    bounds = [line["bound"] for line in lines.values() if line.get("bound") is not None]
+    return min(timeout_s, max(bounds, default=timeout_s))
+
+
+def is_measured(lines: Lines, rank: int, stuck: Sequence[int]) -> bool:
+    """Whether everybody who is to blame does what is done in every step; if nobody is, whether all that wait do."""
+    ranks = [rank, *stuck] if stuck else list(lines)
+    return all(rank in lines and lines[rank].get("measured", False) for rank in ranks)
+
+
+def report(
+    names: Sequence[str],
+    rank: int,
+    text: str,
+    age: float,
+    heartbeats: Lines,
+    bound: str,
+    trouble: str = "",
+    *,
+    axes: str = "",
+) -> str:
+    """The message of a hang: who waits, for what, and what every rank was last seen doing.
+
+    Args:
+        names: Words for every rank.
+        rank: Who gives up.
+        text: What it waits for.
+        age: How long, in seconds.
+        heartbeats: The last line of each rank that is known.
+        bound: The longest wait allowed, in words.
+        trouble: What is wrong with the store that lines come from; empty if nothing.
+        axes: Over which axes of the mesh it waits, if that is known.
+    """
+    path, stuck = blame(heartbeats, rank, len(names))
+    over = f" (over {axes})" if axes else ""
+    lines = [f"hf_parallel: {names[rank]} gave up: {text}{over}, for {age:.1f} s ({bound})."]
+    if trouble:
+        lines.append(f"{trouble[0].upper()}{trouble[1:]}, so what other ranks do is not known from here.")
+    elif stuck:
+        lines.append("The job waits for: " + ", ".join(names[each] for each in stuck) + ".")
+        lines.append(chain(names, path, heartbeats))
+    else:
+        lines.append("Every rank waits for others: they disagree about what comes next.")
+    lines += listed(names, heartbeats, "not known" if trouble else "never seen")
+    if trouble:
+        lines.append("Look at the network between the machines, and at what the ranks of the other machines say.")
+    else:
+        lines.append(
+            "If that rank is only slow (a long evaluation, a first compilation), raise monitor.hang_timeout_s."
+            if "hang_floor_s" not in bound
+            else "If that rank is only slow, raise monitor.hang_floor_s."
+        )
+    return "\n".join(lines)
+
+
+def chain(names: Sequence[str], path: Sequence[int], lines: Lines) -> str:
+    """Who is held up by whom, in one sentence, with the stack of the last."""
+    first, *others = path
+    text = f"{names[first]} {lines[first]['text']}" if first in lines else names[first]
+    for other in others:
+        line = lines.get(other)
+        doing = "never reported" if line is None else f"{verb(line)} since {line['age']:.1f} s"
+        text += f", held up by {names[other]}, which {doing}"
+    stack = lines[path[-1]].get("stack") if path[-1] in lines else None
+    return f"{text} (stack: {stack})." if stack else f"{text}."
+
+
+def verb(line: Mapping[str, Any]) -> str:
+    """What a rank does, to follow its name in a sentence."""
+    return f"is {line['text']}" if line.get("silent", False) else str(line["text"])
+
+
+def listed(names: Sequence[str], lines: Lines, unknown: str) -> list[str]:
+    """What every rank was last seen doing; ranks that do the same share a line."""
+    groups: dict[str, list[int]] = {}
+    for rank in range(len(names)):
+        groups.setdefault(str(lines[rank]["text"]) if rank in lines else unknown, []).append(rank)
+    found = []
+    for text, ranks in sorted(groups.items(), key=lambda item: item[1]):
+        ages = [lines[rank]["age"] for rank in ranks if rank in lines]
+        since = f", since {max(ages):.1f} s" if ages else ""
+        found.append(f"  {', '.join(names[rank] for rank in ranks)}: {text}{since}")
+    return found

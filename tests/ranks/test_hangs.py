@@ -1,0 +1,217 @@
+"""A rank that hangs is named in seconds, with what it does and where; one that is slow where nobody measured is let alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runner import RankError, run_ranks
+from trainer_cases import Case, make_trainer
+
+
+pytestmark = pytest.mark.long
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pp_size": 2, "num_microbatches": 4}, "tp2": {"tp_size": 2}, "dp2": {}}
+# Far below the time-out, which a run without measured steps would wait for; the tiny steps take a tenth of it or less.
+FLOOR_S, TIMEOUT_S, AT_STEP = 2.5, 45.0, 6
+SLOW = pytest.mark.slow
+
+
+def at_step(trainer: Any, where: str, act: Callable[[], None]) -> None:
+    """Do `act` in a step after those that are measured."""
+    from transformers import TrainerCallback
+
+    class Arm(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == AT_STEP and where == "forward":
+                layer = next(m for n, m in model.named_modules() if n.endswith("mlp"))
+                layer.register_forward_pre_hook(lambda *inputs: act())
+            if state.global_step == AT_STEP and where == "callback":
+                act()
+
+    trainer.add_callback(Arm())
+    if where == "collator":
+        genuine, count = trainer.data_collator, iter(range(AT_STEP))
+
+        def collate(features: list[Any]) -> dict[str, torch.Tensor]:
+            if next(count, None) is None:
+                act()
+            return genuine(features)
+
+        trainer.data_collator = collate
+
+
+def change_batches(trainer: Any, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """After the first steps, in which ranks compare their batches before they use them."""
+    genuine, count = trainer.data_collator, iter(range(AT_STEP))
+
+    def collate(features: list[Any]) -> dict[str, torch.Tensor]:
+        batch: dict[str, torch.Tensor] = genuine(features)
+        if next(count, None) is None:
+            change(batch)
+        return batch
+
+    trainer.data_collator = collate
+
+
+def shorten(batch: dict[str, torch.Tensor]) -> None:
+    batch.update({key: value[:, :-1].contiguous() for key, value in batch.items()})
+
+
+def shift(batch: dict[str, torch.Tensor]) -> None:
+    batch["input_ids"] = (batch["input_ids"] + 1) % 97
+
+
+def unlike_main(rank: int, world_size: int, folder: str, layout: str, kind: str) -> None:
+    case = Case("unlike", steps=9, parallel={**LAYOUTS[layout], "monitor": {"hang_timeout_s": TIMEOUT_S}})
+    trainer = make_trainer(case, Path(folder), world_size)
+    if rank == 1:
+        change_batches(trainer, shorten if kind == "shape" else shift)
+    trainer.train()
+
+
+def hanging_main(rank: int, world_size: int, folder: str, layout: str, fault: str, where: str, who: int) -> int:
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
+    monitor = {"hang_timeout_s": TIMEOUT_S, "hang_floor_s": FLOOR_S}
+    case = Case("hangs", steps=9, parallel={**LAYOUTS[layout], "monitor": monitor})
+    trainer = make_trainer(case, Path(folder), world_size)
+    acts = {
+        "sleep": lambda: time.sleep(60),
+        "nap": lambda: time.sleep(2 * FLOOR_S),
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    }
+    if rank == who:
+        at_step(trainer, where, acts[fault])
+    trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return int(trainer.state.global_step)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def summary(text: str) -> str:
+    """What a rank wrote from the first line of the summary on."""
+    found = re.search(r"(?s)hf_parallel: rank \d \(\w\w \d of 2\) gave up: .*", text)
+    assert found is not None, text
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "where", "says"),
+    [
+        (
+            "pp2",
+            "sleep",
+            "collator",
+            r"is in the data loader since [\d.]+ s \(stack: <lambda> at ranks/test_hangs\.py",
+        ),
+        pytest.param("dp2", "sleep", "collator", r"is in the data loader since [\d.]+ s \(stack: ", marks=SLOW),
+        pytest.param("tp2", "sleep", "collator", r"is in the data loader since [\d.]+ s \(stack: ", marks=SLOW),
+        pytest.param(
+            *("pp2", "sleep", "forward"),
+            r"runs the forward of microbatch 0 at stage \d since [\d.]+ s \(stack: <lambda> at ranks/test_hangs\.py",
+            marks=SLOW,
+        ),
+        pytest.param("dp2", "stop", "collator", r"is silent \(stopped\); last seen: ", marks=SLOW),
+        pytest.param("pp2", "stop", "forward", r"is silent \(stopped\); last seen: ", marks=SLOW),
+    ],
+)
+def test_a_hang_names_its_cause_in_seconds_and_alike_on_every_rank(
+    layout: str, fault: str, where: str, says: str, tmp_path: Path
+) -> None:
+    who = 0 if layout == "pp2" else 1
+    with pytest.raises(RankError) as caught:
+        run_ranks(
+            *(hanging_main, 2, str(tmp_path), layout, fault, where, who),
+            tmp_path=tmp_path,
+            env=ENV,
+            timeout=60,
+            grace=15,
+        )
+    other, hung = ((tmp_path / f"stderr{rank}.txt").read_text() for rank in (1 - who, who))
+    assert f"rank {1 - who}: exited with code 86" in str(caught.value)
+    axis = layout[:2]
+    text = summary(other)
+    assert layout == "pp2" or f" (over {axis}), for " in text
+    sentence = rf"rank {1 - who} \({axis} {1 - who} of 2\) waits .*, held up by rank {who} \({axis} {who} of 2\), which {says}"
+    assert re.search(sentence, text), text
+    waited = re.search(
+        r", for ([\d.]+) s \(([\d.]+) s: 10 times the longest of the last steps, at least monitor", text
+    )
+    assert waited is not None, text
+    assert float(waited[2]) < TIMEOUT_S / 3
+    assert float(waited[1]) <= float(waited[2]) + 3
+    if fault == "sleep":  # a stopped one was killed before it could say anything
+        assert summary(hung).rstrip() == text.rstrip()
+    assert all(is_gone(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "says"),
+    [
+        # gloo ends the process that gets a tensor of another size, so only the other one can say anything
+        ("pp2", "shape", r"failed in action 0B0(?s:.*)lost rank 1 \(pp 1 of 2\), which has ended"),
+        pytest.param("pp2", "rows", r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch", marks=SLOW),
+        pytest.param("tp2", "shape", r"RankMismatchError: rank 1 \(tp 1 of 2\) read a different batch", marks=SLOW),
+        pytest.param("tp2", "rows", r"RankMismatchError: rank 1 \(tp 1 of 2\) read a different batch", marks=SLOW),
+    ],
+)
+def test_a_rank_with_another_batch_is_named(layout: str, kind: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(
+            *(unlike_main, 2, str(tmp_path), layout, kind), tmp_path=tmp_path, env=ENV, timeout=TIMEOUT_S / 2, grace=15
+        )
+    assert re.search(says, str(caught.value)), str(caught.value)
+
+
+def test_a_callback_that_takes_its_time_is_named_and_not_ended(tmp_path: Path) -> None:
+    steps = run_ranks(hanging_main, 2, str(tmp_path), "dp2", "nap", "callback", 1, tmp_path=tmp_path, env=ENV)
+    assert steps == [9, 9]
+    told = (tmp_path / "stderr0.txt").read_text()
+    pattern = (
+        r"hf_parallel: a wait of [\d.]+ s, longer than steps explain: rank 0 \(dp 0 of 2\) waits .*, held up by rank 1 \(dp 1 of "
+        r"2\), which is in a callback \(on_step_begin\) since .* \(stack: .*never measured, so the run goes on until 45 s"
+    )
+    assert re.search(pattern, told), told
+    assert told.count("longer than steps explain") == 1
+
+
+def saving_main(rank: int, world_size: int, folder: str) -> int:
+    sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
+    import hf_parallel.checkpoints.weights.write as write
+
+    monitor = {"hang_timeout_s": TIMEOUT_S, "hang_floor_s": 1.0}
+    case = Case("saves", steps=AT_STEP, parallel={**LAYOUTS["pp2"], "monitor": monitor})
+    trainer = make_trainer(case, Path(folder), world_size)
+    trainer.train()
+    genuine = write.lay_out
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(4.0)
+        return genuine(*args, **kwargs)
+
+    write.lay_out = slow
+    trainer.save_model(f"{folder}/model")
+    trainer.model.save_pretrained(f"{folder}/again")
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return len(list(Path(folder).glob("*/model.safetensors")))
+
+
+@SLOW
+def test_a_disk_that_takes_its_time_ends_no_run(tmp_path: Path) -> None:
+    assert run_ranks(saving_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV) == [2, 2]
