@@ -67,7 +67,11 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.own_hooks.begin()
         if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
-        super().step(closure)
+        if not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        with self.gradients.recorder.span("optimizer"):
+            super().step(closure)
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]
