@@ -83,7 +83,10 @@ class LateGather:
         """Until a flat buffer is complete."""
         work = self._works.pop(index, None)
         if work is not None:
-            with self._recorder.span("gather", index), self._waiting("waits for the updated parameters of the other replicas"):
+            with (
+                self._recorder.span("gather", index),
+                self._waiting("waits for the updated parameters of the other replicas"),
+            ):
                 work.wait()
 
     def wait_for_all(self) -> None:

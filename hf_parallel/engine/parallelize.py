@@ -37,8 +37,8 @@ from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights,
 from hf_parallel.logs import told_if_slow
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.probes import Probes
-from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.model.support import refuse_model
+from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.watchdog import Watchdog

@@ -98,9 +98,7 @@ class Recorder:
         self._step: _Open | None = None
         self._pending: list[_Open] = []
         self._pool: list[Any] = []
-        self.mark: Callable[[], Any] = (
-            (self._event if self._on_device else time.perf_counter) if on else lambda: None
-        )
+        self.mark: Callable[[], Any] = (self._event if self._on_device else time.perf_counter) if on else lambda: None
 
     def _event(self) -> Any:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)

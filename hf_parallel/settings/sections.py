@@ -359,7 +359,9 @@ class MonitorConfig(Section):
     ] = True
     slow_rank_factor: Annotated[
         Factor,
-        Field(description="a number above 1: a rank that computes so many times as long as its peers is named (.inf: never)"),
+        Field(
+            description="a number above 1: a rank that computes so many times as long as its peers is named (.inf: never)"
+        ),
     ] = 1.2
     trace_steps: Annotated[
         tuple[Count, ...],

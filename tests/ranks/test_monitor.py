@@ -1,0 +1,105 @@
+"""What the monitor measures of a run is what ran: every action, every byte, on every rank; and it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from transformers import Trainer, TrainingArguments
+
+from hf_parallel import HFParallelCallback
+from hf_parallel.monitor.recorder import Recorder, Span, StepRecord
+from hf_parallel.trainer.monitoring import MonitorCallback
+
+
+STEPS, ROWS = 4, 4
+ON = {"report": True, "trace_steps": [2, 3]}
+
+
+def trained(folder: str, settings: dict[str, Any], steps: int = STEPS, **arguments: Any) -> Trainer:
+    args = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1, **arguments,
+    )  # fmt: skip
+    trainer = Trainer(
+        tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings)]
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def session_of(trainer: Trainer) -> Any:
+    return trainer.accelerator.hf_parallel  # type: ignore[attr-defined]
+
+
+def measured(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    trainer = trained(folder, settings)
+    session = session_of(trainer)
+    engine = session.engine
+    runtime = getattr(engine, "runtime", None)
+    session.watchdog.stop()
+    return {
+        "logs": trainer.state.log_history,
+        "sent": {"pp": 0 if runtime is None else runtime.counters.bytes_sent, "dp": engine.gradients.replicas.sent_bytes},
+        "mine": [str(action) for action in session.schedule.training(ROWS)[engine.mesh.pp_rank]],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": [p.detach().clone() for p in engine.attachment.parameters.values()],
+    }
+
+
+def check_trace(folder: str, results: list[dict[str, Any]]) -> None:
+    """Two steps of every rank, without an action too many or too few, and no message that came before it was sent."""
+    trace = json.loads((Path(folder) / "hf_parallel_trace.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(len(results)))
+    error = max(clock["error_s"] for clock in trace["otherData"]["clocks"])
+    for rank, result in enumerate(results):
+        own = [event for event in events if event["pid"] == rank]
+        ran = Counter(
+            f"{event['args']['stage']}{event['cat']}{event['args']['microbatch']}" for event in own if event["tid"] == 0
+        )
+        assert ran == dict.fromkeys(result["mine"], 2)
+        assert {event["args"]["step"] for event in own} == {2, 3}
+    sent = {(e["pid"], e["name"], e["args"]["step"]): e["ts"] for e in events if e["cat"].startswith("send")}
+    for event in events:
+        if event["cat"].startswith("receive"):
+            what, _, source = event["name"].removeprefix("receive ").partition(" from ")
+            started = sent[int(source), f"send {what} to {event['pid']}", event["args"]["step"]]
+            assert event["ts"] + event["dur"] >= started - 4e6 * error
+
+
+@pytest.mark.timeout(300)
+def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    settings = {"pp_size": 2, "pipeline": {"num_microbatches": ROWS}, "monitor": ON}
+    results = run_ranks(measured, 4, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200)
+    check_trace(folder, results)
+    logs = [entry for entry in results[0]["logs"] if "loss" in entry]
+    assert len(logs) == STEPS
+    for axis in ("pp", "dp"):
+        sent = sum(entry[f"monitor/sent_mb/{axis}"] for entry in logs)
+        assert sent == pytest.approx(sum(result["sent"][axis] for result in results) / 1e6, rel=1e-3)
+    for entry in logs:
+        assert 0 < entry["monitor/bubble"] < 1
+        assert entry["monitor/bubble_planned"] == pytest.approx(0.2, abs=0.1)
+        assert entry["monitor/tokens_per_s"] > 0
+        assert entry["monitor/tflops"] == entry["monitor/hardware_tflops"] > 0
+        assert "monitor/mfu" not in entry
+    assert [[entry for entry in result["logs"] if "loss" in entry] for result in results[1:]] == [logs] * 3
+    report = json.loads((Path(folder) / "hf_parallel_report.json").read_text())
+    assert report["layout"] == {"dp_size": 2, "pp_size": 2, "tp_size": 1}
+    for rank, result in enumerate(results):
+        for what in ("planned", "measured"):
+            bars = [bar for bar in report["timeline"][what] if bar["rank"] == rank and bar["kind"] in "FBIW"]
+            assert sorted(bar["label"] for bar in bars) == sorted(action[1:] for action in result["mine"])
+    page = (Path(folder) / "hf_parallel_report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http-equiv", "")
