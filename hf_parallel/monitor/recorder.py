@@ -124,7 +124,8 @@ class Recorder:
 
     def count(self, axis: Axis, num_bytes: int) -> None:
         """Note that bytes were handed to a collective."""
-        self.sent[axis] += num_bytes
+        if self.on:
+            self.sent[axis] += num_bytes
 
     @property
     def is_open(self) -> bool:

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from rank_runner import run_ranks
 from transformers import Trainer, TrainingArguments
 
 from hf_parallel import HFParallelCallback
-from hf_parallel.monitor.recorder import Recorder, Span, StepRecord
-from hf_parallel.trainer.monitoring import MonitorCallback
 
 
 STEPS, ROWS = 4, 4
@@ -48,10 +45,13 @@ def measured(rank: int, world_size: int, folder: str, settings: dict[str, Any]) 
     session.watchdog.stop()
     return {
         "logs": trainer.state.log_history,
-        "sent": {"pp": 0 if runtime is None else runtime.counters.bytes_sent, "dp": engine.gradients.replicas.sent_bytes},
+        "sent": {
+            "pp": 0 if runtime is None else runtime.counters.bytes_sent,
+            "dp": engine.gradients.replicas.sent_bytes,
+        },
         "mine": [str(action) for action in session.schedule.training(ROWS)[engine.mesh.pp_rank]],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": [p.detach().clone() for p in engine.attachment.parameters.values()],
+        "weights": [p.detach().tolist() for p in engine.attachment.parameters.values()],
     }
 
 
@@ -64,7 +64,9 @@ def check_trace(folder: str, results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         own = [event for event in events if event["pid"] == rank]
         ran = Counter(
-            f"{event['args']['stage']}{event['cat']}{event['args']['microbatch']}" for event in own if event["tid"] == 0
+            f"{event['args']['stage']}{event['cat']}{event['args']['microbatch']}"
+            for event in own
+            if event["tid"] == 0
         )
         assert ran == dict.fromkeys(result["mine"], 2)
         assert {event["args"]["step"] for event in own} == {2, 3}
@@ -80,7 +82,9 @@ def check_trace(folder: str, results: list[dict[str, Any]]) -> None:
 def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> None:
     folder = str(tmp_path / "out")
     settings = {"pp_size": 2, "pipeline": {"num_microbatches": ROWS}, "monitor": ON}
-    results = run_ranks(measured, 4, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200)
+    results = run_ranks(
+        measured, 4, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
     check_trace(folder, results)
     logs = [entry for entry in results[0]["logs"] if "loss" in entry]
     assert len(logs) == STEPS
@@ -103,3 +107,93 @@ def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> 
     page = (Path(folder) / "hf_parallel_report.html").read_text()
     assert page.count("<svg") == 2
     assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+)
+def test_a_trace_has_every_action_of_every_schedule(schedule: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    pipeline = {"schedule": schedule, "num_microbatches": ROWS}
+    settings = {"pp_size": 2, "pipeline": pipeline, "monitor": {"metrics": False, "trace_steps": [2, 3]}}
+    results = run_ranks(
+        measured, 2, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
+    check_trace(folder, results)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "settings", [{"pp_size": 2}, pytest.param({"zero": {"stage": 1}}, marks=pytest.mark.long)], ids=["pp2", "zero1"]
+)
+def test_training_is_the_same_with_and_without_the_monitor(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    found = [
+        run_ranks(measured, 2, folder, {**settings, "monitor": monitor}, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200)
+        for monitor in (ON, {"metrics": False})
+    ]  # fmt: skip
+    for watched, bare in zip(*found, strict=True):
+        assert watched["losses"] == bare["losses"]
+        assert watched["weights"] == bare["weights"]
+        stock = {key for entry in bare["logs"] for key in entry}
+        assert not any(key.startswith("monitor/") for key in stock)
+        timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        kept = [{k: v for k, v in entry.items() if k in stock and k not in timed} for entry in watched["logs"]]
+        assert kept == [{k: v for k, v in entry.items() if k not in timed} for entry in bare["logs"]]
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[tuple[int, str]] = []
+        self.step = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((self.step, record.getMessage()))
+
+
+def slowed(rank: int, world_size: int, folder: str, settings: dict[str, Any], slow: int) -> list[tuple[int, str]]:
+    """Warnings of a run whose blocks compute for 15 ms in their forward, on one rank for 30."""
+    kept = Kept()
+    logging.getLogger("hf_parallel").addHandler(kept)
+    model = tiny.llama()
+    seconds = 0.015 * (2 if rank == slow else 1)
+
+    def busy(module: Any, args: Any) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(busy)
+    args = TrainingArguments(
+        folder, max_steps=20, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=500,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=tiny.rows(16), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings)]
+    )
+    trainer.train()
+    session_of(trainer).watchdog.stop()
+    return kept.found
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_takes_twice_as_long_is_named_within_20_steps(tmp_path: Path) -> None:
+    settings = {"monitor": {"slow_rank_factor": 1.5}}
+    found = run_ranks(
+        slowed,
+        2,
+        str(tmp_path / "out"),
+        settings,
+        1,
+        tmp_path=tmp_path,
+        env={"ACCELERATE_USE_CPU": "true"},
+        timeout=200,
+    )
+    named = [text for _, text in found[0] if "times as long" in text]
+    assert len(named) == 1
+    assert "hf_parallel: rank 1 (dp 1 of 2) computes" in named[0]
+    assert not found[1]

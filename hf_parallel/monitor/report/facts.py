@@ -46,7 +46,8 @@ def flops_of(engine: Engine, config: HFParallelConfig, seq_len: int) -> Flops:
     trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
     model = forward * (2 + trained)
     blocks = len(profile.layers)
-    again = blocks if getattr(engine.model, "is_gradient_checkpointing", False) else engine.expected.recomputed
+    by_trainer = any(getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules())
+    again = blocks if by_trainer else engine.expected.recomputed
     products = config.activation_checkpointing.products
     share = again / blocks * (1 - 1 / products if products else 1.0)
     return Flops(model, model + forward * share * (1 - profile.vocab * profile.hidden / profile.active))
