@@ -33,14 +33,14 @@ class Span(NamedTuple):
             (its start), "drain" (a wait until sends have arrived); "reduce" (a bucket under way), "wait reduce" (the wait for
             it), "shared" (the sum of gradients that stages share), "gather" (a wait for updated parameters); "tp" (a collective
             of a sharded layer); "loss" (the wait for the last stage's); "schedule", "optimizer", "data".
-        index: The stage, or the bucket; -1 if there is none.
+        number: Of the stage, or of the bucket; -1 if there is none.
         microbatch: -1 if there is none.
         start: Seconds on this rank's clock.
         end: The same.
     """
 
     kind: str
-    index: int
+    number: int
     microbatch: int
     start: float
     end: float

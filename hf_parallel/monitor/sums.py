@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -56,11 +55,6 @@ class Sums:
     def bubble(self) -> float:
         """Share of the schedules' time in which the rank did not compute, in [0, 1]; 0 without a schedule."""
         return min(1.0, max(0.0, 1.0 - self.busy_s / self.window_s)) if self.window_s else 0.0
-
-    @property
-    def typical_s(self) -> float:
-        """Median of `computing`; 0 without a step."""
-        return statistics.median(self.computing) if self.computing else 0.0
 
     def seconds(self, stage: int, kinds: str) -> float:
         """Mean of one microbatch in a stage, of some kinds of actions together."""

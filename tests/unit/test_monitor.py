@@ -38,7 +38,7 @@ def test_a_recorder_keeps_the_spans_of_steps_alone() -> None:
     recorder.end_step()
     recorder.add("B", 1, 2, start)
     (record,) = recorder.finished()
-    assert [(span.kind, span.index, span.microbatch) for span in record.spans] == [("F", 1, 2), ("data", -1, -1)]
+    assert [(span.kind, span.number, span.microbatch) for span in record.spans] == [("F", 1, 2), ("data", -1, -1)]
     assert record.number == 7
     assert record.start <= record.spans[0].start <= record.spans[0].end <= record.end
     assert recorder.finished() == []
@@ -77,7 +77,7 @@ def job_of(records: list[StepRecord], choice: ScheduleChoice, tokens: float = 32
     rows = []
     for record, stages in zip(records, choice.stages_of_ranks, strict=True):
         sums = sums_of([record])
-        told = summed(sums, sums.typical_s, tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
+        told = summed(sums, sums.computing[0], tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
         rows.append(decoded(encoded(told, sums, stages, 2), stages))
     forward, backward = (1.0,) * len(choice.placement), (2.0,) * len(choice.placement)
     expected = Expected(forward, backward, 0.25)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,7 +132,8 @@ class Monitor:
             is_first = self._mesh.rank == 0  # whose FLOPs count
             self._flops = flops_of(self.engine, self.config, self._seq_len) if is_first else Flops()
         counts = summed(sums, 0.0).microbatches
-        typical = statistics.median(self._recent) if self._recent else 0.0
+        # The lower quartile: other work on a machine makes some steps of a rank slow, a slow rank is slow in all.
+        typical = sorted(self._recent)[len(self._recent) // 4] if self._recent else 0.0
         return summed(
             sums,
             typical,

@@ -25,7 +25,7 @@ class Told:
         microbatches: Forwards of its first stage.
         busy_s: In which it computed.
         window_s: In which schedules ran.
-        typical_s: Median of what it computed itself, of the last steps.
+        typical_s: Lower quartile of what it computed itself, of the last steps.
         data_s: Waits for the data loader.
         optimizer_s: Updates.
         messages_s: Waits for neighbouring stages, those that a schedule has anyway included.

@@ -67,14 +67,14 @@ def name_of(span: Span, names_stage: bool, target: int | None = None) -> str:
         target: World rank that a message goes to, or comes from.
     """
     verb, _, kind = span.kind.rpartition(" ")
-    action = f"{span.index if names_stage else ''}{kind}{span.microbatch}"
+    action = f"{span.number if names_stage else ''}{kind}{span.microbatch}"
     if span.kind in COMPUTED:
         return action
     if verb in ("send", "receive"):
         way = "to" if verb == "send" else "from"
         return f"{verb} {kind}{span.microbatch} {way} {target}"
     if span.kind in ("reduce", "wait reduce"):
-        return f"{span.kind} bucket {span.index}"
+        return f"{span.kind} bucket {span.number}"
     return {
         "drain": "wait for sends to arrive",
         "loss": "wait for the loss",
@@ -130,7 +130,7 @@ def chrome_trace(
 
 def _arguments(span: Span, step: int) -> dict[str, int]:
     what = "bucket" if "reduce" in span.kind else "stage"
-    found = {"step": step, what: span.index, "microbatch": span.microbatch}
+    found = {"step": step, what: span.number, "microbatch": span.microbatch}
     return {name: value for name, value in found.items() if value >= 0}
 
 
@@ -140,4 +140,4 @@ def _peer(span: Span, placement: Sequence[int]) -> int | None:
     if verb not in ("send", "receive"):
         return None
     down = (kind == "F") == (verb == "send")  # towards the last stage
-    return placement[span.index + (1 if down else -1)]
+    return placement[span.number + (1 if down else -1)]
