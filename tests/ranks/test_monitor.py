@@ -6,13 +6,14 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 from rank_runner import run_ranks
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
 
@@ -21,13 +22,13 @@ STEPS, ROWS = 4, 4
 ON = {"report": True, "trace_steps": [2, 3]}
 
 
-def trained(folder: str, settings: dict[str, Any], steps: int = STEPS, **arguments: Any) -> Trainer:
+def trained(folder: str, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     args = TrainingArguments(
-        folder, max_steps=steps, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
-        disable_tqdm=True, logging_steps=1, **arguments,
+        folder, max_steps=STEPS, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
     trainer = Trainer(
-        tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings)]
+        tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings), *callbacks]
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -196,3 +197,46 @@ def test_a_rank_that_takes_twice_as_long_is_named_within_20_steps(tmp_path: Path
     assert len(named) == 1
     assert "hf_parallel: rank 1 (dp 1 of 2) computes" in named[0]
     assert not found[1]
+
+
+def counted(
+    rank: int, world_size: int, folder: str, settings: dict[str, Any]
+) -> tuple[list[dict[str, float]], list[int]]:
+    """Logs of a run, and the bytes that its layers hand to collectives over shards in each step."""
+    import torch.distributed as dist
+
+    handed, steps = [0], []
+    for name in ("all_reduce", "all_gather"):
+        own = getattr(dist, name)
+
+        def counting(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            tensor = args[0] if name == "all_reduce" else args[1]
+            if tensor.ndim > 1:  # what is no layer's: losses, norms, digests
+                handed[0] += tensor.nbytes
+            return own(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            handed[0] = 0
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append(handed[0])
+
+    trainer = trained(folder, settings, callbacks=[Steps()])
+    session_of(trainer).watchdog.stop()
+    return [entry for entry in trainer.state.log_history if "loss" in entry], steps
+
+
+@pytest.mark.timeout(300)
+def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) -> None:
+    settings = {"tp_size": 2, "tensor_parallel": {"vocab_parallel_loss": False}}
+    found = run_ranks(
+        counted, 2, str(tmp_path / "out"), settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )  # fmt: skip
+    for place, entry in enumerate(found[0][0]):
+        handed = sum(steps[place] for _, steps in found)
+        assert handed > 0
+        assert entry["monitor/sent_mb/tp"] == pytest.approx(handed / 1e6, rel=1e-3)
+        assert entry["monitor/exposed_s/tp"] > 0

@@ -104,7 +104,9 @@ def _measured(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[
         several = len(job.stages[rank]) > 1
         for span in record.spans if record is not None else ():
             if span.kind in COMPUTED or span.kind in SHOWN:
-                label = f"{span.number if several else ''}{span.kind}{span.microbatch}" if span.kind in COMPUTED else ""
+                label = (
+                    f"{span.number if several else ''}{span.kind}{span.microbatch}" if span.kind in COMPUTED else ""
+                )
                 found.append(Bar(rank, span.kind, label, span.start - offset.seconds, span.end - offset.seconds))
     origin = min((bar.start for bar in found), default=0.0)
     return [Bar(bar.rank, bar.kind, bar.label, bar.start - origin, bar.end - origin) for bar in found]
