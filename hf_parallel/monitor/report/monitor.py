@@ -273,7 +273,21 @@ class Monitor:
             job = self._job(everyone.cpu())
             settings = self.config.to_yaml_section()
             path = write_report(self.folder, job, records, offsets, self._history, settings)
-            logger.info("hf_parallel: report: %s", path)
+            logger.info("hf_parallel: measured: %s; report: %s", beside(job), path)
+
+
+def beside(job: Job) -> str:
+    """Planned and measured in a line."""
+    found = metrics_of(job)
+    parts = [f"{found['monitor/tokens_per_s']:.4g} tokens/s in steps of {found['monitor/step_s']:.3g} s"]
+    if "monitor/bubble_planned" in found:
+        parts.append(
+            f"idle for {found['monitor/bubble']:.0%} of a schedule, planned {found['monitor/bubble_planned']:.0%}"
+        )
+    if "monitor/bubble_of_stages" in found:
+        parts[-1] += f", {found['monitor/bubble_of_stages']:.0%} at the measured times of stages"
+    memory, expected = found["monitor/memory_gb"], found["monitor/memory_expected_gb"]
+    return "; ".join([*parts, f"memory {memory:.3g} GB, expected {expected:.3g} GB"])
 
 
 def merge(into: Sums, other: Sums) -> None:
