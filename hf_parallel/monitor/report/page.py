@@ -192,7 +192,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g}"
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1.0 else f"{1e3 * seconds:.3g}"
 
 
 def _ranks(job: Job) -> str:

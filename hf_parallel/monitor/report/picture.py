@@ -15,17 +15,17 @@ COLORS: Final = {
     "I": ("#167a7f", "gradients of inputs"),
     "W": ("#b35412", "gradients of weights"),
     "receive F": ("#c9ced8", "wait for a stage"),
-    "receive B": ("#c9ced8", ""),
+    "receive B": ("#c9ced8", "wait for a stage"),
     "loss": ("#e3e6ec", "wait for the loss"),
-    "wait reduce": ("#8e5bb5", "wait for replicas"),
-    "gather": ("#8e5bb5", ""),
-    "shared": ("#8e5bb5", ""),
+    "wait reduce": ("#8e5bb5", "sums over ranks"),
+    "gather": ("#8e5bb5", "sums over ranks"),
+    "shared": ("#8e5bb5", "sums over ranks"),
     "norm": ("#d9b84a", "gradient norm"),
     "optimizer": ("#a8434f", "update"),
     "data": ("#6b4f3a", "wait for data"),
 }
 WIDTH: Final = 1080.0
-LEFT: Final = 150.0
+LEFT: Final = 230.0
 ROW: Final = 17.0
 LEGIBLE: Final = 6.0  # of a letter
 
@@ -66,7 +66,7 @@ def timeline(names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Ba
             parts.append(f"<text x='{LEFT - 8}' y='{y + 12:.0f}' text-anchor='end'>{html.escape(label)}</text>")
             parts += [_drawn(bar, y, scale) for bar in bars if bar.rank == rank]
     used = {bar.kind for bar in (*planned, *measured)}
-    keys = {text: color for kind, (color, text) in COLORS.items() if kind in used and text}
+    keys = {text: color for kind, (color, text) in COLORS.items() if kind in used}
     legend = "".join(f"<span class='key' style='background:{color}'></span>{text}" for text, color in keys.items())
     return f"<svg viewBox='0 0 {WIDTH:.0f} {height:.0f}' role='img'>{''.join(parts)}</svg><p>{legend}</p>"
 
