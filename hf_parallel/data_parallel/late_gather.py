@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.torch_tools import pytree
+from hf_parallel.monitor.recorder import Recorder
 
 
 class LateGather:
@@ -27,6 +28,7 @@ class LateGather:
         model: The model.
         shard_of: Id of a parameter -> index of the flat buffer that it is a view of.
         waiting: Context for waits on other ranks.
+        recorder: Keeps when they were.
 
     Attributes:
         at_once: Wait for every gather when it is started: user code may read parameters between two passes.
@@ -37,7 +39,9 @@ class LateGather:
         model: nn.Module,
         shard_of: Mapping[int, int],
         waiting: Callable[[str], AbstractContextManager[None]],
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self.at_once = False
         self._works: dict[int, dist.Work] = {}
         self._waiting = waiting
@@ -79,7 +83,10 @@ class LateGather:
         """Until a flat buffer is complete."""
         work = self._works.pop(index, None)
         if work is not None:
-            with self._waiting("waits for the updated parameters of the other replicas"):
+            with (
+                self._recorder.span("gather", index),
+                self._waiting("waits for the updated parameters of the other replicas"),
+            ):
                 work.wait()
 
     def wait_for_all(self) -> None:

@@ -63,6 +63,11 @@ class LocalSteps:
             nesterov=outer_momentum > 0,
         )
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank handed to collectives so far."""
+        return self._wire.counters.bytes
+
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """A hook for the inner optimizer."""
         self.steps += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ class _UnderWay:
     flat: Tensor
     present: tuple[bool, ...]
     wait: Wait
+    begun: Any  # a moment of the recorder
 
 
 class GradientReducer:
@@ -63,6 +65,7 @@ class GradientReducer:
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []
         self._factor = 1.0
+        self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
         self._overlap = Overlap(self._buckets, self._start, late, watches=traffic.overlaps and not alone)
 
@@ -110,7 +113,10 @@ class GradientReducer:
         under_way.reverse()
         for index, bucket in enumerate(self._buckets):
             item = under_way.pop()  # so that its buffer goes as soon as the gradients are copied out of it
+            start = self._recorder.mark()
             item.wait()
+            self._recorder.add("wait reduce", index, -1, start)
+            self._recorder.add("reduce", index, -1, item.begun)
             if factor != 1.0 and not wire.lossy:
                 item.flat[: bucket.numel].mul_(factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
@@ -120,10 +126,11 @@ class GradientReducer:
         wire, bucket = self._wire, self._buckets[index]
         if wire is None:
             return
+        begun = self._recorder.mark()
         flat, present = bucket.pack(flagged=not wire.lossy)
         if wire.lossy and self._factor != 1.0:
             flat.mul_(self._factor)
-        self._under_way.append(_UnderWay(flat, present, wire.all_reduce(flat, bucket)))
+        self._under_way.append(_UnderWay(flat, present, wire.all_reduce(flat, bucket), begun))
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:
         """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""

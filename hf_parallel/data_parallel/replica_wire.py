@@ -19,6 +19,7 @@ from hf_parallel.data_parallel.fsdp import ShardedModel
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.settings.replica_sections import (
     BIASED,
     DataParallelConfig,
@@ -44,6 +45,7 @@ class ReplicaSettings:
         overlaps: Whether gradients are reduced during the backward pass: not with schedules that delay weight gradients.
         waiting: Context for waits on other ranks inside an optimizer's step.
         sharded: The model, if its parameters are sharded (ZeRO 3); it then reduces gradients itself, in every backward pass.
+        recorder: Keeps when gradients were under way.
     """
 
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -54,6 +56,7 @@ class ReplicaSettings:
     overlaps: bool = False
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
     sharded: ShardedModel | None = None
+    recorder: Recorder = field(default_factory=silent)
 
 
 def make_replica_wire(

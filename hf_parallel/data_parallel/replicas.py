@@ -17,6 +17,7 @@ from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.monitor.recorder import Recorder
 
 
 class Replicas:
@@ -142,7 +143,28 @@ class Replicas:
             wire=wire,
             waiting=self._settings.waiting,
             dtype=getattr(torch, data_parallel.reduce_dtype),
+            recorder=self._settings.recorder,
         )
+
+    @property
+    def recorder(self) -> Recorder:
+        """What keeps when gradients were under way."""
+        return self._settings.recorder
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes that this rank handed to collectives over the replicas so far; None if that is not counted (ZeRO 3)."""
+        if self.sharded is not None:
+            return None
+        zero = self.zero
+        found = zero.gathered_bytes if zero is not None else 0
+        if zero is not None and zero.copies is not None:
+            found += zero.copies.counters.bytes
+        if self.wire is not None:
+            return found + self.wire.meter.wire_bytes
+        found += zero.wire.counters.bytes if zero is not None else 0
+        found += self.local.sent_bytes if self.local is not None else 0
+        return found + (self._reducer.counters.bytes if self._reducer is not None else 0)
 
     def plan_steps(self, total: int, done: int) -> None:
         """Set the number of optimizer steps of the run, of which the warm-up of a compression is a share.

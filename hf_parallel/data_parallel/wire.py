@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_collectives import Pending, reduce_scatter_flat
 from hf_parallel.data_parallel.buckets import BUCKET_BYTES, Bucket
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.monitor.recorder import Recorder, silent
 
 
 Wait: TypeAlias = Callable[[], None]
@@ -91,6 +92,7 @@ class Traffic:
         wire: What sums the buckets; None for exact sums.
         waiting: Context for waits on other ranks outside of a reduction.
         dtype: Of the sums; gradients of wider parameters keep theirs.
+        recorder: Keeps when buckets were under way.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -100,6 +102,7 @@ class Traffic:
     wire: Wire | None = None
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
     dtype: torch.dtype = torch.float32
+    recorder: Recorder = field(default_factory=silent)
 
 
 PLAIN = Traffic()

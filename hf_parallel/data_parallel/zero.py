@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ class ZeroPartition:
         shards: The flat buffers.
         groups: Names of the parameters in each group of the optimizer, in the user's order.
         late: Gathers updated parameters during the next forward; None: they are gathered when the step returns.
+        copies: Sums this rank's part over the copies of the optimizer state; None if there is one copy.
+        gathered_bytes: Of updated parameters that this rank handed to gathers so far.
 
     Raises:
         UnsupportedError: If a parameter is in two groups, or two parameters share memory.
@@ -79,8 +82,9 @@ class ZeroPartition:
         self.stage, self.optimizer, self.host = stage, optimizer, host
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.wire: Wire = traffic.wire or PlainWire(shard_group)
-        self._replicas = PlainWire(replicate_group) if replicate_group is not None else None
-        self._waiting = traffic.waiting
+        self.copies = PlainWire(replicate_group) if replicate_group is not None else None
+        self._waiting, self._recorder = traffic.waiting, traffic.recorder
+        self.gathered_bytes = 0
         index_of = _group_of_parameters(optimizer)
         names = {id(param): name for name, param in params}
         self.groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
@@ -104,6 +108,7 @@ class ZeroPartition:
         optimizer.register_step_post_hook(self._after_step)
         self._factor = 1.0
         self._under_way: list[tuple[Tensor, tuple[bool, ...], Wait]] = []
+        self._begun: list[Any] = []  # when the buckets under way began
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
@@ -141,20 +146,24 @@ class ZeroPartition:
         self._factor = factor
         self._overlap.finish()
         under_way, self._under_way = self._under_way, []
+        begun, self._begun = self._begun, []
         device = self._buckets[0].device if self._buckets else torch.device("cpu")
         counts = sent_to(device, [float(here) for _, flags, _ in under_way for here in flags])
         counted = self.wire.all_reduce(counts, None)
         self.wire.flush()
         landed = []
-        for shard, (mine, _, wait) in zip(self.shards, under_way, strict=True):
+        for index, (shard, (mine, _, wait)) in enumerate(zip(self.shards, under_way, strict=True)):
+            start = self._recorder.mark()
             wait()
+            self._recorder.add("wait reduce", index, -1, start)
+            self._recorder.add("reduce", index, -1, begun[index])
             if factor != 1.0 and not self.wire.lossy:
                 mine.mul_(factor)
-            if self._replicas is None:
+            if self.copies is None:
                 landed.append(self._to_optimizer(shard, mine))
         counted()
-        if self._replicas is not None:
-            self._over_copies(self._replicas, [*(mine for mine, _, _ in under_way), counts])
+        if self.copies is not None:
+            self._over_copies(self.copies, [*(mine for mine, _, _ in under_way), counts])
             landed = [
                 self._to_optimizer(shard, mine) for shard, (mine, _, _) in zip(self.shards, under_way, strict=True)
             ]
@@ -178,6 +187,7 @@ class ZeroPartition:
         return target
 
     def _start(self, index: int) -> None:
+        self._begun.append(self._recorder.mark())
         with torch.no_grad():
             bucket = self._buckets[index]
             flat, present = bucket.pack(flagged=False)
@@ -223,7 +233,7 @@ class ZeroPartition:
     def gather_late(self, model: nn.Module) -> None:
         """Gather updated parameters while the next forward pass of `model` runs."""
         shard_of = {id(param): index for index, shard in enumerate(self.shards) for param in shard.bucket.params}
-        self.late = LateGather(model, shard_of, self._waiting)
+        self.late = LateGather(model, shard_of, self._waiting, self._recorder)
 
     def _fingerprints(self) -> Tensor | None:
         return torch.stack([fingerprint(shard.shard) for shard in self._apart]) if self._apart else None
@@ -274,13 +284,14 @@ class ZeroPartition:
         for shard in self.shards:
             if shard.is_copy:
                 shard.shard.copy_(shard.master, non_blocking=True)
+            self.gathered_bytes += shard.shard.nbytes
             works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
         self._prints = self._fingerprints()
         self.note()
         if self.late is not None:
             self.late.put(works)
             return
-        with self._waiting("waits for the updated parameters of the other replicas"):
+        with self._recorder.span("gather"), self._waiting("waits for the updated parameters of the other replicas"):
             for work in works:
                 if work is not None:
                     work.wait()

@@ -52,6 +52,7 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         batch_check=BatchCheck(setup.mesh, check_steps),
         random_check=RandomCheck(setup.mesh, setup.device, check_steps),
         watchdog=setup.watchdog,
+        recorder=setup.recorder,
     )
     if stages is None or plans.cut is None:
         engine: Engine = DirectEngine(attachment)
@@ -93,6 +94,7 @@ def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: b
         overlaps=overlaps,
         waiting=setup.watchdog.waiting,
         sharded=sharded,
+        recorder=setup.recorder,
     )
 
 
@@ -107,7 +109,11 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         schedule.placement,
         mesh.pp_rank,
         {pair: make_transport(kind, device, group) for pair, group in groups.items()},
-        probe=Probe(waits=lambda text, peer: watchdog.waits(text, awaited[peer]), runs=watchdog.runs),
+        probe=Probe(
+            waits=lambda text, peer: watchdog.waits(text, awaited[peer]),
+            runs=watchdog.runs,
+            recorder=attachment.recorder,
+        ),
         weights=stages.weights,
     )
     return ReadingPipelineEngine(

@@ -23,6 +23,7 @@ from torch import nn
 from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
 from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.engine.expected import Expected
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.alike import CommonWeights
@@ -34,6 +35,7 @@ from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.tensors import tensors_in
+from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.tensor_parallel.run.vocab import LabelledOutput
 from hf_parallel.watchdog import Watchdog
@@ -58,6 +60,7 @@ class Attachment:
         batch_check: Same-batch check over a model copy.
         random_check: Same-random-numbers check over tensor-parallel ranks.
         watchdog: Hang reports.
+        recorder: Keeps when this rank does what.
     """
 
     model: nn.Module
@@ -71,10 +74,16 @@ class Attachment:
     batch_check: BatchCheck
     random_check: RandomCheck
     watchdog: Watchdog
+    recorder: Recorder
 
 
 class Engine:
-    """Owns `model.forward`. Subclasses implement `run`."""
+    """Owns `model.forward`. Subclasses implement `run`.
+
+    Attributes:
+        recorder: Keeps when this rank does what.
+        expected: What the plans say of the ranks.
+    """
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -91,6 +100,8 @@ class Engine:
         self.gathers = meeting_of_copy(self.mesh)
         self._buffers = MovingBuffers(attachment.model, attachment.mesh, attachment.device)
         self.part_hooks = PartHooks(attachment.model, {})
+        self.recorder = attachment.recorder
+        self.expected = Expected()
 
     def _common_weights(self, attachment: Attachment) -> CommonWeights:
         replicas = attachment.gradients.replicas
@@ -232,6 +243,10 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._backwards = Backwards(attachment.mesh, attachment.device)
+        self._pass, self._begun = (
+            0,
+            self.recorder.mark(),
+        )  # batches of this step that were backpropagated; the last one's start
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)
         common, random = self._common_weights(attachment), attachment.random_check
         leave = attachment.watchdog.leaves_others
@@ -249,8 +264,11 @@ class DirectEngine(Engine):
         elif "labels" in kwargs:
             self._shared_batch.begin(kwargs)
         context = self.autocast()
+        start = self.recorder.mark()
         with self._watching(), self._shared_batch.judging(), context:
             output = made = self.attachment.forward(*args, **kwargs)
+        if self.trains:
+            self.recorder.add("F", 0, self._pass, start)
         finer = not isinstance(context, contextlib.nullcontext)
         if finer:
             output = convert_to_fp32(output)
@@ -285,8 +303,10 @@ class DirectEngine(Engine):
             yield
 
     def _during_backward(self, gradient: torch.Tensor) -> None:
-        if not self._queued and self._gives_gradients_away():
-            return
+        if not self._queued:
+            if self._gives_gradients_away():
+                return
+            self._begun = self.recorder.mark()
         if self.mesh.tp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
         self.end_pass_later()
@@ -296,6 +316,11 @@ class DirectEngine(Engine):
         if self.gradients.replicas.sharded is not None:  # then the leaves are others, of which torch gives no `p.grad`
             return False
         return gives_gradients_away(p for p in self.attachment.parameters.values() if p.requires_grad)
+
+    def before_end(self) -> None:
+        """The backward pass is over; microbatches count from the step's first."""
+        self.recorder.add("B", 0, self._pass, self._begun)
+        self._pass = 0 if self.ends_step else self._pass + 1
 
     def compare_step(self) -> None:
         """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""

@@ -36,6 +36,7 @@ from hf_parallel.guards.stepping import OwnHooks
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.monitor.recorder import Recorder
 
 
 logger = logging.getLogger(__name__)
@@ -198,9 +199,22 @@ class GradientSync:
     def _power_of_parts(self) -> torch.Tensor:
         return self._power_sum([local_of(p.grad) for p in self._parameters.values() if p.grad is not None], 2.0)
 
+    @property
+    def recorder(self) -> Recorder:
+        """What keeps when this rank did what."""
+        return self.replicas.recorder
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of gradients that this rank handed to sums over stages so far."""
+        return sum(reducer.counters.bytes for reducer in self._shared)
+
     def _reduce_shared(self) -> None:
-        for reducer in self._shared:
-            reducer.reduce(1.0)
+        if not self._shared:
+            return
+        with self.recorder.span("shared"):
+            for reducer in self._shared:
+                reducer.reduce(1.0)
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the full model's gradient (0-d, float32), equal on every rank of a model copy.

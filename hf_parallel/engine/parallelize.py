@@ -18,6 +18,7 @@ from torch import nn
 from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.expected import expected
 from hf_parallel.engine.opening import holdings_of, opening
 from hf_parallel.engine.plans import agree, make_plans, summary
 from hf_parallel.engine.self_check import check_plans
@@ -37,6 +38,7 @@ from hf_parallel.logs import told_if_slow
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.support import refuse_model
+from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.watchdog import Watchdog
@@ -84,7 +86,8 @@ def parallelize(
     verdicts = Verdicts()
     if probes is not None and config.remembers_verdicts:
         verdicts = verdicts_of(model, config, shape, device, probes.batch)
-    setup = Setup(model, config, schedule, mesh, device, watchdog, verdicts)
+    recorder = Recorder(device, on=config.monitor.records)
+    setup = Setup(model, config, schedule, mesh, device, watchdog, verdicts, recorder)
 
     late = prepare_late_weights(setup)
     start = begin_alike_on_all(setup)
@@ -110,6 +113,7 @@ def parallelize(
     replicas = shard_over_replicas(setup, plans.units, compute_dtype)
 
     engine = attach(setup, plans, stages, replicas)
+    engine.expected = expected(holdings, plans.prediction, plans.recomputed)
     watchdog.runs()
     if setup.reports:
         of_replicas = engine.gradients.replicas.describe()

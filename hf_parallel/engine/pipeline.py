@@ -281,7 +281,8 @@ class PipelineEngine(Engine):
             )
         if arms:
             self.gradients.end_schedule()
-        return self._last_stage.share_losses(losses, shares, batches)
+        with self.recorder.span("loss"):
+            return self._last_stage.share_losses(losses, shares, batches)
 
     def _ask_for_hooks(self) -> bool:
         with self.attachment.watchdog.waiting("waits for the other stages to say which parameters have hooks"):
@@ -373,7 +374,8 @@ class PipelineEngine(Engine):
 
     def _logits_of(self, state: PhaseState, batch: dict[str, Any]) -> torch.Tensor:
         """The logits f[B S V] on this rank, from which a backward goes back through the stages."""
-        logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
+        with self.recorder.span("loss"):
+            logits = self._last_stage.broadcast_logits([parts[0] for parts in state.outputs], batch)
         if logits is None:
             raise UnsupportedError("the model's forward returned no logits. Call it with labels, or set pp_size to 1.")
         return logits_node(self._anchor, logits, functools.partial(self._backward_split, state))

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_parallel.engine.verdicts import Verdicts
 from hf_parallel.mesh import Mesh
+from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
@@ -29,6 +30,7 @@ class Setup:
         device: Where the model is.
         watchdog: For waits.
         verdicts: What was found out at earlier starts.
+        recorder: Keeps when this rank does what.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Setup:
     device: torch.device
     watchdog: Watchdog
     verdicts: Verdicts = field(default_factory=Verdicts)
+    recorder: Recorder = field(default_factory=silent)
 
     @property
     def name(self) -> str:

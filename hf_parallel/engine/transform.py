@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed import ProcessGroup
 
 from hf_parallel.activation_checkpointing.host_copies import Follow
 from hf_parallel.activation_checkpointing.recompute import recompute_blocks
@@ -22,6 +23,7 @@ from hf_parallel.model.stack import blocks_of
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
+from hf_parallel.tensor_parallel.run.functions import Metered, TPGroup
 from hf_parallel.tensor_parallel.run.sequence import SequenceMode, install_blocks
 
 
@@ -76,7 +78,12 @@ def shard_sequence(setup: Setup, plans: Plans) -> SequenceMode | None:
             f"{cut.stages.stack}. Set one of sequence_parallel: false and pp_size: 1."
         )
     sections = None if cut is None else [range(span.lo, span.hi) for span in cut.spans_of(mesh.pp_rank)]
-    return install_blocks(setup.model, sequence, mesh.tp_group, sections)
+    return install_blocks(setup.model, sequence, _recorded(mesh.tp_group, setup), sections)
+
+
+def _recorded(group: ProcessGroup, setup: Setup) -> TPGroup:
+    """The group whose collectives are recorded, if anything is."""
+    return Metered(group, setup.recorder) if setup.recorder.on else group
 
 
 def cut_into_stages(setup: Setup, plans: Plans) -> Stages | None:
@@ -112,7 +119,7 @@ def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
     apply_tensor_parallel(
         setup.model,
         plans.tensor_parallel,
-        mesh.tp_group,
+        _recorded(mesh.tp_group, setup),
         mesh.tp_rank,
         holds=lambda name: plans.ledger.holds(mesh.pp_rank, name),
         deferral=None if stages is None else stages.weights,

@@ -82,7 +82,7 @@ class HFParallelConfig(Section):
         gradient_compression: Wire format of the gradients.
         local_sgd: Synchronisation interval of the replicas.
         checkpoint: Checkpoint options.
-        monitor: Hang and batch guards.
+        monitor: Hang and batch guards, measurements.
 
     Raises:
         ConfigError: With every problem, one a line: key and value, rule, fix.
@@ -147,7 +147,7 @@ class HFParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = self.pipeline.problems(self.pp_size)
+        problems = [*self.pipeline.problems(self.pp_size), *self.monitor.problems()]
         recompute = self.activation_checkpointing
         if recompute.every is None:
             problems += [

@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -18,6 +19,7 @@ from hf_parallel.settings.schedule_names import STAGES_PER_RANK, ScheduleName, f
 
 
 MAX_SHOWN = 80  # characters of a value in a message
+MAX_TRACED = 100  # steps of a trace
 MAX_SIZE = 1 << 16  # ranks of an axis, stages of a pipeline: far above any cluster, and still quick to count
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -66,6 +68,7 @@ def known_treatments(value: object) -> object:
 Count = Annotated[int, Field(ge=1, le=2**63 - 1), BeforeValidator(number)]
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE), BeforeValidator(number)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
+Factor = Annotated[float, Field(gt=1, allow_inf_nan=True), BeforeValidator(number)]
 NonNegative = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(number)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True), BeforeValidator(number)]
 Offload = Literal["none", "cpu", "nvme"]
@@ -352,7 +355,7 @@ class CheckpointConfig(Section):
 
 
 class MonitorConfig(Section):
-    """Guards that watch a run."""
+    """Guards that watch a run, and what is measured of it."""
 
     hang_timeout_s: Annotated[
         Seconds,
@@ -371,3 +374,47 @@ class MonitorConfig(Section):
             description="an integer of 0 or more: first steps on which ranks of a model copy compare batches and random states"
         ),
     ] = 3
+    metrics: Annotated[
+        bool,
+        Field(description="true or false: what the run reaches and where its time goes, in the Trainer's logs"),
+    ] = True
+    slow_rank_factor: Annotated[
+        Factor,
+        Field(
+            description="a number above 1: a rank that computes so many times as long as its peers is named (.inf: never)"
+        ),
+    ] = 1.2
+    trace_steps: Annotated[
+        tuple[Count, ...],
+        BeforeValidator(as_tuple),
+        Field(description="a list of optimizer steps, from 1 on, that are written as one trace of all ranks"),
+    ] = ()
+    report: Annotated[
+        bool,
+        Field(description="true or false: a page and a JSON file in output_dir when training ends"),
+    ] = False
+
+    @property
+    def records(self) -> bool:
+        """Whether anything is measured."""
+        return self.metrics or self.report or len(self.trace_steps) > 0
+
+    def problems(self) -> list[str]:
+        """Settings that contradict each other, one line each."""
+        steps, found = self.trace_steps, []
+        if any(after <= before for before, after in pairwise(steps)):
+            found.append(
+                f"monitor.trace_steps={list(steps)}: steps are traced in their order, each once. Write them in ascending order."
+            )
+        if len(steps) > MAX_TRACED:
+            found.append(
+                f"monitor.trace_steps has {len(steps)} entries: a trace is kept in memory until its last step, {MAX_TRACED} steps at "
+                "most. Name fewer steps."
+            )
+        factor, default = self.slow_rank_factor, type(self).model_fields["slow_rank_factor"].default
+        if factor != default and not self.metrics:
+            found.append(
+                f"monitor.slow_rank_factor={spelled(factor)} with monitor.metrics=false has no effect: ranks are compared by what "
+                f"is measured for the logs. Set monitor.metrics to true, or monitor.slow_rank_factor to {default}."
+            )
+        return found

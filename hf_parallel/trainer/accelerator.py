@@ -306,7 +306,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 f"clip_grad_norm_ on a part of the model: {len(left_out)} parameters are left out (first: "
                 f"{left_out[0]}). Pass model.parameters()."
             )
-        with self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks"):
+        waiting = self.hf_parallel.watchdog.waiting("waits for the gradient norm of the other ranks")
+        with engine.recorder.span("norm"), waiting:
             return engine.gradients.clip(float(max_norm), float(norm_type))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

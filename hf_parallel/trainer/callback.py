@@ -42,6 +42,7 @@ from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
+from hf_parallel.trainer.monitoring import MonitorCallback
 from hf_parallel.trainer.of_trl import packed_sample, problems_of
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.restarts import refuse_memory
@@ -211,6 +212,8 @@ def attach_trainer(trainer: Trainer, session: Session) -> None:
     accelerator.state.parallelism_config = HFParallelPlugin.of(session)
     attach_accelerator(accelerator, session)
     _mix_in(trainer)
+    if session.config.monitor.records:
+        trainer.add_callback(MonitorCallback(session))
     trainer.gather_function = functools.partial(
         accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )

@@ -27,6 +27,7 @@ from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
+from hf_parallel.trainer.monitoring import Timed, monitor_of
 from hf_parallel.trainer.user_code import UserCode, is_users
 
 
@@ -78,9 +79,16 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return engine if isinstance(engine, PipelineEngine) else None
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As stock, with what gradient compression did since the last time beside the training loss."""
+        """As stock; beside the training loss what the monitor measured, and what gradient compression did since the last time."""
         wire = self._engine.gradients.replicas.wire if self._engine is not None else None
-        super().log({**logs, **wire.report()} if wire is not None and "loss" in logs else logs, *args, **kwargs)
+        if "loss" in logs:
+            monitor = monitor_of(self)
+            logs = {
+                **logs,
+                **(monitor.logged() if monitor is not None else {}),
+                **(wire.report() if wire is not None else {}),
+            }
+        super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, on equal replicas."""
@@ -123,8 +131,15 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
         self._hf_parallel_window = []
         begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
+        monitor = monitor_of(self)
         with self._doing("is in the data loader", in_steps=not begins):
-            samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if monitor is None:
+                samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+            else:
+                monitor.begin_step(self.state.global_step + 1)
+                timed = Timed(epoch_iterator, monitor.recorder)
+                samples, num_items = super().get_batch_samples(timed, num_batches, device)
+                monitor.read(samples)
         pipeline = self._pipeline
         if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
             prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]

@@ -69,9 +69,12 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.own_hooks.begin()
         if self.gradient_state.sync_gradients and self.scaler is not None:
             self.gradients.before_update()
-        super().step(closure)
-        if self.gradient_state.sync_gradients:
-            self.watchdog.ends_step()
+        if not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        with self.gradients.recorder.span("optimizer"):
+            super().step(closure)
+        self.watchdog.ends_step()
 
 
 class HFParallelScheduler(AcceleratedScheduler):  # type: ignore[misc]

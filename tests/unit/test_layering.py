@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
     {"errors", "hangs", "logs", "machine", "noticeboard"},
-    {"compat", "mesh", "one_rank", "settings", "tensor_parallel"},
+    {"compat", "mesh", "monitor", "one_rank", "settings", "tensor_parallel"},
     {"heartbeats"},
     {
         "batches",
@@ -33,7 +33,7 @@ FLOORS = [
     {"dry_run", "pipeline_parallel.run", "tensor_parallel.plan"},
     {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
     {"checkpoints.state", "engine", "planner"},
-    {"dry_run.rank"},
+    {"dry_run.rank", "monitor.report"},
     {"trainer"},
     {"proof"},
     {"cli"},
@@ -42,7 +42,7 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
 TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-SHARED = {"errors", "machine", "settings", "compat", "mesh", "one_rank", "model", "head", "ledger"}
+SHARED = {"errors", "machine", "settings", "compat", "mesh", "monitor", "one_rank", "model", "head", "ledger"}
 
 
 def room_of(name: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.monitor.recorder import Recorder, silent
 from hf_parallel.pipeline_parallel.run.transport import Message, TensorSpec, Transport
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 
@@ -65,11 +66,13 @@ class Probe:
         waits: Called with what this rank is about to wait for, and from which rank of the pipeline.
         runs: Called with what this rank is about to compute by itself.
         trace: Called after each action or wait with its name ("1F3", "wait 1F3"), wall seconds and CPU seconds.
+        recorder: Keeps when actions, sends and waits were.
     """
 
     waits: Callable[[str, int], None] | None = None
     runs: Callable[[str], None] | None = None
     trace: Callable[[str, float, float], None] | None = None
+    recorder: Recorder = field(default_factory=silent)
 
     def wait(self, status: str, name: str, work: Callable[[], Any], peer: int) -> Any:
         """Return ``work()``, which blocks until another rank of the pipeline, ``peer``, has done its part."""
@@ -172,7 +175,9 @@ class Sender:
         self.counters.messages_sent += 1
         self.counters.bytes_sent += sum(tensor.nbytes for tensor in payload)
         # Header and payload are one entry: a header counted by itself would be waited for as soon as it is sent.
+        start = self.probe.recorder.mark()
         parts = (*header, self.transport.isend(payload))
+        self.probe.recorder.add(f"send {message.kind}", message.stage, message.microbatch, start)
         target = message.stage + (1 if message.kind == "F" else -1)
         status = f"waits at stage {message.stage} for stage {target} to receive {message_name(message)}"
         self.queue.append((parts, status))
@@ -182,8 +187,10 @@ class Sender:
         """Wait for all sends but the newest ``keep``."""
         while len(self.queue) > keep:
             parts, status = self.queue.popleft()
+            start = self.probe.recorder.mark()
             for part in parts:
                 self.probe.wait(status, "drain", part.wait, self.peer)
+            self.probe.recorder.add("drain", -1, -1, start)
 
     def _announce(self, tensors: Sequence[Tensor], message: Action, signature: Hashable) -> tuple[Message, ...]:
         """Start sending the header if the peer has not seen the signature; return what is under way."""
@@ -245,7 +252,10 @@ class Receiver:
                     self.specs[key] = self._receive_header(message)
                 self._post(message, key)
             message, work = self.posted.popleft()
+            start = self.probe.recorder.mark()
             self.arrived[message] = self._wait(work, message, message_name(message))
+            target = message.stage + (1 if message.kind == "F" else -1)
+            self.probe.recorder.add(f"receive {message.kind}", target, message.microbatch, start)
             self.counters.messages_received += 1
         return self.arrived.pop(wanted)
 

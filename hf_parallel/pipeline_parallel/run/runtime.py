@@ -251,6 +251,7 @@ class PipelineRuntime:
     def _execute(self, program: Program, run: _Run, kinds: str) -> None:
         self._check_actions(program, len(run.microbatches), kinds)
         self.peak_live = len(run.live)
+        start = self.probe.recorder.mark()
         self._links.begin(program, self._signatures(run))
         for (stage, i), live in run.live.items():
             if stage != self.last_stage:
@@ -265,6 +266,7 @@ class PipelineRuntime:
                 works[action.kind](action, run)
         with self._named(self.last_stage if self.has_last_stage else min(self.stages), "finishing its sends"):
             self._links.drain()
+        self.probe.recorder.add("schedule", -1, -1, start)
 
     def _check_actions(self, program: Program, num_microbatches: int, kinds: str) -> None:
         for action in program.actions:
@@ -362,7 +364,10 @@ class PipelineRuntime:
         return [None if root is None else next(gradients) for root in live.roots]
 
     def _compute(self, action: Action, work: Callable[[], Any]) -> Any:
-        return self.probe.run(f"runs the {action.words} at stage {action.stage}", str(action), work)
+        start = self.probe.recorder.mark()
+        result = self.probe.run(f"runs the {action.words} at stage {action.stage}", str(action), work)
+        self.probe.recorder.add(action.kind, action.stage, action.microbatch, start)
+        return result
 
     def _check_payload(self, output: Any, stage: int) -> tuple[Tensor, ...]:
         if isinstance(output, tuple) and all(isinstance(tensor, Tensor) for tensor in output):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from hf_parallel.compat.private_torch import version_of
+from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.layout import split_units
+
+
+T = TypeVar("T")
 
 
 class VirtualGroup:
@@ -60,7 +64,42 @@ class VirtualGroup:
         return tensors
 
 
-TPGroup = ProcessGroup | VirtualGroup
+class Metered:
+    """A tensor-parallel group whose collectives are recorded.
+
+    Args:
+        bare: The group.
+        recorder: Counts their bytes and keeps when they were.
+    """
+
+    def __init__(self, bare: ProcessGroup, recorder: Recorder) -> None:
+        self.bare, self.recorder = bare, recorder
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.bare.size()
+
+    def rank(self) -> int:
+        """This rank."""
+        return self.bare.rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metered:
+        """A copy of a model communicates over the same group."""
+        return self
+
+
+TPGroup = ProcessGroup | VirtualGroup | Metered
+
+
+def communicate(group: ProcessGroup | Metered, num_bytes: int, work: Callable[[ProcessGroup], T]) -> T:
+    """``work(group)``, a collective or the wait for one, to which this rank hands so many bytes."""
+    if not isinstance(group, Metered):
+        return work(group)
+    recorder, start = group.recorder, group.recorder.mark()
+    result = work(group.bare)
+    recorder.count("tp", num_bytes)
+    recorder.add("tp", -1, -1, start)
+    return result
 
 
 def copy_to_tp(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
@@ -240,10 +279,11 @@ def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
         total = sum_over(x, group)
         return lambda: total
     x = x.contiguous()
-    work = dist.all_reduce(x, group=group, async_op=True)
+    bare = group.bare if isinstance(group, Metered) else group
+    work = dist.all_reduce(x, group=bare, async_op=True)
 
     def wait() -> Tensor:
-        work.wait()
+        communicate(group, x.nbytes, lambda bare: work.wait())
         return x
 
     return wait
@@ -264,7 +304,7 @@ def sum_over(x: Tensor, group: TPGroup, *, widens: bool = False) -> Tensor:
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).sum(0)
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    communicate(group, total.nbytes, lambda bare: dist.all_reduce(total, group=bare))
     return total
 
 
@@ -273,7 +313,7 @@ def max_over(x: Tensor, group: TPGroup) -> Tensor:
     if isinstance(group, VirtualGroup):
         return torch.stack(group.exchange(x)).amax(0)
     largest = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    communicate(group, largest.nbytes, lambda bare: dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=bare))
     return largest
 
 
@@ -283,7 +323,7 @@ def gather_over(x: Tensor, group: TPGroup) -> list[Tensor]:
         return group.exchange(x)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
+    communicate(group, x.nbytes, lambda bare: dist.all_gather(parts, x, group=bare))
     return parts
 
 

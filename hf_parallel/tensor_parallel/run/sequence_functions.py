@@ -12,12 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hf_parallel.compat.private_collectives import reduce_scatter_flat
 from hf_parallel.compat.private_torch import base_of
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import split_units
-from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup, WideSum, gather_over, is_half, sum_over
+from hf_parallel.tensor_parallel.run.functions import (
+    TPGroup,
+    VirtualGroup,
+    WideSum,
+    communicate,
+    gather_over,
+    is_half,
+    sum_over,
+)
 
 
 def sequence_sizes(length: int, group: TPGroup) -> list[int]:
@@ -155,9 +164,13 @@ def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[in
     whole = unfolded(x, dim, sum(sizes))  # (batch, seq, hidden)
     pieces = torch.stack([_padded(piece, dim, max(sizes)) for piece in whole.split(list(sizes), dim)])
     total = torch.empty_like(pieces[0])  # pieces (tp, batch, longest part, hidden), total one of them
-    work = reduce_scatter_flat(total.view(-1), pieces.view(-1), group)
-    if work is not None:
-        work.wait()
+
+    def scatter(bare: ProcessGroup) -> None:
+        work = reduce_scatter_flat(total.view(-1), pieces.view(-1), bare)
+        if work is not None:
+            work.wait()
+
+    communicate(group, pieces.nbytes, scatter)
     total = total.narrow(dim, 0, sizes[group.rank()]).contiguous()
     return total if whole is x else total.flatten(0, 1)
 

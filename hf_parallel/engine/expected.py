@@ -1,0 +1,53 @@
+"""What is expected of the ranks of one model copy before they run: kept for comparison with what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of a model copy.
+
+    Attributes:
+        forward: Cost of one microbatch on each stage, in a unit of the plan; empty with one stage.
+        backward: The same of the full backward.
+        bubble: Idle share of the ranks in a step, None with one stage.
+        states_bytes: Of each pipeline rank: weights, gradients and Adam's states, without ZeRO.
+        activation_bytes: Of each pipeline rank, for each token of a microbatch; empty with one stage.
+        recomputed: Blocks that run twice.
+    """
+
+    forward: tuple[float, ...] = ()
+    backward: tuple[float, ...] = ()
+    bubble: float | None = None
+    states_bytes: tuple[tuple[int, int, int], ...] = ()
+    activation_bytes: tuple[float, ...] = ()
+    recomputed: int = 0
+
+
+def expected(
+    holdings: Sequence[Holding], prediction: Prediction | None, recomputed: Sequence[Sequence[int]]
+) -> Expected:
+    """Put together what the plans say.
+
+    Args:
+        holdings: Of each pipeline rank.
+        prediction: Of the cut; None with one stage.
+        recomputed: Groups of blocks whose activations are not kept.
+    """
+    states = tuple((held.weights, held.gradients, held.optimizer) for held in holdings)
+    blocks = sum(map(len, recomputed))
+    if prediction is None:
+        return Expected(states_bytes=states, recomputed=blocks)
+    return Expected(
+        tuple(stage.forward for stage in prediction.stages),
+        tuple(stage.backward for stage in prediction.stages),
+        prediction.bubble,
+        states,
+        tuple(rank.activations for rank in prediction.ranks),
+        blocks,
+    )

@@ -1,0 +1,105 @@
+"""What a rank knows of itself beside its records: FLOPs of a token, the peak of its device, bytes sent, memory."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.pipeline import PipelineEngine
+from hf_parallel.errors import ConfigError
+from hf_parallel.monitor.recorder import Axis
+from hf_parallel.planner.hardware import gpu_table
+from hf_parallel.planner.here import key_of
+from hf_parallel.planner.profile import profile_of
+from hf_parallel.settings.config import HFParallelConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one token, forward and backward; 0 if not known.
+
+    Attributes:
+        model: What the model needs: no recomputation, no gradients of frozen weights.
+        hardware: With what is computed again.
+    """
+
+    model: float = 0.0
+    hardware: float = 0.0
+
+
+def flops_of(engine: Engine, config: HFParallelConfig, seq_len: int) -> Flops:
+    """FLOPs of a token of rows of `seq_len` tokens, from the model's config."""
+    try:
+        profile = profile_of(engine.model.config)
+    except Exception as error:  # noqa: BLE001 - a config may be of any kind; training goes on without this metric
+        logger.info("hf_parallel: FLOPs of this model are not known (%s), so logs have no FLOP/s.", error)
+        return Flops()
+    forward = profile.flops(seq_len) / 3
+    parameters = [p for p in engine.attachment.parameters.values() if p.is_floating_point()]
+    trained = sum(p.numel() for p in parameters if p.requires_grad) / max(1, sum(p.numel() for p in parameters))
+    model = forward * (2 + trained)
+    blocks = len(profile.layers)
+    by_trainer = any(getattr(module, "gradient_checkpointing", False) is True for module in engine.model.modules())
+    again = blocks if by_trainer else engine.expected.recomputed
+    products = config.activation_checkpointing.products
+    share = again / blocks * (1 - 1 / products if products else 1.0)
+    return Flops(model, model + forward * share * (1 - profile.vocab * profile.hidden / profile.active))
+
+
+def peak_of(engine: Engine) -> float:
+    """FLOP/s of the device in the type of the arithmetic; 0 if it is not in the hardware table."""
+    device = engine.attachment.device
+    if device.type != "cuda":
+        return 0.0
+    try:
+        card = gpu_table()[key_of(torch.cuda.get_device_name(device))]
+    except ConfigError:
+        return 0.0
+    single = next(iter(engine.attachment.parameters.values())).dtype == torch.float32
+    with engine.autocast():
+        return card.fp32 if single and not torch.is_autocast_enabled("cuda") else card.peak
+
+
+def sent_bytes(engine: Engine) -> dict[Axis, float]:
+    """Bytes that this rank has handed to collectives and messages so far; nan where they are not counted."""
+    replicas = engine.gradients.replicas.sent_bytes
+    found: dict[Axis, float] = {
+        "dp": float("nan") if replicas is None else float(replicas),
+        "pp": float(engine.gradients.shared_bytes),
+        "tp": float(engine.recorder.sent["tp"]),
+    }
+    if isinstance(engine, PipelineEngine):
+        found["pp"] += engine.runtime.counters.bytes_sent
+    return found
+
+
+def memory_bytes(device: torch.device) -> float:
+    """Most that tensors took on the device; on the CPU what the process took."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def expected_bytes(engine: Engine, config: HFParallelConfig, tokens: float) -> float:
+    """Weights, gradients, Adam and activations of this rank.
+
+    Args:
+        engine: The engine.
+        config: The settings.
+        tokens: Of a microbatch.
+    """
+    mesh, expected, zero = engine.mesh, engine.expected, config.zero
+    if not expected.states_bytes:
+        return 0.0
+    parts = mesh.dp_shard_group.size() if mesh.dp_shard_group is not None and zero.stage else 1
+    weights, gradients, adam = expected.states_bytes[mesh.pp_rank]
+    states = weights / (parts if zero.shards_parameters else 1) + gradients / (parts if zero.stage > 1 else 1)
+    activations = expected.activation_bytes[mesh.pp_rank] if expected.activation_bytes else 0.0
+    return states + adam / parts + activations * tokens

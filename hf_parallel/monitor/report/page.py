@@ -1,0 +1,244 @@
+"""The report at the end of a run: a JSON file, and a page with a timeline, tables and the settings, without outside links."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from hf_parallel.monitor.recorder import COMPUTED, StepRecord
+from hf_parallel.monitor.report.metrics import Job, bubbles_of_ranks, exposed_s, metrics_of
+from hf_parallel.monitor.report.picture import Bar, curve, timeline
+from hf_parallel.monitor.report.told import axes_in_use, total_sent
+from hf_parallel.monitor.report.trace import Offset
+from hf_parallel.monitor.report.write import write_whole
+from hf_parallel.pipeline_parallel.schedule.simulate import simulate
+
+
+NAME: Final = "hf_parallel_report"
+FORMAT: Final = 1
+MOST_ROWS: Final = 16  # ranks in the timeline
+SHOWN: Final = ("receive F", "receive B", "loss", "wait reduce", "gather", "shared", "optimizer", "norm", "data")
+
+STYLE: Final = """
+:root { --ink: #1d2433; --soft: #5b6577; --line: #d9dee7; --back: #ffffff; --panel: #f5f7fa; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa4b5; --line: #343c4a; --back: #161a21; --panel: #1e242e; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); margin: 0 auto; max-width: 1120px; padding: 24px; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 32px 0 8px; } p { color: var(--soft); margin: 4px 0 12px; }
+.figures { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }
+.figures div { background: var(--panel); border-radius: 8px; padding: 10px 16px; min-width: 110px; }
+.figures b { display: block; font-size: 20px; } .figures span { color: var(--soft); font-size: 13px; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
+th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; } th:first-child, td:first-child { text-align: left; }
+pre { background: var(--panel); padding: 12px 16px; border-radius: 8px; overflow-x: auto; }
+svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
+svg .in { fill: #fff; font-size: 10px; } .grid { stroke: var(--line); } .curve { fill: none; stroke: #2b5fb3; stroke-width: 1.5; }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 5px 0 14px; vertical-align: -1px; }
+"""
+
+
+def write_report(
+    folder: Path,
+    job: Job,
+    records: Sequence[StepRecord | None],
+    offsets: Sequence[Offset],
+    history: Sequence[Mapping[str, float]],
+    settings: Mapping[str, Any],
+) -> Path:
+    """Write both files; on rank 0.
+
+    Args:
+        folder: Where to.
+        job: What the ranks told of the whole run.
+        records: The last step of each rank.
+        offsets: Of their clocks.
+        history: The logged metrics.
+        settings: Of the run.
+
+    Returns:
+        The page.
+    """
+    measured = _measured(job, records, offsets)
+    planned = _planned(job, measured)
+    content = _content(job, history, settings) | {
+        "timeline": {"planned": [asdict(bar) for bar in planned], "measured": [asdict(bar) for bar in measured]}
+    }
+    write_whole(folder / f"{NAME}.json", json.dumps(_finite(content), indent=1))
+    return write_whole(folder / f"{NAME}.html", _page(job, planned, measured, history, settings))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    shape = job.shape
+    return {
+        "format": FORMAT,
+        "layout": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "settings": dict(settings),
+        "metrics": metrics_of(job),
+        "ranks": [{"rank": r, "name": shape.describe(r), "bubble": one.bubble, **asdict(one)} for r, one in enumerate(job.told)],
+        "stages": {str(stage): asdict(seconds) for stage, seconds in job.of_stages().items()},
+        "axes": {
+            axis: {"bytes_a_step": total_sent(job.told, axis), "exposed_s": exposed_s(job).get(axis)} for axis in axes_in_use(job.sizes)
+        },
+        "history": [dict(one) for one in history],
+    }  # fmt: skip
+
+
+def _measured(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> list[Bar]:
+    """The spans of a step of all ranks, in seconds since the first of them began."""
+    found = []
+    for rank, (record, offset) in enumerate(zip(records[:MOST_ROWS], offsets, strict=False)):
+        several = len(job.stages[rank]) > 1
+        for span in record.spans if record is not None else ():
+            if span.kind in COMPUTED or span.kind in SHOWN:
+                label = (
+                    f"{span.number if several else ''}{span.kind}{span.microbatch}" if span.kind in COMPUTED else ""
+                )
+                found.append(Bar(rank, span.kind, label, span.start - offset.seconds, span.end - offset.seconds))
+    origin = min((bar.start for bar in found), default=0.0)
+    return [Bar(bar.rank, bar.kind, bar.label, bar.start - origin, bar.end - origin) for bar in found]
+
+
+def _planned(job: Job, measured: Sequence[Bar]) -> list[Bar]:
+    """The planned step of the ranks that are drawn: as much compute as was measured, from the first action on."""
+    expected, count = job.expected, round(job.told[0].microbatches)
+    computed = [bar for bar in measured if bar.kind in COMPUTED]
+    if not expected.forward or not count or not computed:
+        return []
+    timed = simulate(job.choice.training(count), expected.forward, expected.backward)
+    ranks = range(min(MOST_ROWS, job.shape.world_size))
+    places = [job.shape.coordinates(rank)[1] for rank in ranks]
+    scale = sum(bar.end - bar.start for bar in computed) / sum(timed.busy[place] for place in places)
+    begin, found = min(bar.start for bar in computed), []
+    for rank, place in zip(ranks, places, strict=True):
+        several = len(job.stages[rank]) > 1
+        for action, start, end in zip(timed.schedule[place], timed.starts[place], timed.ends[place], strict=True):
+            label = f"{action.stage if several else ''}{action.kind}{action.microbatch}"
+            found.append(Bar(rank, action.kind, label, begin + scale * start, begin + scale * end))
+    return found
+
+
+def _page(
+    job: Job,
+    planned: Sequence[Bar],
+    measured: Sequence[Bar],
+    history: Sequence[Mapping[str, float]],
+    settings: Mapping[str, Any],
+) -> str:
+    shape = job.shape
+    title = f"tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
+    names = [shape.describe(rank) for rank in range(min(MOST_ROWS, shape.world_size))]
+    left_out = shape.world_size - len(names)
+    parts = [
+        f"<h1>hf_parallel: {title}</h1>",
+        f"<p>{job.told[0].steps:.0f} steps were measured; the first ones may be left out.</p>",
+        _figures(job),
+        "<h2>One step</h2>",
+        f"<p>The last step, planned above measured for each rank{f'; {left_out} ranks more are not drawn' if left_out else ''}. The "
+        "plan has the same compute in all, shared out as the cut was planned, and no messages.</p>",
+        timeline(names, planned, measured),
+        "<h2>Ranks</h2>",
+        _ranks(job),
+        _stages(job),
+        "<h2>Messages of a step</h2>",
+        _axes(job),
+        curve("Tokens per second", [(one["step"], one["monitor/tokens_per_s"]) for one in history]),
+        "<h2>Settings</h2>",
+        f"<pre>{html.escape(json.dumps(settings, indent=2))}</pre>",
+    ]
+    head = (
+        f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>hf_parallel: {title}</title>"
+    )
+    return f"<!doctype html><html lang='en'><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+
+
+def _figures(job: Job) -> str:
+    found = metrics_of(job)
+
+    def figure(name: str, what: str, form: str) -> str:
+        value = found.get(f"monitor/{name}")
+        return "" if value is None else f"<div><b>{form.format(value)}</b><span>{what}</span></div>"
+
+    shown = (
+        figure("tokens_per_s", "tokens per second", "{:,.0f}"),
+        figure("step_s", "seconds per step", "{:.3g}"),
+        figure("mfu", "model FLOP/s utilisation", "{:.1%}"),
+        figure("hfu", "hardware FLOP/s utilisation", "{:.1%}"),
+        figure("tflops", "model TFLOP/s of a rank", "{:.3g}"),
+        figure("bubble_planned", "bubble, planned", "{:.0%}"),
+        figure("bubble_of_stages", "bubble at the stages' measured times", "{:.0%}"),
+        figure("bubble", "bubble, measured", "{:.0%}"),
+    )
+    return f"<div class='figures'>{''.join(shown)}</div>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='wide'><table><tr>{cells}</tr>{body}</table></div>"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1.0 else f"{1e3 * seconds:.3g}"
+
+
+def _ranks(job: Job) -> str:
+    head = [
+        "rank",
+        "computes ms",
+        "bubble",
+        "data ms",
+        "replicas ms",
+        "shards ms",
+        "update ms",
+        "peak GB",
+        "expected GB",
+    ]
+    rows = []
+    for rank, one in enumerate(job.told):
+        times = [_ms(one.data_s), _ms(one.reduced_s), _ms(one.layers_s), _ms(one.optimizer_s)]
+        bubble = f"{one.bubble:.1%}" if one.window_s else "none"
+        sizes = [f"{one.memory_bytes / 1e9:.3g}", f"{one.expected_bytes / 1e9:.3g}"]
+        rows.append([job.shape.describe(rank), _ms(one.busy_s), bubble, *times, *sizes])
+    note = (
+        "<p>Of a step: compute, idle share of the schedule, and waits. On GPUs the peak is that of tensors, on CPUs that of the whole "
+        "process; expected are weights, gradients, Adam's states and, with stages, activations.</p>"
+    )
+    return note + _table(head, rows)
+
+
+def _stages(job: Job) -> str:
+    stages, expected = job.of_stages(), job.expected
+    total = sum(s.forward + s.backward + s.weight for s in stages.values()) or 1.0
+    costs = sum(expected.forward) + sum(expected.backward) or 1.0
+    rows = []
+    for stage, seconds in stages.items():
+        share = f"{(seconds.forward + seconds.backward + seconds.weight) / total:.1%}"
+        planned = f"{(expected.forward[stage] + expected.backward[stage]) / costs:.1%}" if expected.forward else ""
+        rows.append([str(stage), _ms(seconds.forward), _ms(seconds.backward), _ms(seconds.weight), share, planned])
+    head = ["stage", "forward ms", "backward ms", "weight ms", "share", "planned share"]
+    return "<h2>Stages</h2><p>Of one microbatch.</p>" + _table(head, rows)
+
+
+def _axes(job: Job) -> str:
+    exposed, rows = exposed_s(job), []
+    for axis in axes_in_use(job.sizes):
+        sent = total_sent(job.told, axis)
+        seconds = _ms(exposed[axis]) if axis in exposed else "not known"
+        rows.append([axis, "not counted" if math.isnan(sent) else f"{sent / 1e6:.4g}", seconds])
+    idle = ", ".join(f"{bubble:.0%}" for bubble in bubbles_of_ranks(job)) if job.shape.pp_size > 1 else ""
+    note = f"<p>Measured bubble of the pipeline ranks: {idle}.</p>" if idle else ""
+    return _table(["axis", "MB of all ranks", "ms that they add"], rows) + note

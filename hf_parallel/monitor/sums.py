@@ -1,0 +1,70 @@
+"""What the spans of steps add up to: seconds of every stage, of waits by cause, and how much of a step a rank computes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hf_parallel.monitor.recorder import COMPUTED, StepRecord
+
+
+@dataclass
+class Sums:
+    """Of some steps of one rank.
+
+    Attributes:
+        steps: How many.
+        wall_s: Of all of them.
+        window_s: In which schedules ran, up to the loss of the last stage.
+        busy_s: Of it, in which the rank computed.
+        stages: Stage -> kind of action -> seconds and number.
+        waits: Kind of a wait or work beside the schedule -> seconds.
+        computing: Seconds of each step in which the rank computed, without what its layers waited for.
+    """
+
+    steps: int = 0
+    wall_s: float = 0.0
+    window_s: float = 0.0
+    busy_s: float = 0.0
+    stages: dict[int, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    computing: list[float] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.wall_s += record.end - record.start
+        computed = inside = 0.0
+        for kind, index, _, start, end in record.spans:
+            seconds = end - start
+            if kind in COMPUTED:
+                of_stage = self.stages.setdefault(index, {})
+                total, count = of_stage.get(kind, (0.0, 0))
+                of_stage[kind] = total + seconds, count + 1
+                computed += seconds
+            else:
+                self.waits[kind] += seconds
+                if kind == "tp":
+                    inside += seconds
+        self.busy_s += computed
+        self.window_s = self.waits["schedule"] + self.waits["loss"]
+        self.computing.append(max(0.0, computed - inside))
+
+    @property
+    def bubble(self) -> float:
+        """Share of the schedules' time in which the rank did not compute, in [0, 1]; 0 without a schedule."""
+        return min(1.0, max(0.0, 1.0 - self.busy_s / self.window_s)) if self.window_s else 0.0
+
+    def seconds(self, stage: int, kinds: str) -> float:
+        """Mean of one microbatch in a stage, of some kinds of actions together."""
+        own = self.stages.get(stage, {})
+        return sum(own[kind][0] / own[kind][1] for kind in kinds if kind in own)
+
+
+def sums_of(records: Iterable[StepRecord]) -> Sums:
+    """The sums of some steps."""
+    found = Sums()
+    for record in records:
+        found.add(record)
+    return found

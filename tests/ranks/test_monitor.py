@@ -1,0 +1,242 @@
+"""What the monitor measures of a run is what ran: every action, every byte, on every rank; and it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_parallel import HFParallelCallback
+
+
+STEPS, ROWS = 4, 4
+ON = {"report": True, "trace_steps": [2, 3]}
+
+
+def trained(folder: str, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
+    args = TrainingArguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(
+        tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings), *callbacks]
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def session_of(trainer: Trainer) -> Any:
+    return trainer.accelerator.hf_parallel  # type: ignore[attr-defined]
+
+
+def measured(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
+    trainer = trained(folder, settings)
+    session = session_of(trainer)
+    engine = session.engine
+    runtime = getattr(engine, "runtime", None)
+    session.watchdog.stop()
+    return {
+        "logs": trainer.state.log_history,
+        "sent": {
+            "pp": 0 if runtime is None else runtime.counters.bytes_sent,
+            "dp": engine.gradients.replicas.sent_bytes,
+        },
+        "mine": [str(action) for action in session.schedule.training(ROWS)[engine.mesh.pp_rank]],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": [p.detach().tolist() for p in engine.attachment.parameters.values()],
+    }
+
+
+def check_trace(folder: str, results: list[dict[str, Any]]) -> None:
+    """Two steps of every rank, without an action too many or too few, and no message that came before it was sent."""
+    trace = json.loads((Path(folder) / "hf_parallel_trace.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == set(range(len(results)))
+    error = max(clock["error_s"] for clock in trace["otherData"]["clocks"])
+    for rank, result in enumerate(results):
+        own = [event for event in events if event["pid"] == rank]
+        ran = Counter(
+            f"{event['args']['stage']}{event['cat']}{event['args']['microbatch']}"
+            for event in own
+            if event["tid"] == 0
+        )
+        assert ran == dict.fromkeys(result["mine"], 2)
+        assert {event["args"]["step"] for event in own} == {2, 3}
+    sent = {(e["pid"], e["name"], e["args"]["step"]): e["ts"] for e in events if e["cat"].startswith("send")}
+    for event in events:
+        if event["cat"].startswith("receive"):
+            what, _, source = event["name"].removeprefix("receive ").partition(" from ")
+            started = sent[int(source), f"send {what} to {event['pid']}", event["args"]["step"]]
+            assert event["ts"] + event["dur"] >= started - 4e6 * error
+
+
+@pytest.mark.timeout(300)
+def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    settings = {"pp_size": 2, "pipeline": {"num_microbatches": ROWS}, "monitor": ON}
+    results = run_ranks(
+        measured, 4, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
+    check_trace(folder, results)
+    logs = [entry for entry in results[0]["logs"] if "loss" in entry]
+    assert len(logs) == STEPS
+    for axis in ("pp", "dp"):
+        sent = sum(entry[f"monitor/sent_mb/{axis}"] for entry in logs)
+        assert sent == pytest.approx(sum(result["sent"][axis] for result in results) / 1e6, rel=1e-3)
+    for entry in logs:
+        assert 0 < entry["monitor/bubble"] < 1
+        assert entry["monitor/bubble_planned"] == pytest.approx(0.2, abs=0.1)
+        assert entry["monitor/tokens_per_s"] > 0
+        assert entry["monitor/tflops"] == entry["monitor/hardware_tflops"] > 0
+        assert "monitor/mfu" not in entry
+    assert [[entry for entry in result["logs"] if "loss" in entry] for result in results[1:]] == [logs] * 3
+    report = json.loads((Path(folder) / "hf_parallel_report.json").read_text())
+    assert report["layout"] == {"dp_size": 2, "pp_size": 2, "tp_size": 1}
+    for rank, result in enumerate(results):
+        for what in ("planned", "measured"):
+            bars = [bar for bar in report["timeline"][what] if bar["rank"] == rank and bar["kind"] in "FBIW"]
+            assert sorted(bar["label"] for bar in bars) == sorted(action[1:] for action in result["mine"])
+    page = (Path(folder) / "hf_parallel_report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+)
+def test_a_trace_has_every_action_of_every_schedule(schedule: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    pipeline = {"schedule": schedule, "num_microbatches": ROWS}
+    settings = {"pp_size": 2, "pipeline": pipeline, "monitor": {"metrics": False, "trace_steps": [2, 3]}}
+    results = run_ranks(
+        measured, 2, folder, settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
+    check_trace(folder, results)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "settings", [{"pp_size": 2}, pytest.param({"zero": {"stage": 1}}, marks=pytest.mark.long)], ids=["pp2", "zero1"]
+)
+def test_training_is_the_same_with_and_without_the_monitor(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    found = [
+        run_ranks(measured, 2, folder, {**settings, "monitor": monitor}, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200)
+        for monitor in (ON, {"metrics": False})
+    ]  # fmt: skip
+    for watched, bare in zip(*found, strict=True):
+        assert watched["losses"] == bare["losses"]
+        assert watched["weights"] == bare["weights"]
+        stock = {key for entry in bare["logs"] for key in entry}
+        assert not any(key.startswith("monitor/") for key in stock)
+        timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+        kept = [{k: v for k, v in entry.items() if k in stock and k not in timed} for entry in watched["logs"]]
+        assert kept == [{k: v for k, v in entry.items() if k not in timed} for entry in bare["logs"]]
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[tuple[int, str]] = []
+        self.step = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((self.step, record.getMessage()))
+
+
+def slowed(rank: int, world_size: int, folder: str, settings: dict[str, Any], slow: int) -> list[tuple[int, str]]:
+    """Warnings of a run whose blocks compute for 20 ms in their forward, on one rank for 40."""
+    kept = Kept()
+    logging.getLogger("hf_parallel").addHandler(kept)
+    model = tiny.llama()
+    seconds = 0.02 * (2 if rank == slow else 1)
+
+    def busy(module: Any, args: Any) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(busy)
+    args = TrainingArguments(
+        folder, max_steps=20, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=500,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=tiny.rows(16), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings)]
+    )
+    trainer.train()
+    session_of(trainer).watchdog.stop()
+    return kept.found
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_takes_twice_as_long_is_named_within_20_steps(tmp_path: Path) -> None:
+    found = run_ranks(
+        slowed,
+        2,
+        str(tmp_path / "out"),
+        {},
+        1,
+        tmp_path=tmp_path,
+        env={"ACCELERATE_USE_CPU": "true"},
+        timeout=200,
+    )
+    named = [text for _, text in found[0] if "times as long" in text]
+    assert len(named) == 1
+    assert "hf_parallel: rank 1 (dp 1 of 2) computes" in named[0]
+    assert not found[1]
+
+
+def counted(
+    rank: int, world_size: int, folder: str, settings: dict[str, Any]
+) -> tuple[list[dict[str, float]], list[int]]:
+    """Logs of a run, and the bytes that its layers hand to collectives over shards in each step."""
+    import torch.distributed as dist
+
+    handed, steps = [0], []
+    for name in ("all_reduce", "all_gather"):
+        own = getattr(dist, name)
+
+        def counting(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            tensor = args[0] if name == "all_reduce" else args[1]
+            if tensor.ndim > 1:  # what is no layer's: losses, norms, digests
+                handed[0] += tensor.nbytes
+            return own(*args, **kwargs)
+
+        setattr(dist, name, counting)
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            handed[0] = 0
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            steps.append(handed[0])
+
+    trainer = trained(folder, settings, callbacks=[Steps()])
+    session_of(trainer).watchdog.stop()
+    return [entry for entry in trainer.state.log_history if "loss" in entry], steps
+
+
+@pytest.mark.timeout(300)
+def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) -> None:
+    settings = {"tp_size": 2, "tensor_parallel": {"vocab_parallel_loss": False}}
+    found = run_ranks(
+        counted, 2, str(tmp_path / "out"), settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )  # fmt: skip
+    for place, entry in enumerate(found[0][0]):
+        handed = sum(steps[place] for _, steps in found)
+        assert handed > 0
+        assert entry["monitor/sent_mb/tp"] == pytest.approx(handed / 1e6, rel=1e-3)
+        assert entry["monitor/exposed_s/tp"] > 0
