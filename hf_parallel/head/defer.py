@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters
-from hf_parallel.head.rows import is_tiled
 from hf_parallel.head.tiles import Head, Tiling
 from hf_parallel.head.unmade import Reads, Recipe, UnmadeLogits, unmade
 
@@ -40,7 +39,8 @@ class LogitsDeferral:
         """
         if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
             return None
-        if not self.tiling.rows and not is_tiled(math.prod(hidden.shape[:-1]), hidden.shape[-1], weight.shape[0]):
+        tokens = math.prod(hidden.shape[:-1])
+        if not self.tiling.rows and tokens <= self.tiling.rows_of(tokens, hidden.shape[-1], weight.shape[0]):
             return None
         dtype = _autocast_dtype(hidden)
         if dtype is None and weight.dtype != hidden.dtype:

@@ -39,6 +39,10 @@ class Columns(Protocol):
     def start(self) -> int:
         """First token of this rank."""
 
+    @property
+    def most(self) -> int:
+        """Tokens of the rank with most: tiles are as many on every rank, so they follow this one."""
+
     def merged(self, top: Tensor, total: Tensor, picked: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """Log of the sum of all exponentials, and the logit of the label, f32[n] each, of the whole vocabulary.
 
@@ -87,6 +91,16 @@ class Tiling:
     rows: int = 0
     columns: Columns | None = None
     _waiting: weakref.ref[_Kept] | None = field(default=None, repr=False)
+
+    def rows_of(self, tokens: int, hidden: int, vocabulary: int) -> int:
+        """Tokens of a tile, the same on all ranks that share a vocabulary.
+
+        Args:
+            tokens: Of the microbatch.
+            hidden: Width of the hidden states.
+            vocabulary: This rank's part.
+        """
+        return self.rows or rows_of_tile(tokens, hidden, vocabulary if self.columns is None else self.columns.most)
 
     def waits(self) -> bool:
         """Whether the weight gradient of a loss is kept for its backward pass."""
@@ -232,7 +246,7 @@ def _sum(
 def _tiles(hidden: Tensor, weight: Tensor, tiling: Tiling) -> Iterator[slice]:
     """Rows of each tile; one empty tile if there are none."""
     tokens = hidden.shape[0]
-    step = tiling.rows or rows_of_tile(tokens, hidden.shape[-1], weight.shape[0])
+    step = tiling.rows_of(tokens, hidden.shape[-1], weight.shape[0])
     for first in range(0, max(1, tokens), step):
         yield slice(first, first + step)
 

@@ -103,8 +103,11 @@ def apply_tensor_parallel(
             continue
         _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
         if linear.role == "vocab_head":
-            start = linear.weight.ranges(plan.tp_size, tp_rank)[0][0]
-            install_loss(base_model(model), module, shared, start, defers_logits=defers_logits)
+            starts, lengths = zip(
+                *(linear.weight.ranges(plan.tp_size, r)[0] for r in range(plan.tp_size)), strict=True
+            )
+            columns = starts[tp_rank], max(lengths)
+            install_loss(base_model(model), module, shared, *columns, defers_logits=defers_logits)
     seeds = PairSeeds(plan.tp_size, tp_rank)
     install_adapters(model, plan, shared, seeds, tp_rank, holds)
     for pair in plan.pairs:

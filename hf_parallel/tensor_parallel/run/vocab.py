@@ -136,7 +136,7 @@ def install_embedding(module: nn.Module, shared: SharedCopy, start: int, length:
 
 
 def install_loss(
-    model: nn.Module, head: nn.Module, shared: SharedCopy, start: int, *, defers_logits: bool = False
+    model: nn.Module, head: nn.Module, shared: SharedCopy, start: int, most: int, *, defers_logits: bool = False
 ) -> None:
     """Give head and loss of a model their common mode, and `model.forward` what switches it. In place.
 
@@ -145,10 +145,11 @@ def install_loss(
         head: Its head, which has the columns from `start` on.
         shared: For the group.
         start: First token of this rank.
+        most: Tokens of the rank with most.
         defers_logits: Whether the head leaves its part of the logits unmade.
     """
     if defers_logits:
-        vars(head)["logits_deferral"] = LogitsDeferral(Tiling(columns=SharedColumns(shared.group, start)))
+        vars(head)["logits_deferral"] = LogitsDeferral(Tiling(columns=SharedColumns(shared.group, start, most)))
     mode = vars(model)["tp_vocab"] = vars(head)["tp_vocab"] = VocabMode()
     whole: Any = model.loss_function
     loss = vars(model)["tp_vocab_loss"] = VocabLoss(shared, mode, start, whole)

@@ -78,10 +78,12 @@ class SharedColumns:
     Args:
         group: The tensor-parallel group.
         start: First column of this rank.
+        most: Columns of the rank with most.
     """
 
     group: TPGroup
     start: int
+    most: int
 
     def merged(self, top: Tensor, total: Tensor, picked: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
         """As `tiles.Columns`; one small all-gather, of four numbers a token."""
