@@ -66,7 +66,7 @@ def test_the_output_of_a_sharded_embedding_is_whole_and_that_of_a_sharded_row_of
     tmp_path: Path,
 ) -> None:
     sharded = ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"]
-    torch.save({"place": {"sharded": sharded}, "passed": []}, tmp_path / TRACE)
+    torch.save({"place": {"sharded": sharded, "parts": 1}, "passed": []}, tmp_path / TRACE)
     assert Passages(tmp_path / TRACE).sharded_regions == ({"model.layers.0.mlp.down_proj"}, {"model.layers.0.mlp"})
 
 
