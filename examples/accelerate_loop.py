@@ -22,7 +22,7 @@ from typing import Any
 import demo
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
 
@@ -80,8 +80,13 @@ def main() -> None:
     state = Path(arguments.output_dir) / "state"
     set_seed(0)
     accelerator = Accelerator(
-        gradient_accumulation_steps=arguments.accumulate, parallelism_config=HFParallelPlugin()
-    )  # the line
+        gradient_accumulation_steps=arguments.accumulate,
+        step_scheduler_with_optimizer=False,  # else a schedule counts replicas, and another number of them is another rate
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True
+        ),  # an epoch's order follows from its number
+        parallelism_config=HFParallelPlugin(),  # the line
+    )
     model, rows = load(arguments)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.1)
     loader = DataLoader(rows, arguments.batch_size, shuffle=True, drop_last=True, collate_fn=default_data_collator)
@@ -106,7 +111,8 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                scheduler.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
                 optimizer.zero_grad()
             parts.append(loss.detach())
             if accelerator.sync_gradients:

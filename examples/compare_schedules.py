@@ -7,7 +7,8 @@
 
 Simulated times are in units of a forward of one microbatch through a rank's share of the model; a backward takes two. With
 `--run` one model is trained under each of the schedules from the same weights, on as many ranks and microbatches as the recipe
-says: all give the same losses, and the table has both times. `hf-parallel schedule` draws schedules.
+says: all give the same losses, and the table has both times, which compare if nothing else uses the machine. `hf-parallel
+schedule` draws schedules.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--demo", action="store_true", help="a small model with random weights")
     arguments = parser.parse_args()
     if arguments.run and "LOCAL_RANK" not in os.environ:
-        parser.error("--run needs ranks: accelerate launch --config_file recipes/cpu_pp2.yaml examples/compare_schedules.py ...")
+        parser.error(
+            "--run needs ranks: accelerate launch --config_file recipes/cpu_pp2.yaml examples/compare_schedules.py ..."
+        )
     if arguments.run and not (arguments.demo or arguments.model_name_or_path):
         parser.error("--run needs a model: give --model_name_or_path, or --demo")
     return arguments

@@ -55,7 +55,9 @@ class ScriptArguments:
     tokenizer_name: str | None = field(default=None, metadata={"help": "Name on the hub, or a directory."})
     dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, with a column `text`."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
-    train_file: str | None = field(default=None, metadata={"help": "JSON lines with a `text`, in place of a data set."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "JSON lines with a `text`, in place of a data set."}
+    )
     shuffle_buffer: int = field(default=1000, metadata={"help": "Texts from which the next one is drawn."})
     block_size: int = field(default=1024, metadata={"help": "Tokens in a row."})
     demo: bool = field(default=False, metadata={"help": "Small model, small data, few steps: defaults for a CPU."})
