@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from hf_parallel.settings.recipes import find_recipe
+from launched_examples import first_and_last, launch
 
 
 pytestmark = [pytest.mark.launch, pytest.mark.long, pytest.mark.timeout(240)]
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def launch(example: str, folder: Path, recipe: str = "cpu_pp2") -> str:
-    """What the demo of an example prints, under `accelerate launch`."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(find_recipe(recipe))]
-    script = [str(ROOT / "examples" / f"{example}.py"), "--demo", "--output_dir", str(folder / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    result = subprocess.run(
-        [*command, *script], cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def first_and_last(printed: str, what: str = "train loss") -> tuple[float, float]:
-    first, last = re.findall(rf"{what} (-?[\d.]+) -> (-?[\d.]+)", printed)[0]
-    return float(first), float(last)
 
 
 @pytest.mark.parametrize("example", ["finetune_lora", pytest.param("qlora", marks=pytest.mark.slow)])

@@ -19,7 +19,11 @@ from hf_parallel.settings.config import HFParallelConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FOLDERS = ("benchmarks", "docs", "examples", "recipes", "tests")
 # Folders and files of a user's own machine, and of other packages.
 OTHERS = ("trl/", "runs/", "out/", "path/", "/models/")
@@ -108,6 +112,15 @@ def test_settings_exist(path: Path) -> None:
     for section, key in re.findall(rf"(?<![\w./])({'|'.join(SECTIONS)})\.([a-z]\w*)", text):
         module = (ROOT / "hf_parallel" / section / key).exists() or f"{section}/{key}.py" in MODULES
         assert key in SECTIONS[section].model_fields or key in ("md", "py") or module, f"no such key: {section}.{key}"
+
+
+def test_the_page_of_the_examples_has_each_of_them_and_a_test_launches_it() -> None:
+    """A row of the table, a command that the script has, and a test under the real launcher."""
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"demo"}
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\)", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(scripts)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*example*.py"))
+    assert not [name for name in scripts if f'"{name}"' not in tests and f'"{name}.py"' not in tests]
 
 
 def test_no_page_has_the_marks_of_a_merge() -> None:
