@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
     mark_rows_of_parts,
+    whole_draws_of_parts,
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
@@ -112,6 +113,7 @@ class ShardedModel:
         whole_numbers_of_parts()
         exchangeable_data_of_parts()
         mark_rows_of_parts(CopiedRows)
+        whole_draws_of_parts()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])

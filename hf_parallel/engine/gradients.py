@@ -8,7 +8,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,9 +168,9 @@ class GradientSync:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
         self.in_window = False
-        self.follow_freezing()
-        self._reduce_shared()
-        self.replicas.reduce(factor)
+        with self._trained_so_far():
+            self._reduce_shared()
+            self.replicas.reduce(factor)
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
@@ -178,6 +179,26 @@ class GradientSync:
                 queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
+
+    @contextmanager
+    def _trained_so_far(self) -> Iterator[None]:
+        """Inside, what was frozen since the buckets were fixed is trained: earlier batches of the step may have given it gradients."""
+        now = self._now_trained()
+        if now == self._trained:
+            yield
+            return
+        parameters = zip(self._parameters.values(), self._trained, now, strict=True)
+        late = [parameter for parameter, was_trained, is_trained in parameters if was_trained and not is_trained]
+        late = late if self.replicas.sharded is None else []  # which refuses it
+        for parameter in late:
+            parameter.requires_grad_(True)
+        try:
+            self.follow_freezing()
+            yield
+        finally:
+            for parameter in late:
+                parameter.requires_grad_(False)
+        self.follow_freezing()
 
     def follow_freezing(self) -> None:
         """Fix the buckets anew if parameters were frozen or unfrozen since, alike on the ranks that hold them.

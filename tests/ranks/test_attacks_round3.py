@@ -1,0 +1,196 @@
+"""Random numbers for weights and gradients, and parameters frozen in the middle of a step: as on one process, or refused."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_steps
+from rank_runner import run_ranks
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Trainer, TrainerCallback
+from user_steps import on_logits
+
+
+pytestmark = pytest.mark.long
+
+
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+TP2 = {"tp_size": 2}
+ZERO3 = {"zero": {"stage": 3}}
+TIED = {"model": "llama_tied"}
+
+
+class LossAndEntropy(Trainer):
+    """The model's own loss, whose backward pass a pipeline runs at once, and a term on its logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        entropy = torch.distributions.Categorical(logits=outputs.logits.float()).entropy().mean()
+        return outputs.loss - 0.1 * entropy
+
+
+class OnLogits(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        return on_logits(model(**inputs).logits, labels)
+
+
+class Freezes(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model.get_input_embeddings().requires_grad_(False)
+
+
+class FreezesBetween(TrainerCallback):
+    """After the first batch of a step, which has given it a gradient."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model.get_input_embeddings().requires_grad_(False)
+
+
+class OnGradients(TrainerCallback):
+    """Each parameter has a seed of its own."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            torch.manual_seed(zlib.crc32(name.encode()) + state.global_step)
+            self.change(parameter)
+
+    def change(self, parameter: Any) -> None:
+        raise NotImplementedError
+
+
+class AddsNoise(OnGradients):
+    def change(self, parameter: Any) -> None:
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-3)
+
+
+class DropsOut(OnGradients):
+    def change(self, parameter: Any) -> None:
+        parameter.grad = F.dropout(parameter.grad, 0.3)
+
+
+class Replaces(OnGradients):
+    def change(self, parameter: Any) -> None:
+        parameter.grad.normal_(std=1e-3)
+
+
+class MasksAtRandom(OnGradients):
+    def change(self, parameter: Any) -> None:
+        parameter.grad.mul_(torch.bernoulli(torch.full_like(parameter.grad, 0.5)))
+
+
+class NoiseInTurn(TrainerCallback):
+    """Gradient noise as papers write it: drawn for one parameter after another."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        torch.manual_seed(state.global_step)
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad) * 1e-3)
+
+
+class OnWeights(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                torch.manual_seed(zlib.crc32(name.encode()) + state.global_step)
+                self.change(name, parameter)
+
+    def change(self, name: str, parameter: Tensor) -> None:
+        parameter.add_(torch.randn_like(parameter), alpha=1e-2)
+
+
+class Initialises(OnWeights):
+    """Anew, with torch's functions."""
+
+    def change(self, name: str, parameter: Tensor) -> None:
+        if "down_proj" in name:
+            torch.nn.init.xavier_uniform_(parameter)
+        elif "norm" not in name:
+            parameter.data.mul_((torch.rand_like(parameter) > 0.1).float())
+
+
+class ThroughData(OnWeights):
+    def change(self, name: str, parameter: Tensor) -> None:
+        parameter.data.add_(torch.empty_like(parameter.data).uniform_(-1e-2, 1e-2))
+
+
+def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
+    return {"change": lambda trainer: trainer.add_callback(kind())}
+
+
+ON_GRADIENTS = (AddsNoise, DropsOut, Replaces, MasksAtRandom, NoiseInTurn)
+ON_WEIGHTS = (OnWeights, Initialises, ThroughData)
+KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
+    kind.__name__: (Trainer, adding(kind)) for kind in (*ON_GRADIENTS, *ON_WEIGHTS, FreezesBetween)
+}
+KINDS |= {
+    f"{kind.__name__}-{loss.__name__}": (loss, adding(kind))
+    for kind in (Freezes, FreezesBetween)
+    for loss in (LossAndEntropy, OnLogits)
+}
+user_steps.KINDS |= KINDS
+
+ONE_AFTER_ANOTHER = "random numbers that a callback draws one after another"
+# Kind, settings, model, and what an error says; none where the run must be that of one process.
+JOBS: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
+    *((kind.__name__, layout, {}, "") for kind in ON_GRADIENTS for layout in (TP2, ZERO3)),
+    *((kind.__name__, layout, {}, "") for kind in ON_WEIGHTS for layout in (TP2, ZERO3)),
+    ("AddsNoise", {"zero": {"stage": 1}}, {}, ""),
+    ("AddsNoise", PP2, {}, ""),
+    ("NoiseInTurn", PP2, {}, ONE_AFTER_ANOTHER),
+    ("Freezes-LossAndEntropy", PP2, {}, ""),
+    ("Freezes-LossAndEntropy", PP2, TIED, ""),
+    *((f"FreezesBetween{loss}", PP2, TIED, "") for loss in ("", "-LossAndEntropy", "-OnLogits")),
+    ("FreezesBetween-OnLogits", PP2, {}, ""),
+    *(("FreezesBetween", layout, {}, "") for layout in ({}, {"zero": {"stage": 1}}, TP2)),
+]
+IDS = [f"{kind}-{'_'.join(layout) or 'dp2'}{'-tied' if model else ''}" for kind, layout, model, _ in JOBS]
+
+
+def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
+    return user_steps.many(rank, world_size, jobs, folder)
+
+
+def launched(jobs: list[Any], world_size: int, folder: Path) -> list[Any]:
+    folder.mkdir()
+    options: dict[str, Any] = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
+    return list(zip(*run_ranks(many, world_size, jobs, str(folder), tmp_path=folder, **options), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[tuple[str, bool], Any]]:
+    folder = tmp_path_factory.mktemp("attacks")
+    kinds = sorted({(kind, bool(model)) for kind, _, model, error in JOBS if not error})
+    ones = launched([(kind, None, {"rows": 8, **(TIED if tied else {})}) for kind, tied in kinds], 1, folder / "1")
+    jobs = []
+    for kind, layout, model, _ in JOBS:
+        replicas = 1 if "pp_size" in layout or "tp_size" in layout else 2
+        jobs.append((kind, layout, {"rows": 8 // replicas, **model}))
+    return launched(jobs, 2, folder / "2"), dict(zip(kinds, ones, strict=True))
+
+
+@pytest.mark.parametrize("job", range(len(JOBS)), ids=IDS)
+def test_right_or_refused(job: int, runs: tuple[list[Any], dict[tuple[str, bool], Any]]) -> None:
+    twos, ones = runs
+    kind, _, model, error = JOBS[job]
+    if not error:
+        user_steps.same(twos[job][0], ones[kind, bool(model)][0])
+        return
+    assert any(error in str(rank["error"]) for rank in twos[job])
+    assert all(rank["error"] and rank["steps"] == 0 for rank in twos[job])
+
+
+def test_draws_for_shards_of_shards_are_refused(tmp_path: Path) -> None:
+    settings = {**TP2, **ZERO3}
+    found = launched([(kind.__name__, settings, {"rows": 4}) for kind in ON_WEIGHTS], 4, tmp_path / "4")
+    for job in found:
+        for rank in job:
+            assert "random numbers for a parameter or gradient" in str(rank["error"])
+            assert rank["steps"] == 1
