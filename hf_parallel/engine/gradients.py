@@ -27,7 +27,7 @@ from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.crossing import crosses_parameters
+from hf_parallel.guards.crossing import crosses_parameters, goes_by_place, keeps_by_place
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
@@ -294,12 +294,14 @@ class GradientSync:
         hooks = OwnHooks(optimizer)
         self.replicas.take_over(optimizer)
         live = {id(p) for p in self._parameters.values()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = keeps_by_place(optimizer) and any(id(p) not in live for p in given)
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in live]
         for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
-        self._refuse_crossing_updates(optimizer)
+        self._refuse_crossing_updates(optimizer, pairs=pairs)
         if model is not None and self._weights is None:
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
             replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
@@ -404,21 +406,38 @@ class GradientSync:
                 f"{known_names()}, or zero.stage 0."
             )
 
-    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Each stage steps on its own parameters: an update must not depend on those of others. Collective."""
+    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer, *, pairs: bool) -> None:
+        """Each stage steps on its own parameters: an update must not depend on those of others. Collective.
+
+        Args:
+            optimizer: With the parameters of this stage only.
+            pairs: Whether it has tensors that go with those that it had before.
+        """
         if self._mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
             return
-        crosses = crosses_parameters(optimizer) if any(group["params"] for group in optimizer.param_groups) else False
+        has_any = any(group["params"] for group in optimizer.param_groups)
+        crosses = crosses_parameters(optimizer) if has_any else False
+        by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
         device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        found = torch.tensor([int(crosses is True), int(crosses is None)], device=device)
+        found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place)], device=device)
         if self._mesh.mp_group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
-        kind, (anywhere, unknown) = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", found.tolist()
+        kind, (anywhere, unknown, placed) = (
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            found.tolist(),
+        )
         if anywhere:
             raise UnsupportedError(
                 f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of one parameter depends on the gradients "
                 "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
                 f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+            )
+        if placed:
+            raise UnsupportedError(
+                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of a parameter depends on the place of that "
+                "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
+                f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
+                f"{known_names()}, or set pp_size to 1."
             )
         if unknown:
             logger.warning(

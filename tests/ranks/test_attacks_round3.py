@@ -1,7 +1,8 @@
-"""Random numbers for weights and gradients, and parameters frozen in the middle of a step: as on one process, or refused."""
+"""Random numbers for weights and gradients, parameters frozen in mid-step, optimizers that count: as on one process, or refused."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,72 @@ class ThroughData(OnWeights):
         parameter.data.add_(torch.empty_like(parameter.data).uniform_(-1e-2, 1e-2))
 
 
+class Lookahead(torch.optim.AdamW):
+    """Keeps slow weights in a list beside its parameters, as most versions of it do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2, eps=1e-5)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, slow in zip(parameters, self.slow, strict=False):
+            slow.lerp_(parameter, 0.5)
+            parameter.copy_(slow)
+
+
+class InGroups(torch.optim.AdamW):
+    """The same list in each group."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2, eps=1e-5)
+        for group in self.param_groups:
+            group["start"] = [p.detach().clone() for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter, start in zip(group["params"], group["start"], strict=False):
+                parameter.lerp_(start, 0.1)
+
+
+class ByNumber(torch.optim.AdamW):
+    """The first parameters learn fastest."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.div_(1 + number)
+        return super().step(closure)
+
+
+class OneByOne(torch.optim.AdamW):
+    """Looks at each parameter by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.1 / (1.0 + parameter.grad.norm()))
+        return super().step(closure)
+
+
+def stepping(kind: Any) -> dict[str, Any]:
+    def change(trainer: Trainer) -> None:
+        blocks: Any = trainer.model.model.layers  # type: ignore[union-attr]
+        trainer.model.requires_grad_(False)  # type: ignore[union-attr]
+        blocks.requires_grad_(True)  # whose parameters have the shapes of those of any other block
+        trainer.optimizer = kind(list(blocks.parameters()))
+
+    return {"change": change}
+
+
 def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
     return {"change": lambda trainer: trainer.add_callback(kind())}
 
@@ -135,9 +202,18 @@ KINDS |= {
     for kind in (Freezes, FreezesBetween)
     for loss in (LossAndEntropy, OnLogits)
 }
+OPTIMIZERS = (
+    Lookahead,
+    InGroups,
+    functools.partial(ByNumber, lr=1e-2, eps=1e-5),
+    functools.partial(OneByOne, lr=1e-2, eps=1e-5),
+)
+NAMES = ("Lookahead", "InGroups", "ByNumber", "OneByOne")
+KINDS |= {name: (Trainer, stepping(kind)) for name, kind in zip(NAMES, OPTIMIZERS, strict=True)}
 user_steps.KINDS |= KINDS
 
 ONE_AFTER_ANOTHER = "random numbers that a callback draws one after another"
+BY_PLACE = "depends on the place of that parameter among others"
 # Kind, settings, model, and what an error says; none where the run must be that of one process.
 JOBS: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     *((kind.__name__, layout, {}, "") for kind in ON_GRADIENTS for layout in (TP2, ZERO3)),
@@ -149,6 +225,9 @@ JOBS: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
     ("Freezes-LossAndEntropy", PP2, TIED, ""),
     *((f"FreezesBetween{loss}", PP2, TIED, "") for loss in ("", "-LossAndEntropy", "-OnLogits")),
     ("FreezesBetween-OnLogits", PP2, {}, ""),
+    *((name, PP2, {}, BY_PLACE) for name in NAMES[:3]),
+    *((name, {}, {}, "") for name in NAMES),
+    ("OneByOne", PP2, {}, ""),
     *(("FreezesBetween", layout, {}, "") for layout in ({}, {"zero": {"stage": 1}}, TP2)),
 ]
 IDS = [f"{kind}-{'_'.join(layout) or 'dp2'}{'-tied' if model else ''}" for kind, layout, model, _ in JOBS]
