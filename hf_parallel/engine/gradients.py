@@ -307,6 +307,7 @@ class GradientSync:
             replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
             self._weights = WeightGuard(model, {} if replaced else self._parameters, everywhere)
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)

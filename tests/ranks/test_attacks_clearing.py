@@ -1,0 +1,119 @@
+"""Gradients that a loop clears, keeps or shrinks by itself after the step, and parameters frozen in mid-step: as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import user_loops
+from rank_runner import run_ranks
+from user_loops import STEPS, Loop
+
+
+pytestmark = pytest.mark.long
+
+
+ENV = {"ACCELERATE_USE_CPU": "true"}
+
+
+def forget(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def clear(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def shrink(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def read(model: Any) -> None:
+    norms = [float(parameter.grad.norm()) for parameter in model.parameters() if parameter.grad is not None]
+    assert len(norms) == len(list(model.parameters()))
+    model.zero_grad()
+
+
+def after_steps(change: Callable[[Any], None], *, before_forward: bool = False) -> Callable[[Loop], None]:
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            if before_forward:
+                change(loop.model)
+            loop.backward(step)
+            loop.optimizers[0].step()
+            if not before_forward:
+                change(loop.model)
+
+    return body
+
+
+def shown(loop: Loop) -> None:
+    """After the optimizer's `zero_grad` no parameter has a gradient."""
+    loop.prepare()
+    for step in range(STEPS):
+        loop.backward(step)
+        loop.step()
+        assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def frozen(loop: Loop) -> None:
+    """Between two batches of a step; the first has given the parameter a gradient."""
+    loop.prepare()
+    for step in range(STEPS):
+        with loop.accelerator.no_sync(loop.model):
+            loop.backward(step)
+        if step == 1:
+            loop.model.get_input_embeddings().weight.requires_grad_(False)
+        loop.backward(step + 1)
+        loop.step()
+
+
+BODIES: dict[str, Callable[[Loop], None]] = {
+    "forgotten": after_steps(forget),
+    "forgotten_before": after_steps(forget, before_forward=True),
+    "cleared": after_steps(clear),
+    "cleared_before": after_steps(clear, before_forward=True),
+    "shrunk": after_steps(shrink),
+    "kept": after_steps(lambda model: None),
+    "read": after_steps(read),
+    "shown": shown,
+    "frozen": frozen,
+}
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "forgotten": ("zero1", "zero2", "zero3", "zero1_offload", "pp2"),
+    "forgotten_before": ("zero1",),
+    "cleared": ("zero1", "zero2", "tp2"),
+    "cleared_before": ("zero1_offload", "zero3"),
+    "shrunk": ("zero1", "pp2", "tp2"),
+    "kept": ("zero1", "pp2"),
+    "read": ("zero1", "tp2"),
+    "shown": ("zero1",),
+    "frozen": ("dp2", "zero1", "zero2", "pp2", "tp2"),
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {f"{name}-{layout}": user_loops.tried(layout, BODIES[name]) for name, layout in cases}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("clearing")
+    ones = run_ranks(main, 1, [(name, "one") for name in BODIES], tmp_path=folder, init_group=False, env=ENV)
+    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
+    return [ones[0] | ranks for ranks in twos]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_gradients_after_the_step(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
+    user_loops.check(runs, name, layout, "")
