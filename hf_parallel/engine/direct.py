@@ -177,6 +177,10 @@ class Engine:
         else:
             vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
 
+    def keep_buffers(self) -> None:
+        """Leave each replica the buffers that it has, as DDP does with `broadcast_buffers=False`."""
+        self._buffers.sends = False
+
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
 
@@ -279,7 +283,8 @@ class DirectEngine(Engine):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         if not self.trains:
-            yield
+            with self._buffers.beside():
+                yield
             return
         with self._buffers.watching(), self.attachment.random_check.watching():
             yield

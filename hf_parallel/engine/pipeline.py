@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -364,7 +364,7 @@ class PipelineEngine(Engine):
         self.seeds.next_step()
         self._direct.stop()
         self.gradients.begin_forward()
-        with self._buffers.watching(len(microbatches), [batch]) if self.trains else nullcontext():
+        with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
             state = self._forward_phase(microbatches)
         logits = self._logits_of(state, batch)
         self._direct.watch()
@@ -432,7 +432,8 @@ class PipelineEngine(Engine):
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
         """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
-        return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
+        with self._buffers.beside():
+            return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
 
 
 def logits_in(outputs: list[Any]) -> list[torch.Tensor]:
