@@ -107,6 +107,8 @@ class GradientSync:
 
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
+        if self.replicas.sharded is not None:
+            self.replicas.sharded.begin_backward()
         self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)

@@ -55,6 +55,38 @@ def after_steps(change: Callable[[Any], None], *, before_forward: bool = False) 
     return body
 
 
+def between(change: Callable[[Any], None], *, accumulates: bool = False) -> Callable[[Loop], None]:
+    """The forward pass of a step has run, its backward pass has not; gradients are those of the step or batch before."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            if accumulates:
+                with loop.accelerator.no_sync(loop.model):
+                    loop.backward(step)
+            loss = loop.loss(step + 1)
+            change(loop.model)
+            loop.accelerator.backward(loss)
+            loop.optimizers[0].step()
+            if accumulates:
+                loop.optimizers[0].zero_grad()
+
+    return body
+
+
+def clear_all(model: Any) -> None:
+    model.zero_grad()
+
+
+def clear_part(model: Any) -> None:
+    model.get_input_embeddings().zero_grad()
+
+
+def assign(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+
+
 def shown(loop: Loop) -> None:
     """After the optimizer's `zero_grad` no parameter has a gradient."""
     loop.prepare()
@@ -86,6 +118,14 @@ BODIES: dict[str, Callable[[Loop], None]] = {
     "read": after_steps(read),
     "shown": shown,
     "frozen": frozen,
+    "forgotten_between": between(forget),
+    "cleared_between": between(clear),
+    "cleared_all_between": between(clear_all),
+    "cleared_part_between": between(clear_part),
+    "shrunk_between": between(shrink),
+    "assigned_between": between(assign),
+    "forgotten_within": between(forget, accumulates=True),
+    "shrunk_within": between(shrink, accumulates=True),
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "forgotten": ("zero1", "zero2", "zero3", "zero1_offload", "pp2"),
@@ -97,6 +137,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "read": ("zero1", "tp2"),
     "shown": ("zero1",),
     "frozen": ("dp2", "zero1", "zero2", "pp2", "tp2"),
+    "forgotten_between": ("dp2", "zero1", "zero2", "zero3", "pp2", "tp2"),
+    "cleared_between": ("zero3", "zero1"),
+    "cleared_all_between": ("zero3", "zero1", "pp2"),
+    "cleared_part_between": ("zero3", "zero1"),
+    "shrunk_between": ("zero3", "zero1"),
+    "assigned_between": ("zero3", "dp2"),
+    "forgotten_within": ("dp2", "zero1", "zero2", "zero3", "pp2", "tp2"),
+    "shrunk_within": ("dp2", "zero1", "zero2", "zero3", "pp2"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
