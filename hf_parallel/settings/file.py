@@ -169,7 +169,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
         self._open: set[int] = set()
 
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's name
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         self._refuse_levels(self.flow_level)
         super().fetch_flow_collection_start(TokenClass)
 
