@@ -215,22 +215,37 @@ user_steps.KINDS |= KINDS
 ONE_AFTER_ANOTHER = "random numbers that a callback draws one after another"
 BY_PLACE = "depends on the place of that parameter among others"
 # Kind, settings, model, and what an error says; none where the run must be that of one process.
-JOBS: list[tuple[str, dict[str, Any], dict[str, str], str]] = [
-    *((kind.__name__, layout, {}, "") for kind in ON_GRADIENTS for layout in (TP2, ZERO3)),
-    *((kind.__name__, layout, {}, "") for kind in ON_WEIGHTS for layout in (TP2, ZERO3)),
-    ("AddsNoise", {"zero": {"stage": 1}}, {}, ""),
+Job = tuple[str, dict[str, Any], dict[str, str], str]
+JOBS: list[Job] = [
+    ("AddsNoise", TP2, {}, ""),
+    ("AddsNoise", ZERO3, {}, ""),
     ("AddsNoise", PP2, {}, ""),
+    ("DropsOut", TP2, {}, ""),
+    ("OnWeights", TP2, {}, ""),
+    ("Initialises", ZERO3, {}, ""),
     ("NoiseInTurn", PP2, {}, ONE_AFTER_ANOTHER),
     ("Freezes-LossAndEntropy", PP2, {}, ""),
-    ("Freezes-LossAndEntropy", PP2, TIED, ""),
-    *((f"FreezesBetween{loss}", PP2, TIED, "") for loss in ("", "-LossAndEntropy", "-OnLogits")),
-    ("FreezesBetween-OnLogits", PP2, {}, ""),
-    *((name, PP2, {}, BY_PLACE) for name in NAMES[:3]),
-    *((name, {}, {}, "") for name in NAMES),
+    ("FreezesBetween", PP2, TIED, ""),
+    ("FreezesBetween", {}, {}, ""),
+    ("Lookahead", PP2, {}, BY_PLACE),
+    ("ByNumber", PP2, {}, BY_PLACE),
     ("OneByOne", PP2, {}, ""),
-    *(("FreezesBetween", layout, {}, "") for layout in ({}, {"zero": {"stage": 1}}, TP2)),
 ]
-IDS = [f"{kind}-{'_'.join(layout) or 'dp2'}{'-tied' if model else ''}" for kind, layout, model, _ in JOBS]
+MORE: list[Job] = [
+    *((kind.__name__, layout, {}, "") for kind in (*ON_GRADIENTS, *ON_WEIGHTS) for layout in (TP2, ZERO3)),
+    ("AddsNoise", {"zero": {"stage": 1}}, {}, ""),
+    ("Freezes-LossAndEntropy", PP2, TIED, ""),
+    *((f"FreezesBetween{loss}", PP2, TIED, "") for loss in ("-LossAndEntropy", "-OnLogits")),
+    ("FreezesBetween-OnLogits", PP2, {}, ""),
+    ("InGroups", PP2, {}, BY_PLACE),
+    *((name, {}, {}, "") for name in NAMES),
+    *(("FreezesBetween", layout, {}, "") for layout in ({"zero": {"stage": 1}}, TP2)),
+]
+MORE = [job for job in MORE if job not in JOBS]
+
+
+def ids(jobs: list[Job]) -> list[str]:
+    return [f"{kind}-{'_'.join(layout) or 'dp2'}{'-tied' if model else ''}" for kind, layout, model, _ in jobs]
 
 
 def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
@@ -243,22 +258,44 @@ def launched(jobs: list[Any], world_size: int, folder: Path) -> list[Any]:
     return list(zip(*run_ranks(many, world_size, jobs, str(folder), tmp_path=folder, **options), strict=True))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], dict[tuple[str, bool], Any]]:
-    folder = tmp_path_factory.mktemp("attacks")
-    kinds = sorted({(kind, bool(model)) for kind, _, model, error in JOBS if not error})
+Runs = tuple[list[Any], dict[tuple[str, bool], Any]]
+
+
+def runs_of(wanted: list[Job], folder: Path) -> Runs:
+    kinds = sorted({(kind, bool(model)) for kind, _, model, error in wanted if not error})
     ones = launched([(kind, None, {"rows": 8, **(TIED if tied else {})}) for kind, tied in kinds], 1, folder / "1")
     jobs = []
-    for kind, layout, model, _ in JOBS:
+    for kind, layout, model, _ in wanted:
         replicas = 1 if "pp_size" in layout or "tp_size" in layout else 2
         jobs.append((kind, layout, {"rows": 8 // replicas, **model}))
     return launched(jobs, 2, folder / "2"), dict(zip(kinds, ones, strict=True))
 
 
-@pytest.mark.parametrize("job", range(len(JOBS)), ids=IDS)
-def test_right_or_refused(job: int, runs: tuple[list[Any], dict[tuple[str, bool], Any]]) -> None:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs_of(JOBS, tmp_path_factory.mktemp("attacks"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs_of(MORE, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.parametrize("job", range(len(JOBS)), ids=ids(JOBS))
+def test_right_or_refused(job: int, runs: Runs) -> None:
+    check(JOBS, job, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("job", range(len(MORE)), ids=ids(MORE))
+def test_more_is_right_or_refused(job: int, more_runs: Runs) -> None:
+    check(MORE, job, more_runs)
+
+
+def check(jobs: list[Job], job: int, runs: Runs) -> None:
     twos, ones = runs
-    kind, _, model, error = JOBS[job]
+    kind, _, model, error = jobs[job]
     if not error:
         user_steps.same(twos[job][0], ones[kind, bool(model)][0])
         return
@@ -266,9 +303,12 @@ def test_right_or_refused(job: int, runs: tuple[list[Any], dict[tuple[str, bool]
     assert all(rank["error"] and rank["steps"] == 0 for rank in twos[job])
 
 
-def test_draws_for_shards_of_shards_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["OnWeights", *(pytest.param(k.__name__, marks=pytest.mark.slow) for k in ON_WEIGHTS[1:])]
+)
+def test_draws_for_shards_of_shards_are_refused(kind: str, tmp_path: Path) -> None:
     settings = {**TP2, **ZERO3}
-    found = launched([(kind.__name__, settings, {"rows": 4}) for kind in ON_WEIGHTS], 4, tmp_path / "4")
+    found = launched([(kind, settings, {"rows": 4})], 4, tmp_path / "4")
     for job in found:
         for rank in job:
             assert "random numbers for a parameter or gradient" in str(rank["error"])
