@@ -24,6 +24,7 @@ from hf_parallel.batches import BatchCheck, RandomCheck
 from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_backward, set_aside
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.held import Table
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.backwards import Backwards
@@ -53,7 +54,7 @@ class Attachment:
         mesh: This rank's mesh.
         ledger: The full model's parameters.
         parameters: Ledger name -> this rank's parameter.
-        buffers: Ledger name -> this rank's persistent buffer.
+        places: Ledger name -> where this rank's persistent buffer stands.
         gradients: Reduction and clipping.
         batch_check: Same-batch check over a model copy.
         random_check: Same-random-numbers check over tensor-parallel ranks.
@@ -66,11 +67,17 @@ class Attachment:
     mesh: Mesh
     ledger: Ledger
     parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
+    places: dict[str, tuple[Table, str]]
     gradients: GradientSync
     batch_check: BatchCheck
     random_check: RandomCheck
     watchdog: Watchdog
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Ledger name -> this rank's persistent buffer, as user code left it."""
+        found = {name: table.get(key) for name, (table, key) in self.places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 class Engine:

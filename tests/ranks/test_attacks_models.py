@@ -120,6 +120,7 @@ EXPECTED = {
     **{(name, "dp2"): "ddp" for name in ("written", "replaced", "unsent", "late", "late_replaced")},
     ("written", "zero3"): "ddp",
     ("written", "tp2"): "one",
+    ("replaced", "pp2"): "one",
 }
 
 
