@@ -265,7 +265,7 @@ def _regroups(setup: Setup) -> bool:
     """Whether another number of replicas goes on with a loss that is a mean over the rows of a replica."""
     layout = setup.resume or {}
     parts = layout.get("tp_size", 1) * layout.get("pp_size", 1)
-    return setup.loss not in ADDITIVE and setup.world_size // parts != setup.dp
+    return (setup.loss not in ADDITIVE or setup.local_counts) and setup.world_size // parts != setup.dp
 
 
 # -- scripts ---------------------------------------------------------------------------------------------------------

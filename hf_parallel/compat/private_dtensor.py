@@ -9,9 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_parallel.errors import UnsupportedError
+
+
+DRAWS = (
+    *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "bernoulli", "native_dropout"),
+    *("exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
+)
 
 
 def whole_numbers_of_parts() -> None:
@@ -58,6 +64,39 @@ def mark_rows_of_parts(kind: type) -> None:
         *(aten.view.default, aten._unsafe_view.default, aten.diagonal.default),
     ):
         handlers.setdefault(func, view)
+
+
+def whole_draws_of_parts() -> None:
+    """Let random numbers for a DTensor (`randn_like(p)`, `p.grad.normal_()`) be this rank's part of those drawn for the whole.
+
+    torch 2.13 draws them for each part by itself on the CPU, which gives all ranks of one seed the same numbers.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
+
+    def draw(func: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0]
+        whole = [arg.full_tensor() if isinstance(arg, DTensor) and arg is not first else arg for arg in args]
+        reads = not func._schema.name.endswith(("_like", "_"))  # probabilities, say
+        device = first.to_local().device
+        whole[0] = first.full_tensor() if reads else torch.empty(first.shape, dtype=first.dtype, device=device)
+        drawn = func(*whole, **kwargs)
+        if func._schema.is_mutable:
+            first._local_tensor.copy_(_part_of(drawn, first)._local_tensor)
+            return first
+        many = drawn if isinstance(drawn, tuple) else (drawn,)
+        parts = tuple(_part_of(one, first) if one.shape == first.shape else one for one in many)
+        return parts if isinstance(drawn, tuple) else parts[0]
+
+    for name in DRAWS:
+        packet = getattr(torch.ops.aten, name)
+        for func in (getattr(packet, overload) for overload in packet.overloads()):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                handlers.setdefault(func, draw)
+
+
+def _part_of(whole: Tensor, like: Any) -> Any:
+    """This rank's part of a tensor that every rank has."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def exchangeable_data_of_parts() -> None:

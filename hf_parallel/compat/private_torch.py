@@ -256,6 +256,12 @@ class HookCarrier:
             if accumulated and gathered._post_accumulate_grad_hooks is not accumulated:
                 gathered._post_accumulate_grad_hooks = accumulated
 
+    def gathered(self) -> list[tuple[Any, Any]]:
+        """The parameters that are gathered now, each with the part that this rank keeps of it."""
+        return [
+            (held._unsharded_param, part) for _, held, part in self._pairs if held.sharded_state.name == "UNSHARDED"
+        ]
+
 
 def in_backward_pass() -> bool:
     """Whether autograd is running a backward pass in this thread: a forward in it is a recomputation."""

@@ -26,10 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
     mark_rows_of_parts,
+    whole_draws_of_parts,
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
 from hf_parallel.data_parallel.flat import refuse_overlaps
+from hf_parallel.data_parallel.gathered import Gathered
 from hf_parallel.errors import UnsupportedError
 
 
@@ -112,6 +114,7 @@ class ShardedModel:
         whole_numbers_of_parts()
         exchangeable_data_of_parts()
         mark_rows_of_parts(CopiedRows)
+        whole_draws_of_parts()
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
@@ -147,6 +150,7 @@ class ShardedModel:
         )
         self._parameters = list(after.values())
         self._hooks = HookCarrier(self.parts)
+        self._gathered = Gathered(self._hooks)
         for parameter in self._parameters:
             if is_part(parameter):
                 parameter.__class__ = KeptPart  # type: ignore[assignment]
@@ -159,12 +163,19 @@ class ShardedModel:
 
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
+        self._gathered.hide()
         self._hooks.follow()
 
+    def begin_backward(self) -> None:
+        """Backward passes begin: gradients of gathered parameters are those that arrive."""
+        self._gathered.hide()
+
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
-        """Give `model.parameters()` the sharded parameters again after an evaluation."""
+        """Give `model.parameters()` the sharded parameters again after an evaluation, and what is gathered its gradient."""
         if not torch.is_grad_enabled():
             self.reshard()
+            return
+        self._gathered.show()
 
     def reshard(self) -> None:
         """Give up what a forward pass without a backward pass left gathered: it would not follow updates."""

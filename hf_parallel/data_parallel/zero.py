@@ -127,7 +127,7 @@ class ZeroPartition:
 
     @property
     def absent_names(self) -> frozenset[str]:
-        """Names of parameters that had no gradient on any rank at the last reduction."""
+        """Names of parameters that have no gradient on any rank."""
         return self._absent_names or frozenset()
 
     def arm(self, factor: float | None) -> None:
@@ -207,9 +207,10 @@ class ZeroPartition:
         absent_names = set()
         for shard in self.shards:
             missing = [position for position in range(len(shard.bucket.params)) if not next(anywhere)]
-            absent_names |= {shard.bucket.names[position] for position in missing}
             found = [piece for position in missing if (piece := shard.inside(position)) is not None]
             fresh = shard.master.grad is None  # else gradients of an earlier pass are there already
+            names = {shard.bucket.names[position] for position in missing}
+            absent_names |= names if fresh else names & self.absent_names
             shard.absent = found if fresh else [piece for piece in shard.absent if piece in found]
         self._judge_absent(frozenset(absent_names))
 

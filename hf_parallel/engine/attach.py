@@ -11,7 +11,7 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.engine.direct import Attachment, DirectEngine, Engine
 from hf_parallel.engine.generation import install_generate
 from hf_parallel.engine.gradients import GradientSync
-from hf_parallel.engine.held import held_tensors
+from hf_parallel.engine.held import held_tensors, places_of
 from hf_parallel.engine.pipeline_reads import ReadingPipelineEngine
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
@@ -47,7 +47,7 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         mesh=setup.mesh,
         ledger=plans.ledger,
         parameters=parameters,
-        buffers=buffers,
+        places=places_of(setup.model, buffers),
         gradients=GradientSync(plans.ledger, parameters, setup.mesh, replicas),
         batch_check=BatchCheck(setup.mesh, check_steps),
         random_check=RandomCheck(setup.mesh, setup.device, check_steps),

@@ -25,6 +25,7 @@ from hf_parallel.compat.private_torch import gives_gradients_away, queue_after_b
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.expected import Expected
 from hf_parallel.engine.gradients import GradientSync
+from hf_parallel.engine.held import Table
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.backwards import Backwards
@@ -55,7 +56,7 @@ class Attachment:
         mesh: This rank's mesh.
         ledger: The full model's parameters.
         parameters: Ledger name -> this rank's parameter.
-        buffers: Ledger name -> this rank's persistent buffer.
+        places: Ledger name -> where this rank's persistent buffer stands.
         gradients: Reduction and clipping.
         batch_check: Same-batch check over a model copy.
         random_check: Same-random-numbers check over tensor-parallel ranks.
@@ -69,12 +70,18 @@ class Attachment:
     mesh: Mesh
     ledger: Ledger
     parameters: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
+    places: dict[str, tuple[Table, str]]
     gradients: GradientSync
     batch_check: BatchCheck
     random_check: RandomCheck
     watchdog: Watchdog
     recorder: Recorder
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Ledger name -> this rank's persistent buffer, as user code left it."""
+        found = {name: table.get(key) for name, (table, key) in self.places.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
 class Engine:
@@ -188,6 +195,10 @@ class Engine:
         else:
             vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
 
+    def keep_buffers(self) -> None:
+        """Leave each replica the buffers that it has, as DDP does with `broadcast_buffers=False`."""
+        self._buffers.sends = False
+
     def check_installed(self) -> None:
         """Refuse a forward that somebody put over ours.
 
@@ -297,7 +308,8 @@ class DirectEngine(Engine):
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         if not self.trains:
-            yield
+            with self._buffers.beside():
+                yield
             return
         with self._buffers.watching(), self.attachment.random_check.watching():
             yield

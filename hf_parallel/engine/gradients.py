@@ -8,7 +8,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.crossing import crosses_parameters
+from hf_parallel.guards.crossing import crosses_parameters, goes_by_place, keeps_by_place
 from hf_parallel.guards.elementwise import known_names, treats_elements_alone
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
@@ -107,6 +108,8 @@ class GradientSync:
 
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
+        if self.replicas.sharded is not None:
+            self.replicas.sharded.begin_backward()
         self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)
@@ -168,9 +171,9 @@ class GradientSync:
             UnsupportedError: A parameter was unfrozen after ZeRO partitioned the optimizer.
         """
         self.in_window = False
-        self.follow_freezing()
-        self._reduce_shared()
-        self.replicas.reduce(factor)
+        with self._trained_so_far():
+            self._reduce_shared()
+            self.replicas.reduce(factor)
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
@@ -179,6 +182,26 @@ class GradientSync:
                 queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
+
+    @contextmanager
+    def _trained_so_far(self) -> Iterator[None]:
+        """Inside, what was frozen since the buckets were fixed is trained: earlier batches of the step may have given it gradients."""
+        now = self._now_trained()
+        if now == self._trained:
+            yield
+            return
+        parameters = zip(self._parameters.values(), self._trained, now, strict=True)
+        late = [parameter for parameter, was_trained, is_trained in parameters if was_trained and not is_trained]
+        late = late if self.replicas.sharded is None else []  # which refuses it
+        for parameter in late:
+            parameter.requires_grad_(True)
+        try:
+            self.follow_freezing()
+            yield
+        finally:
+            for parameter in late:
+                parameter.requires_grad_(False)
+        self.follow_freezing()
 
     def follow_freezing(self) -> None:
         """Fix the buckets anew if parameters were frozen or unfrozen since, alike on the ranks that hold them.
@@ -287,17 +310,20 @@ class GradientSync:
         hooks = OwnHooks(optimizer)
         self.replicas.take_over(optimizer)
         live = {id(p) for p in self._parameters.values()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = keeps_by_place(optimizer) and any(id(p) not in live for p in given)
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in live]
         for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
             del optimizer.state[parameter]
         self._refuse_whole_tensor_updates(optimizer)
-        self._refuse_crossing_updates(optimizer)
+        self._refuse_crossing_updates(optimizer, pairs=pairs)
         if model is not None and self._weights is None:
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
             replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
             self._weights = WeightGuard(model, {} if replaced else self._parameters, everywhere)
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
@@ -397,21 +423,38 @@ class GradientSync:
                 f"{known_names()}, or zero.stage 0."
             )
 
-    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Each stage steps on its own parameters: an update must not depend on those of others. Collective."""
+    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer, *, pairs: bool) -> None:
+        """Each stage steps on its own parameters: an update must not depend on those of others. Collective.
+
+        Args:
+            optimizer: With the parameters of this stage only.
+            pairs: Whether it has tensors that go with those that it had before.
+        """
         if self._mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
             return
-        crosses = crosses_parameters(optimizer) if any(group["params"] for group in optimizer.param_groups) else False
+        has_any = any(group["params"] for group in optimizer.param_groups)
+        crosses = crosses_parameters(optimizer) if has_any else False
+        by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
         device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        found = torch.tensor([int(crosses is True), int(crosses is None)], device=device)
+        found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place)], device=device)
         if self._mesh.mp_group is not None:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
-        kind, (anywhere, unknown) = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", found.tolist()
+        kind, (anywhere, unknown, placed) = (
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            found.tolist(),
+        )
         if anywhere:
             raise UnsupportedError(
                 f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of one parameter depends on the gradients "
                 "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
                 f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+            )
+        if placed:
+            raise UnsupportedError(
+                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of a parameter depends on the place of that "
+                "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
+                f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
+                f"{known_names()}, or set pp_size to 1."
             )
         if unknown:
             logger.warning(

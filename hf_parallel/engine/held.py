@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from hf_parallel.compat.private_torch import own_buffers
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import Ledger
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding
+
+
+Table: TypeAlias = dict[str, torch.Tensor | None]  # buffers of one module
 
 
 def held_tensors(
@@ -39,6 +44,13 @@ def held_tensors(
         if id(parameter) not in held:
             parameter.requires_grad_(False)
     return parameters, buffers
+
+
+def places_of(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, tuple[Table, str]]:
+    """Ledger name -> where the buffer stands; user code may put another tensor there (`module.mean = new`)."""
+    tables = [own_buffers(module) for module in model.modules()]
+    places = {id(buffer): (table, key) for table in reversed(tables) for key, buffer in table.items()}
+    return {name: places[id(buffer)] for name, buffer in buffers.items()}
 
 
 def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> Holding:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from hf_parallel.engine.other_outputs import Caught
 from hf_parallel.engine.pipeline_inputs import keeps_cache, refuse_inputs, unserved_outputs
 from hf_parallel.engine.window import STEP_IN_WINDOW, Window, WindowFactors
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.guards.aside import Made, add, apart, together
+from hf_parallel.guards.aside import Made, accumulate, add, apart, together
 from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batch_hooks import BatchHooks
 from hf_parallel.guards.batches import BatchDigests
@@ -85,6 +85,7 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
+        self._doubtful: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of the same, if not frozen meanwhile
         self._digests = BatchDigests(self.mesh, self._common_weights(attachment))
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
@@ -304,7 +305,7 @@ class PipelineEngine(Engine):
             frozen = self._freezing.finish()
         for parameter in frozen if not keeps else ():
             parameter.grad = None
-        if frozen:
+        if frozen and not keeps:
             self.gradients.follow_freezing()
         return {id(parameter) for parameter in frozen}
 
@@ -334,10 +335,12 @@ class PipelineEngine(Engine):
     def before_end(self) -> None:
         """Add the gradients of the forwards whose losses were backpropagated in this pass, each times its factor."""
         passed, self._passed = together(self._passed), []
+        doubtful, self._doubtful = self._doubtful, []
         on_cpu = self.attachment.device.type == "cpu"
         frozen: set[int] = set()
         if self.ends_step or on_cpu:  # a GPU is waited for at the end of a step only
-            frozen = self._drop_frozen(keeps=bool(passed) and on_cpu)
+            frozen = self._drop_frozen(keeps=on_cpu)
+        accumulate([(parameter, gradient) for parameter, gradient in doubtful if id(parameter) not in frozen])
         for made, factor in passed:
             gradients = [(parameter, gradient) for parameter, gradient in made.take() if id(parameter) not in frozen]
             self._backwards.scaled(factor)
@@ -362,7 +365,7 @@ class PipelineEngine(Engine):
         self.seeds.next_step()
         self._direct.stop()
         self.gradients.begin_forward()
-        with self._buffers.watching(len(microbatches), [batch]) if self.trains else nullcontext():
+        with self._buffers.watching(len(microbatches), [batch]) if self.trains else self._buffers.beside():
             state = self._forward_phase(microbatches)
         logits = self._logits_of(state, batch)
         self._direct.watch()
@@ -402,9 +405,10 @@ class PipelineEngine(Engine):
         self.end_pass_later()
         # No bucket leaves early: the loss may still give a parameter a gradient itself.
         self.runtime.at_last_backward = None
-        with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(self._hooks.hooked) as made:
+        separate = list({id(p): p for p in (*self._hooks.hooked, *self._freezing.doubtful)}.values())
+        with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(separate) as made:
             yield
-        self._hooks.keep(made.take())
+        self._doubtful += self._hooks.keep(made.take())
         self.attachment.watchdog.runs()
 
     # -- forward only --------------------------------------------------------------------------------------------
@@ -430,7 +434,8 @@ class PipelineEngine(Engine):
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
         """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
-        return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
+        with self._buffers.beside():
+            return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
 
 
 def logits_in(outputs: list[Any]) -> list[torch.Tensor]:

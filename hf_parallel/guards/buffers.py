@@ -1,26 +1,29 @@
-"""Buffers that training forward passes write to: running statistics, power iterations of a spectral norm.
+"""Buffers that move in training: running statistics, power iterations of a spectral norm, averages kept by a loss.
 
-DDP sends those of rank 0 to all replicas before the first forward pass of each step; so do we, if there are any. A pipeline
-runs a batch as several forward passes, which is another sequence of writes: refused, for plain numbers on modules too (a
-count of calls that a weight is annealed by).
+DDP sends those of rank 0 to all replicas before the first forward pass of each step; so do we, if there are any, whether a
+forward pass writes to them or user code between two of them. A pipeline runs a batch as several forward passes, which is
+another sequence of writes: refused, for plain numbers on modules too (a count of calls that a weight is annealed by).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import version_of
+from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.meeting import MEETING_S, meeting_of_replicas
 from hf_parallel.mesh import Mesh
 
 
+PATIENCE_S = MEETING_S
 LOOKS = 2  # training forward passes that are watched
+State: TypeAlias = tuple[Tensor, int, Tensor | None]  # a buffer, how often it was written to, its values
 MOST = 2**20  # elements of a buffer whose values are compared; larger ones are taken at their version
 
 
@@ -34,6 +37,7 @@ class MovingBuffers:
 
     Attributes:
         moving: Names of the buffers that forward passes of any rank write to.
+        sends: Whether replicas get the values of the first one; False leaves each its own.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
@@ -41,7 +45,15 @@ class MovingBuffers:
         self._looks = LOOKS if dist.is_initialized() else 0
         self._moving: list[str] = []
         self.moving: list[str] = []
+        self.sends = True
         self._is_due = True
+        # Without walking over the modules: a buffer that user code registers is one of the whole model, or beside others.
+        tables = [own_buffers(module) for module in model.modules()]
+        self._tables = [tables[0], *filter(None, tables[1:])] if mesh.dp_group is not None else []
+        self._begun: dict[str, State] = {}  # at the beginning of the pass before, while passes are watched
+        self._left: dict[tuple[int, str], tuple[Tensor, int]] = {}  # at the end of the pass before
+        self._late: dict[int, Tensor] = {}  # written to between later passes, by id
+        self._meeting = meeting_of_replicas(mesh, PATIENCE_S)
 
     def end_step(self) -> None:
         """Gradients are reduced: the next forward pass begins with the buffers of the first replica."""
@@ -51,17 +63,20 @@ class MovingBuffers:
     def watching(self, num_passes: int = 1, batches: Sequence[Mapping[str, Any]] = ()) -> Iterator[None]:
         """Around a training forward pass; collective at the first ones, and where buffers move.
 
+        What user code writes to later for the first time is agreed on then: all replicas must do so in the same step.
+
         Args:
             num_passes: Forward passes that one process would run as one.
             batches: What it is for: a number that becomes the length of a row counts nothing.
 
         Raises:
-            UnsupportedError: Buffers move and there are several; on every rank.
+            UnsupportedError: Buffers move and there are several; on every rank. Or some replicas alone wrote to buffers.
         """
-        if self._moving and self._is_due:
+        self._look_between()
+        if self._moving and self._is_due and self.sends:
             self._send()
         self._is_due = False
-        before = self._states() if self._looks else {}
+        before = self._begun = self._states() if self._looks else {}
         numbers = self._numbers() if self._looks and num_passes > 1 else {}
         yield
         if self._looks:
@@ -73,6 +88,53 @@ class MovingBuffers:
             }
             moved += [name for name in numbers if now.get(name) not in {numbers[name], *lengths}]
             self._agree(moved, num_passes)
+        self._left = self._now()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around a forward pass that trains nothing: what it writes is not written by user code."""
+        yield
+        self._left = self._now()
+
+    def _look_between(self) -> None:
+        """Find what was written since the pass before; collective over the replicas if there may be something."""
+        if self._mesh.dp_group is None or not self.sends or not self._left:
+            return
+        if self._begun:
+            states = self._states()
+            self._share([name for name, state in states.items() if _differs(self._begun.get(name), state)])
+            return
+        for key, state in self._now().items():
+            if key not in self._left or self._left[key][0] is not state[0] or self._left[key][1] != state[1]:
+                self._late[id(state[0])] = state[0]
+        if self._late and self._is_due:
+            self._share_late()
+
+    def _share_late(self) -> None:
+        names = [name for name, buffer in self._model.named_buffers() if id(buffer) in self._late]
+        names = [name for name in names if name not in self._moving]
+        self._late = {}
+        if names:
+            self._meeting.meet(
+                f"the exchange of buffer {names[0]}, which user code changed between two forward passes,",
+                "Change it on every replica in the same step: all get the values of the first one.",
+            )
+            self._share(names)
+
+    def _share(self, moved: list[str]) -> None:
+        """Over the replicas: what any of them has written to moves."""
+        everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.dp_size)]
+        dist.all_gather_object(everyone, moved, group=self._mesh.dp_group)
+        self._moving = sorted({*self._moving, *(name for names in everyone for name in names)})
+
+    def _now(self) -> dict[tuple[int, str], tuple[Tensor, int]]:
+        """Table and key -> the buffer and how often it was written to."""
+        return {
+            (index, key): (buffer, version_of(buffer))
+            for index, table in enumerate(self._tables)
+            for key, buffer in table.items()
+            if buffer is not None
+        }
 
     def _numbers(self) -> dict[str, float]:
         """Plain numbers that modules have, by name."""
@@ -83,7 +145,7 @@ class MovingBuffers:
             if type(value) in (int, float) and value == value
         }
 
-    def _states(self) -> dict[str, tuple[Tensor, int, Tensor | None]]:
+    def _states(self) -> dict[str, State]:
         return {
             name: (buffer, version_of(buffer), buffer.detach().clone() if buffer.numel() <= MOST else None)
             for name, buffer in self._model.named_buffers()
@@ -122,8 +184,15 @@ class MovingBuffers:
             dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
 
 
-def _moved(before: tuple[Tensor, int, Tensor | None] | None, now: tuple[Tensor, int, Tensor | None]) -> bool:
+def _moved(before: State | None, now: State) -> bool:
     """Whether a buffer was written to, and has other values now."""
     if before is None or before[0] is not now[0] or before[1] == now[1]:
         return False
     return before[2] is None or now[2] is None or not torch.equal(before[2], now[2])
+
+
+def _differs(before: State | None, now: State) -> bool:
+    """Whether another tensor or other values are in its place, however they came there."""
+    if before is None or before[2] is None or now[2] is None:
+        return before is None or before[0] is not now[0] or before[1] != now[1]
+    return not torch.equal(before[2], now[2])

@@ -1,13 +1,15 @@
-"""Whether an optimizer's update of one parameter depends on the gradients of others.
+"""Whether an optimizer's update of one parameter depends on others: on their gradients, or on how many come before it.
 
 With pipeline stages every rank steps on its own parameters. An optimizer that clips by a norm over all of them, or adapts
-one number from all (Prodigy, D-Adaptation), would use another norm on every rank, without a word. What counts is what it
-does: a copy of it steps twice on tiny parameters.
+one number from all (Prodigy, D-Adaptation), would use another norm on every rank, without a word; one that pairs parameters
+with a list of tensors of its own (Lookahead) would pair others. What counts is what it does: a copy of it steps twice on tiny
+parameters.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,15 +37,65 @@ def crosses_parameters(optimizer: optim.Optimizer) -> bool | None:
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            moved = [_moves(optimizer, others) for others in (1.0, 7.0)]
+            moved = [_moves(optimizer, others)[::2] for others in (1.0, 7.0)]
     except Exception:  # noqa: BLE001  code of the user's, on a copy, may raise anything
         return None
-    return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-9) for a, b in zip(*moved, strict=True))
+    return _differ(*moved)
 
 
-def _moves(optimizer: optim.Optimizer, others: float) -> list[Tensor]:
-    """How every second parameter moved in two steps, the gradients of the rest being multiplied with `others`."""
+def goes_by_place(optimizer: optim.Optimizer) -> bool:
+    """Whether its parameters move differently when the first of them is taken out.
+
+    As `crosses_parameters`. False for one that draws random numbers, which are others then, or whose copy does not step.
+    """
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            whole = _moves(optimizer, 1.0)
+            fresh = torch.Generator().manual_seed(0).get_state()
+            return bool(torch.equal(torch.get_rng_state(), fresh)) and _differ(_moves(optimizer, 1.0, 1), whole[1:])
+    except Exception:  # noqa: BLE001  as above
+        return False
+
+
+def keeps_by_place(optimizer: optim.Optimizer) -> bool:
+    """Whether it has a list of tensors that go with its parameters, one by one, beside its states."""
+    groups = [[parameter.shape for parameter in group["params"]] for group in optimizer.param_groups]
+    shapes = [[shape for group in groups for shape in group], *groups]
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    own = [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]
+    own += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    lists = [list(_tensors(value)) for value in own if isinstance(value, (list, tuple))]
+    return any(
+        [tensor.shape for tensor in tensors] in shapes
+        for tensors in lists
+        if tensors and not {id(tensor) for tensor in tensors} <= known
+    )
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    for one in tree if isinstance(tree, (list, tuple)) else ():
+        yield from _tensors(one)
+
+
+def _differ(moved: list[Tensor], others: list[Tensor]) -> bool:
+    return any(not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-9) for a, b in zip(moved, others, strict=True))
+
+
+def _moves(optimizer: optim.Optimizer, others: float, without: int = 0) -> list[Tensor]:
+    """How parameters moved in two steps.
+
+    Args:
+        optimizer: Which is copied.
+        others: What the gradients of every second parameter are multiplied with.
+        without: So many parameters are taken out first.
+    """
     stepper, parameters = _tiny(optimizer)
+    for parameter in parameters[:without]:
+        for group in stepper.param_groups:
+            group["params"] = [member for member in group["params"] if member is not parameter]
     before = [parameter.detach().double().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -52,7 +104,8 @@ def _moves(optimizer: optim.Optimizer, others: float) -> list[Tensor]:
             parameter.grad = drawn.to(parameter.device, parameter.dtype)
         torch.manual_seed(0)
         stepper.step()
-    return [p.detach().double() - b for p, b in zip(parameters[::2], before[::2], strict=True)]
+    moved = [p.detach().double() - b for p, b in zip(parameters, before, strict=True)]
+    return moved[without:]
 
 
 def _tiny(optimizer: optim.Optimizer) -> tuple[optim.Optimizer, list[nn.Parameter]]:

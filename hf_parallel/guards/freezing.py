@@ -87,6 +87,15 @@ class Freezing:
         forget, self._forget = self._forget, False
         return forget
 
+    @property
+    def doubtful(self) -> list[nn.Parameter]:
+        """This rank's parameters of which it is not certain that the gradients of a schedule under way will count."""
+        if self.group is None:
+            return []
+        shared = [self._parameters[name] for name in self._shared if name in self._parameters]
+        found = {id(parameter): parameter for parameter in (*self._to_freeze, *self._late, *shared)}
+        return list(found.values())
+
     def put(self, slot: Tensor) -> None:
         """Write whether this rank has something to freeze into what will be summed over the ranks (one element)."""
         slot.fill_(float(bool(self._to_freeze)))

@@ -86,6 +86,9 @@ class _Part:
     def whole(self, local: Tensor) -> Tensor:
         return self._owner.assemble(self.name, local)
 
+    def cut(self, whole: Tensor) -> Tensor:
+        return self._owner.cut(self.name, whole)
+
     def open(self) -> Tensor:
         """The whole, to be changed in place; collective over tp."""
         if self.opened is None:

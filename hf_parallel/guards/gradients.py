@@ -51,6 +51,8 @@ class ShownGradients:
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
+        self._stepped: list[tuple[nn.Parameter, Tensor | None, SharedGradient]] = []  # what a step took away, and left
+        self._has_stepped = False
         # Of each parameter in this step: later batches add to the same gradient, which keeps its stand-in.
         self._stands: list[tuple[str, nn.Parameter, Tensor | None, SharedGradient | None]] = []
         self._touched = False
@@ -95,7 +97,7 @@ class ShownGradients:
 
     def compare_factors(self) -> None:
         """The optimizer steps next: see `StageFactors`."""
-        if self._active:
+        if self._active and not self._has_stepped:
             with self._waiting("waits for what the other stages multiplied their gradients with"):
                 self.factors.settle(self._power_now)
 
@@ -186,7 +188,7 @@ class ShownGradients:
 
     def show(self) -> None:
         """Gradients are reduced: user code may look at them, and change them."""
-        self._active = True
+        self._active, self._has_stepped = True, False
         self.factors.begin()
         self.note_parts()
         absent = self._zero.absent_names if self._zero is not None else frozenset()
@@ -292,7 +294,7 @@ class ShownGradients:
             return []
         self._active = False
         self._refuse_changed_parts()
-        settled = []
+        settled, taken = [], []
         self._give_room()
         for name, parameter in self._parameters.items():
             gradient, flat = parameter.grad, self._flat.get(name)
@@ -303,7 +305,25 @@ class ShownGradients:
                 _take(parameter)
                 if not getattr(gradient.part, "arrived", False):
                     settled.append(parameter)
+            if type(gradient) is SharedGradient and gradient.changed is None:
+                taken.append((parameter, parameter.grad, gradient))
+        self._stepped = [] if before_backward else taken
         return settled
+
+    def show_after_step(self) -> None:
+        """The optimizer has stepped: until they are cleared, user code finds the gradients, and may clear them, where they were."""
+        stepped, self._stepped = self._stepped, []
+        for parameter, left, stand in stepped:
+            if parameter.grad is left:
+                parameter.grad = stand
+        self._active = self._has_stepped = bool(stepped)
+
+    def cleared(self) -> None:
+        """The optimizer's gradients are cleared, where they are in parts."""
+        for flat in self._flat.values():
+            gradient = flat.parameter.grad
+            if flat.shard.master.grad is None and isinstance(gradient, SharedGradient) and gradient.part is flat:
+                flat.parameter.grad = None
 
     def _give_room(self) -> None:
         """Gradients that user code assigned after it had cleared those of the optimizer."""

@@ -30,6 +30,7 @@ class Meeting:
         names: What the ranks are called.
         bound_s: Longest wait for the others.
         first: The first of these ranks; the others follow it.
+        stride: How many ranks on the next one is.
         topic: Tells this from other meetings in the same job.
         advice: What to do about a call that is not made by all.
     """
@@ -40,11 +41,12 @@ class Meeting:
         bound_s: float = MEETING_S,
         *,
         first: int = 0,
+        stride: int = 1,
         topic: str = "all",
         advice: str = "Take it out of `if accelerator.is_main_process:`; rank 0 writes.",
     ) -> None:
         self._names, self._bound_s = list(names), bound_s
-        self._first, self._topic, self._advice = first, topic, advice
+        self._first, self._stride, self._topic, self._advice = first, stride, topic, advice
         self._store: Store | None = None
         self._calls = 0
 
@@ -65,7 +67,7 @@ class Meeting:
             return
         store, self._calls = self._store, self._calls + 1
         key = f"hf_parallel/meeting/{self._topic}/{self._calls}"
-        store.set(f"{key}/{dist.get_rank() - self._first}", what)
+        store.set(f"{key}/{(dist.get_rank() - self._first) // self._stride}", what)
         store.add(key, 1)
         if not _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s):
             here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
@@ -85,6 +87,19 @@ def meeting_of_copy(mesh: Mesh) -> Meeting:
         first=first,
         topic=f"copy {mesh.dp_rank}",
         advice="Read it on every rank, and log on one.",
+    )
+
+
+def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
+    """For what the ranks that hold the same part of the model must do together."""
+    shape = mesh.shape
+    first = mesh.rank - mesh.dp_rank * shape.mp_size
+    return Meeting(
+        [shape.describe(first + replica * shape.mp_size) for replica in range(shape.dp_size)],
+        bound_s,
+        first=first,
+        stride=shape.mp_size,
+        topic=f"replicas of {first}",
     )
 
 

@@ -66,6 +66,10 @@ class Part(Protocol):
         """The whole of a tensor that is sharded as the gradient is; collective."""
         ...
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor that is sharded as the gradient is."""
+        ...
+
     def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Apply an elementwise change by numbers."""
         ...
@@ -198,6 +202,8 @@ class SharedGradient(_Stand):
             if first.changed is None and func in IN_PLACE and not any(_is_big(arg) for arg in args[1:]):
                 first.part.change(func, [_plain(arg) for arg in args[1:]], kwargs)
                 return first
+            if first.part.is_shard and torch.Tag.nondeterministic_seeded in func.tags:
+                return _drawn(func, args, kwargs, first)
             if func in WHOLE and first.part.is_shard:
                 return func(first.part.whole(first.plain()), *args[1:], **kwargs)
             if first.part.is_shard:
@@ -330,6 +336,19 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
         out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
         return first if changes else out
     return func(*_whole(args), **_whole(kwargs))
+
+
+def _drawn(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
+    """Random numbers for a shard are its part of those for the whole: every rank draws them all."""
+    out = func(*_whole(args), **_whole(kwargs))
+    if writes_arguments(func):
+        return _carry_out(aten.copy_.default, (first, first.part.cut(out)), {})
+
+    def shard(leaf: Any) -> Any:
+        alike = isinstance(leaf, Tensor) and leaf.shape == first.shape
+        return SharedGradient.of(mine := first.part.cut(leaf), first.part, first.sums, mine) if alike else leaf
+
+    return pytree.tree_map(shard, out)
 
 
 def _whole(tree: Any) -> Any:

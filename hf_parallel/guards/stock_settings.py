@@ -1,7 +1,7 @@
 """Settings of a stock Accelerator that speak to what hf_parallel takes the place of: refused by name, never dropped.
 
-DDP's own promises (`find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `broadcast_buffers=False`) hold here
-always: every gradient is looked at, and buffers are not sent. What would change bytes, kernels or owners is an error.
+DDP's own promises (`find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`) hold here always: every gradient
+is looked at. `broadcast_buffers=False` is honoured where buffers are sent. What would change bytes, kernels or owners is an error.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from hf_parallel.errors import ConfigError
 MAX_BYTES: Final = 1 << 16  # of YAML; the shipped files have less than 4 kB
 MAX_JSON_BYTES: Final = 1 << 20
 MAX_BITS: Final = 128  # of an integer
+MAX_LEVELS: Final = 50  # of brackets, or of indentation; PyYAML takes the square of their number
 MAX_NODES: Final = 2_000  # keys and values once every alias is written out
 # What to do about an error of PyYAML, by a part of its message.
 FIXES: Final = {
@@ -167,6 +168,19 @@ class _Loader(yaml.SafeLoader):
         self._nodes = 0
         self._sizes: dict[int, int] = {}
         self._open: set[int] = set()
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        self._refuse_levels(self.flow_level)
+        super().fetch_flow_collection_start(TokenClass)
+
+    def add_indent(self, column: int) -> bool:
+        self._refuse_levels(len(self.indents))
+        return bool(super().add_indent(column))
+
+    def _refuse_levels(self, levels: int) -> None:
+        """Before the scanner reads on, which it does a kilobyte ahead."""
+        if levels > MAX_LEVELS:
+            raise RecursionError
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._nodes += 1

@@ -127,6 +127,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
             install_counts(engine, counts)
         if dtype is not None:
             engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
+        if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+            engine.keep_buffers()
         engine.scaler = self.scaler
         if engine.gradients.replicas.wire is not None and self.scaler is not None:
             engine.gradients.replicas.wire.loss_scale = functools.partial(loss_scale, self.scaler)

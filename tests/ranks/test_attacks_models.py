@@ -1,17 +1,23 @@
-"""Models that users have changed: modules whose forward keeps state, with all layouts against stock DDP."""
+"""Models that users have changed: state that a forward or a loss keeps in buffers, with all layouts against stock DDP."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import user_loops
-from rank_runner import run_ranks
+from accelerate.utils import DistributedDataParallelKwargs
+from rank_runner import RankError, run_ranks
 from torch import nn
 from user_loops import STEPS, Loop
+
+from hf_parallel.guards import buffers
 
 
 pytestmark = pytest.mark.long
@@ -63,7 +69,42 @@ def body(loop: Loop) -> None:
         loop.step()
 
 
+def with_scale() -> Any:
+    model = tiny.llama(tied=True, layers=2)
+    model.register_buffer("scale", torch.ones(()))
+    return model
+
+
+def written_by_loss(
+    loop: Loop, *, first: int = 0, replaced: bool = False, alone: bool = False, sends: bool = True
+) -> None:
+    """A running mean of the loss, which the loss is weighed with, from step `first` on."""
+    loop.replica, loop.replicas = loop.accelerator.process_index, loop.accelerator.num_processes
+    loop.accelerator.ddp_handler = DistributedDataParallelKwargs(broadcast_buffers=sends)
+    loop.prepare()
+    loop.model.train()
+    own = loop.accelerator.unwrap_model(loop.model)
+    for step in range(first + STEPS):
+        for batch in range(2):
+            with loop.accelerator.no_sync(loop.model) if batch == 0 else contextlib.nullcontext():
+                loss = loop.loss(2 * step + batch)
+                if step >= first and not (alone and loop.replica):
+                    mean = 0.5 * own.scale + loss.detach()
+                    own.scale = mean if replaced else own.scale.copy_(mean)
+                loop.accelerator.backward(loss / own.scale)
+        loop.step()
+
+
 MODELS: dict[str, Callable[[], Any]] = {"running": running, "spectral": spectral}
+LOSSES: dict[str, Callable[[Loop], None]] = {
+    "written": written_by_loss,
+    "replaced": functools.partial(written_by_loss, replaced=True),
+    "unsent": functools.partial(written_by_loss, sends=False),
+    "late": functools.partial(written_by_loss, first=3),
+    "late_replaced": functools.partial(written_by_loss, first=3, replaced=True),
+}
+MODELS |= dict.fromkeys(LOSSES, with_scale)
+UNEQUAL = "the exchange of buffer scale, which user code changed between two forward passes, was called by rank 0"
 WRITES = "the forward pass writes to"
 # Model and layout -> what the error says, or the layout that it must equal.
 EXPECTED = {
@@ -76,11 +117,18 @@ EXPECTED = {
     ("spectral", "dp2"): "ddp",
     ("spectral", "zero1"): "ddp",
     ("spectral", "pp2"): WRITES,
+    **{(name, "dp2"): "ddp" for name in ("written", "replaced", "unsent", "late", "late_replaced")},
+    ("written", "zero3"): "ddp",
+    ("written", "tp2"): "one",
+    ("replaced", "pp2"): "one",
 }
 
 
 def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
-    return {f"{name}-{layout}": user_loops.tried(layout, body, build=MODELS[name]) for name, layout in cases}
+    return {
+        f"{name}-{layout}": user_loops.tried(layout, LOSSES.get(name, body), build=MODELS[name])
+        for name, layout in cases
+    }
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +150,13 @@ def test_models_with_state(name: str, layout: str, runs: list[dict[str, Any]]) -
             assert WRITES in mine
         elif found is runs[0]:
             assert user_loops.difference(mine, found[f"{name}-{expected}"]) < 1e-5
+
+
+def alone(rank: int, world_size: int) -> Any:
+    buffers.PATIENCE_S = 2.0
+    return user_loops.run("dp2", functools.partial(written_by_loss, first=3, alone=True), build=with_scale)
+
+
+def test_a_buffer_that_one_replica_alone_changes_late_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=UNEQUAL):
+        run_ranks(alone, 2, tmp_path=tmp_path, env=ENV)

@@ -408,6 +408,23 @@ def test_what_yaml_raises_is_an_error_with_its_line(text: str, line: int, messag
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "[{a: "])
+def test_nesting_is_refused_before_it_is_read(opening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanner: Any = yaml.scanner.Scanner
+    fetch, found = scanner.fetch_more_tokens, []
+
+    def counted(self: Any) -> None:
+        found.append(self.line)
+        fetch(self)
+
+    monkeypatch.setattr(scanner, "fetch_more_tokens", counted)
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: 1\nb:\n  " + opening * 3000)
+    with pytest.raises(ConfigError, match=r"mine\.yaml:3: not valid YAML: nested too deeply"):
+        load_recipe(path)
+    assert len(found) < 300  # more for a single bracket would be the square of a kilobyte of them
+
+
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"a: 1\nb: \xff\n")

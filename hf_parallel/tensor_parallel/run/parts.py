@@ -145,6 +145,8 @@ class OnParts(TorchFunctionMode):
         if self._reads.depth or in_backward_pass():  # a model that user code runs works on parts
             return func(*args, **kwargs)
         leaves = _tensors((args, kwargs))
+        if leaves and isinstance(leaves[0], DTensor) and getattr(func, "__name__", "") in DRAWS:
+            _refuse_draw()
         found = [known for leaf in leaves if (known := self._known.of(leaf)) is not None]
         if not found:
             return func(*args, **kwargs)
@@ -337,6 +339,13 @@ def _refuse(owned: Owned, name: str) -> NoReturn:
         f"{name} of parameter {owned.name} in a callback: this rank has only its part of it (cut along dim {owned.spec.dim}, "
         f"{owned.spec.full_size} in all), so rows and views are not those of the whole tensor. Change all of its elements, use a "
         f"mask of its own shape, or set tensor_parallel.plan: {{{module}: replicate}} to keep it whole."
+    )
+
+
+def _refuse_draw() -> NoReturn:
+    raise UnsupportedError(
+        "random numbers for a parameter or gradient in a callback with tp_size above 1 and parameters shared out over replicas "
+        "(zero.stage: 3): they would be drawn for this rank's shard, and not be those of one process. Set zero.stage to 1, or tp_size to 1."
     )
 
 
