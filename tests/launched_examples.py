@@ -20,9 +20,14 @@ def launch(example: str, folder: Path, *options: str, recipe: str | None = "cpu_
     if recipe is not None:
         command += ["-m", "accelerate.commands.launch", "--config_file", str(find_recipe(recipe))]
     script = [str(ROOT / "examples" / f"{example}.py"), "--demo", "--output_dir", str(folder / "out"), *options]
+    return run([*command, *script], folder)
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What a command prints that ends well."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     result = subprocess.run(
-        [*command, *script], cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

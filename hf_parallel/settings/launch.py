@@ -168,7 +168,8 @@ def check_world(config: HFParallelConfig, accelerate_processes: int | None = Non
     if accelerate_processes not in (None, connected):
         raise ConfigError(
             f"accelerate counts {accelerate_processes} process but torch.distributed connects {connected}: every rank "
-            f"would train alone. Create TrainingArguments or Accelerator first in the script, before any PartialState()."
+            "would train alone. Create TrainingArguments or Accelerator first in the script, before any PartialState(); in a "
+            "notebook import hf_parallel in the function that notebook_launcher runs, and in no earlier cell."
         )
     try:
         config.dp_size(connected)

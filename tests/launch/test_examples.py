@@ -5,11 +5,13 @@ If one fails, the first thing that a reader tries is wrong. `examples/README.md`
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from launched_examples import ROOT, first_and_last, launch
+from launched_examples import ROOT, first_and_last, launch, run
 
 from hf_parallel.settings.recipes import find_recipe
 
@@ -104,3 +106,24 @@ def test_fewer_bytes_are_sent_and_the_losses_stay_near(tmp_path: Path) -> None:
     assert exact[2] < exact[1] - 1.0
     assert int8[2] == pytest.approx(exact[2], abs=0.01)
     assert local[2] == pytest.approx(exact[2], abs=0.3)
+
+
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_train_on_two_processes(tmp_path: Path) -> None:
+    """Its demo: the same cells with DEMO = True, one after another."""
+    from peft import PeftConfig
+    from safetensors.torch import load_file
+
+    pytest.importorskip("bitsandbytes")
+    cells = json.loads((ROOT / "examples" / "notebook_2xt4.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code.startswith("DEMO = False")
+    (tmp_path / "cells.py").write_text(code.replace("DEMO = False", "DEMO = True", 1))
+    printed = run([sys.executable, "cells.py"], tmp_path)
+    first, last = first_and_last(printed)
+    assert last < first - 0.1
+    out = tmp_path / "runs" / "notebook_2xt4"
+    assert PeftConfig.from_pretrained(str(out)).peft_type == "LORA"
+    assert (
+        len(load_file(out / "adapter_model.safetensors")) == 4 * 7 * 2
+    )  # of both stages: blocks, linear layers, A and B

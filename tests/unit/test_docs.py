@@ -115,12 +115,12 @@ def test_settings_exist(path: Path) -> None:
 
 
 def test_the_page_of_the_examples_has_each_of_them_and_a_test_launches_it() -> None:
-    """A row of the table, a command that the script has, and a test under the real launcher."""
-    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - {"demo"}
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\1\.py\)", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
+    """A row of the table, and a test that names it."""
+    scripts = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} - {"demo.py"}
+    rows = re.findall(r"^\| \[([\w.]+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), flags=re.MULTILINE)
     assert sorted(rows) == sorted(scripts)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*example*.py"))
-    assert not [name for name in scripts if f'"{name}"' not in tests and f'"{name}.py"' not in tests]
+    assert not [name for name in scripts if f'"{name}"' not in tests and f'"{Path(name).stem}"' not in tests]
 
 
 def test_no_page_has_the_marks_of_a_merge() -> None:
