@@ -61,6 +61,13 @@ def test_engines_and_loops_that_count_batches_themselves_are_refused() -> None:
     ):
         refuse_in_loop(config)
     refuse_in_loop(HFParallelConfig())
+    for monitor, key in (
+        ({"report": True}, r"monitor\.report=true"),
+        ({"trace_steps": [3]}, r"monitor\.trace_steps=\[3\]"),
+        ({"slow_rank_factor": 1.5}, r"monitor\.slow_rank_factor=1\.5"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key} in a loop .*train with a Trainer"):
+            refuse_in_loop(HFParallelConfig(monitor=monitor))
 
 
 # -- whose checkpoint ---------------------------------------------------------------------------------------------------
