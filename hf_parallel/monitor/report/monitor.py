@@ -78,6 +78,7 @@ class Monitor:
 
     def begin_step(self, number: int) -> None:
         """An optimizer step begins, with the wait for its first batch."""
+        self._metrics = {}
         traces = number in self.settings.trace_steps
         if traces and not self._traces:
             self._traces, self._offsets = True, self._clocks()
