@@ -99,6 +99,7 @@ class Watchdog:
         self._axes_of = axes_of
         self._line = Line(False, IDLE, time.monotonic())
         self._phase = ""
+        self._begins_epoch = False
         self._steps = StepTimes(floor_s, timeout_s)
         self._stop = threading.Event()
         self._thread: _WatchThread | None = None
@@ -134,6 +135,11 @@ class Watchdog:
         If it goes on all the same, because user code has caught the error, the job ends after `LEFT_S`.
         """
         self._left = text, time.monotonic()
+
+    def begins_epoch(self) -> None:
+        """A data loader begins anew: until the engine is called no step says how long its first batch may take."""
+        self._begins_epoch = True
+        self._steps.leave_out()
 
     def ends_step(self) -> None:
         """Another optimizer step is done: the next one begins."""
@@ -174,6 +180,7 @@ class Watchdog:
 
         Code of the user runs inside: what that raises stays what it is.
         """
+        self._begins_epoch = False
         try:
             with self.naming_losses(in_collective=False):
                 yield
@@ -268,7 +275,7 @@ class Watchdog:
             now = time.monotonic()
             excuse.note(self._line, now - looked - tick)
             looked = now
-            seen = see(self._line, self._phase, stay)
+            seen = see(self._line, self._phase or ("begins an epoch" if self._begins_epoch else ""), stay)
             age = now - seen.line.since - excuse.seconds
             self._beats.publish(seen, age, self._steps.bound)
             if seen.line.waits and age > self._timeout_s:

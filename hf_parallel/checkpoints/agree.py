@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from hf_parallel.checkpoints import memory
 from hf_parallel.errors import CheckpointError
 from hf_parallel.mesh import Mesh
 
@@ -89,9 +90,11 @@ def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
     what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if not writes:
         return f"{who}{folder} cannot be read: {what}"
+    in_memory = folder.is_relative_to(memory.SHARED_MEMORY)
+    or_else = "set checkpoint.memory_steps to 0" if in_memory else "lower save_total_limit"
     return (
         f"{who}{folder} could not be written: {what} ({free_space(folder)} free there). Checkpoints that were complete "
-        "before are as they were. Free some space, or lower save_total_limit, and resume."
+        f"before are as they were. Free some space, or {or_else}, and resume."
     )
 
 

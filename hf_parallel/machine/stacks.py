@@ -18,6 +18,7 @@ _THREAD = re.compile(r"^(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "/hf_parallel/")
 SAVING = ("/hf_parallel/trainer/model_folder.py", "/hf_parallel/trainer/loop_state.py")
+STARTS = ("__init__", "__iter__", "_get_iterator", "_reset")  # of torch's loader: once an epoch
 MAX_SHOWN = 4
 
 
@@ -78,6 +79,8 @@ def _activities(stack: Sequence[Frame]) -> Iterator[Activity]:
     for frame in stack:
         if any(part in frame.file for part in ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")):
             yield Activity("compiles", False)
+        elif frame.file.endswith("/torch/utils/data/dataloader.py") and frame.name in STARTS:
+            yield Activity("starts the data loader", False)
         elif "/torch/utils/data/" in frame.file or frame.file.endswith("accelerate/data_loader.py"):
             yield Activity("is in the data loader", True)
         elif "/hf_parallel/checkpoints/" in frame.file or frame.file.endswith(SAVING):

@@ -20,7 +20,7 @@ class Sums:
         busy_s: Of it, in which the rank computed.
         stages: Stage -> kind of action -> seconds and number.
         waits: Kind of a wait or work beside the schedule -> seconds.
-        computing: Seconds of each step in which the rank computed, without what its layers waited for.
+        computing: Seconds of the last of them in which the rank computed, without what its layers waited for.
     """
 
     steps: int = 0
@@ -29,7 +29,7 @@ class Sums:
     busy_s: float = 0.0
     stages: dict[int, dict[str, tuple[float, int]]] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    computing: list[float] = field(default_factory=list)
+    computing: float = 0.0
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -49,7 +49,7 @@ class Sums:
                     inside += seconds
         self.busy_s += computed
         self.window_s = self.waits["schedule"] + self.waits["loss"]
-        self.computing.append(max(0.0, computed - inside))
+        self.computing = max(0.0, computed - inside)
 
     @property
     def bubble(self) -> float:

@@ -282,5 +282,6 @@ def replica_settings(config: HFParallelConfig) -> list[str]:
         is not None,
         f"gradient_accumulation_steps={config.gradient_accumulation_steps}": config.gradient_accumulation_steps
         != "auto",
+        f"checkpoint.memory_steps={config.checkpoint.memory_steps}": config.checkpoint.memory_steps > 0,
     }
-    return [text for text, chosen in given.items() if chosen]
+    return [text for text, chosen in given.items() if chosen] + config.monitor.asked

@@ -399,6 +399,17 @@ class MonitorConfig(Section):
         """Whether anything is measured."""
         return self.metrics or self.report or len(self.trace_steps) > 0
 
+    @property
+    def asked(self) -> list[str]:
+        """What only the monitor of a Trainer does and was asked for, as `key=value`."""
+        default = type(self).model_fields["slow_rank_factor"].default
+        given = {
+            f"monitor.trace_steps={list(self.trace_steps)}": len(self.trace_steps) > 0,
+            f"monitor.report={spelled(self.report)}": self.report,
+            f"monitor.slow_rank_factor={spelled(self.slow_rank_factor)}": self.slow_rank_factor != default,
+        }
+        return [text for text, chosen in given.items() if chosen]
+
     def problems(self) -> list[str]:
         """Settings that contradict each other, one line each."""
         steps, found = self.trace_steps, []

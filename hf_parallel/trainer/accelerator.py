@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer_utils import seed_worker
@@ -45,11 +45,11 @@ def refuse_in_loop(config: HFParallelConfig) -> None:
         "global_batch_size": config.global_batch_size,
         "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
     }
-    unread = [f"{name}={value}" for name, value in given.items() if value is not None]
+    unread = [f"{name}={value}" for name, value in given.items() if value is not None] + config.monitor.asked
     if unread:
         raise ConfigError(
-            f"{', '.join(unread)} in a loop without a Trainer has no effect: the loop decides how it accumulates batches and saves. "
-            "Leave it out, or train with a Trainer."
+            f"{', '.join(unread)} in a loop without a Trainer has no effect: the loop decides how it accumulates batches and saves, "
+            "and does not say where its steps end. Leave it out, or train with a Trainer."
         )
 
 
@@ -215,7 +215,19 @@ class HFParallelAccelerator(ReplicaViewMixin):
         )
         refuse_unequal(prepared, mesh.shape.dp_size)
         prepared_by(self).loaders.append(dispatch_to_replicas(prepared, mesh))
-        return prepared
+        return self._announced(prepared)
+
+    def _announced(self, loader: Any) -> Any:
+        """The loader, which says when it begins an epoch: its first batch may take longer than those of steps."""
+        if isinstance(loader, DataLoaderStateMixin):
+            begin, watchdog = loader.begin, self.hf_parallel.watchdog
+
+            def begins() -> None:
+                watchdog.begins_epoch()
+                begin()
+
+            loader.begin = begins
+        return loader
 
     def _dispatches(self) -> bool | None:
         """Whether rank 0 reads for all; None as stock: if the data set is iterable.
@@ -234,7 +246,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As stock."""
-        return dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
+        skipping = dispatch_to_replicas(super().skip_first_batches(dataloader, num_batches), self.hf_parallel.mesh)
+        return skipping if skipping is dataloader else self._announced(skipping)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As stock, stepping once a replica instead of once a process."""

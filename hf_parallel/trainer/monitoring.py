@@ -40,6 +40,13 @@ class MonitorCallback(TrainerCallback):
         if self.monitor is not None:
             self.monitor.end_step(state.global_step, logs=control.should_log)
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An epoch is over; some Trainers log then alone."""
+        if self.monitor is not None and control.should_log:
+            self.monitor.end_epoch(state.global_step)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

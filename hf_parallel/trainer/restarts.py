@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -45,7 +46,7 @@ def is_of_launch(run: Mapping[str, Any] | None, launches: Sequence[str], call: i
     Args:
         run: What its manifest says.
         launches: Launchers of the ranks.
-        call: Which call of `train()` of its Trainer asks, from 0.
+        call: Which call of `train()` with its output_dir asks, from 0: Trainers of a script may share a folder.
         here: The process of rank 0.
     """
     if run is None or run["call"] != call or run["writer"] == here:
@@ -57,7 +58,8 @@ class RestartMixin(ResumeMixin):
     """Going on after a restart, and checkpoints in memory."""
 
     _hf_parallel_checkpoint: CheckpointConfig = CheckpointConfig()  # of a process that trains alone
-    _hf_parallel_calls: int = 0
+    # Of `train()` in this process, whichever Trainer's, by the folder that checkpoints go to.
+    _hf_parallel_calls: ClassVar[Counter[Path]] = Counter()
     _hf_parallel_run: dict[str, Any] | None = None  # what checkpoints say of this run
 
     @property
@@ -77,7 +79,9 @@ class RestartMixin(ResumeMixin):
         Raises:
             CheckpointError: It has another number of rows in a step than this world, which would go on with other rows.
         """
-        call, self._hf_parallel_calls = self._hf_parallel_calls, self._hf_parallel_calls + 1
+        folder = Path(self.args.output_dir or ".").resolve()
+        call = self._hf_parallel_calls[folder]
+        self._hf_parallel_calls[folder] += 1
         launches = [each for each in everyone(launch_of_this_process()) if each is not None]
         here = identity_of(os.getpid()) or ""
         rows = self.get_total_train_batch_size(self.args)

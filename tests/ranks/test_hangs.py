@@ -215,3 +215,39 @@ def saving_main(rank: int, world_size: int, folder: str) -> int:
 @SLOW
 def test_a_disk_that_takes_its_time_ends_no_run(tmp_path: Path) -> None:
     assert run_ranks(saving_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV) == [2, 2]
+
+
+def loop_main(rank: int, world_size: int, nap_at: int) -> int:
+    import tiny
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from hf_parallel import HFParallelPlugin
+
+    monitor = {"hang_timeout_s": TIMEOUT_S, "hang_floor_s": FLOOR_S}
+    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, pp_size=2, monitor=monitor))
+    model = tiny.llama()
+    read = iter(range(1000))
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        if next(read) == nap_at and rank == 0:
+            time.sleep(2 * FLOOR_S)
+        return tiny.collate(rows)
+
+    loader = DataLoader(tiny.rows(24), batch_size=4, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    steps = 0
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    accelerator.hf_parallel.watchdog.stop()
+    return steps
+
+
+def test_the_first_batch_of_an_epoch_may_take_its_time_in_a_loop_too(tmp_path: Path) -> None:
+    assert run_ranks(loop_main, 2, 6, tmp_path=tmp_path, env=ENV) == [12, 12]
+    with pytest.raises(RankError, match="exited with code 86"):
+        run_ranks(loop_main, 2, 8, tmp_path=tmp_path, env=ENV, grace=15)

@@ -16,6 +16,7 @@ from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_parallel import HFParallelCallback
+from hf_parallel.monitor.recorder import Recorder, StepRecord
 
 
 STEPS, ROWS = 4, 4
@@ -240,3 +241,79 @@ def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) 
         assert handed > 0
         assert entry["monitor/sent_mb/tp"] == pytest.approx(handed / 1e6, rel=1e-3)
         assert entry["monitor/exposed_s/tp"] > 0
+
+
+class Late(Recorder):
+    """On a GPU the last step has not been read when the next one begins."""
+
+    is_settled = False
+
+    def settle(self) -> None:
+        self.is_settled = True
+
+    def finished(self) -> list[StepRecord]:
+        last = [] if self.is_settled or not self._pending else [self._pending.pop()]
+        found, self._pending, self.is_settled = super().finished(), last, False
+        return found
+
+
+class Chatty(TrainerCallback):
+    """Logs a loss of its own."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.log({"loss": 0.5, "mine": 1.0})
+
+
+def counting(rank: int, world_size: int, folder: str, kinds: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
+    import hf_parallel.engine.parallelize as parallelize
+    import hf_parallel.monitor.report.monitor as monitor
+
+    steps: list[float] = []
+    tokens: list[float] = []
+    genuine = monitor.metrics_of
+
+    def counts(job: Any) -> dict[str, float]:
+        steps.extend({one.steps for one in job.told})
+        tokens.extend({one.tokens for one in job.told})
+        return genuine(job)
+
+    monitor.metrics_of = counts  # type: ignore[assignment]
+    if rank == 1:
+        parallelize.Recorder = Late  # type: ignore[misc]
+    if rank == 0 and settings.get("report"):
+        (Path(folder) / "hf_parallel_report.json").mkdir(parents=True)  # where no file can be written
+    args = TrainingArguments(
+        folder, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, **kinds
+    )  # fmt: skip
+    chatty = Chatty()
+    callbacks = [HFParallelCallback({"monitor": settings}), chatty]
+    trainer = Trainer(tiny.llama(), args, train_dataset=tiny.rows(80), data_collator=tiny.collate, callbacks=callbacks)  # fmt: skip
+    chatty.trainer = trainer
+    trainer.train()
+    session_of(trainer).watchdog.stop()
+    logged = [
+        ("monitor/step_s" in entry) != ("mine" in entry) for entry in trainer.state.log_history if "loss" in entry
+    ]
+    return [steps, sorted(set(tokens)), logged]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "steps"),
+    [
+        # two that warm up are left out of the report
+        ({"logging_steps": 15, "max_steps": 32}, {"report": True}, [15, 15, 30]),
+        ({"logging_strategy": "epoch", "num_train_epochs": 2}, {"trace_steps": [2, 3]}, [10, 10]),
+        ({"logging_steps": 3, "max_steps": 3}, {"trace_steps": [3, 9]}, [3]),
+    ],
+    ids=["steps", "epoch", "ends_in_a_trace"],
+)
+def test_metrics_are_of_all_steps_since_the_last_log_however_late_they_are_read(
+    kinds: dict[str, Any], settings: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    for found in run_ranks(counting, 2, str(tmp_path), kinds, settings, tmp_path=tmp_path)[:1]:
+        assert found[0] == steps
+        assert found[1] == [ROWS * len(tiny.rows(1)[0]["input_ids"])]
+        assert all(found[2])
+    assert (tmp_path / "hf_parallel_trace.json").is_file() == ("trace_steps" in settings)

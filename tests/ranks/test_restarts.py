@@ -5,6 +5,7 @@ If a test fails here, a node that dies costs the run, or the run goes on with ot
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,33 @@ def test_the_newest_of_disk_and_memory_is_taken_unless_the_user_says_otherwise(
     other = run(tmp_path, 1, kept, fails=True, save_steps=2, launch="a later one")
     assert len(other[0]["read"]) >= 2 * FAILS_AT
     agree(other[0]["steps"], straight[0]["steps"])
+
+
+def folds(rank: int, world_size: int, folder: str, killed: bool) -> list[list[float]]:
+    import hf_parallel.trainer.restarts as restarts
+    from hf_parallel import HFParallelCallback
+
+    restarts.launch_of_this_process = lambda: "launcher"
+    args = TrainingArguments(
+        f"{folder}/out", per_device_train_batch_size=4, max_steps=STEPS, logging_steps=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, dataloader_pin_memory=False, save_steps=2, save_total_limit=1,
+    )  # fmt: skip
+    found = []
+    for fold in range(2):
+        callbacks = [HFParallelCallback({}), *([Fail()] if killed and fold == 1 else [])]
+        data = tiny.rows(40)[20 * fold : 20 * fold + 20]
+        trainer = Trainer(tiny.llama(), args, train_dataset=data, data_collator=tiny.collate, callbacks=callbacks)
+        with suppress(InterruptedError):
+            trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
+def test_a_script_with_several_trainers_in_one_folder_goes_on_in_that_which_was_killed(tmp_path: Path) -> None:
+    def once(folder: str, *, killed: bool = False) -> list[list[float]]:
+        (found,) = run_ranks(folds, 1, str(tmp_path / folder), killed, tmp_path=tmp_path, env=ENV, init_group=False)
+        return list(found)
+
+    straight = once("straight")
+    assert len(once("killed", killed=True)[1]) == FAILS_AT
+    assert once("killed") == straight  # the first began anew, and did not take up what the second had saved

@@ -131,13 +131,23 @@ EVENT = Frame(f"{LIB}/transformers/trainer_callback.py", 500, "call_event")
     [
         ([USER, LOADER, STEP], "is in the data loader", True),
         ([USER, LOADER, STEP, Frame(f"{LIB}/transformers/trainer.py", 9, "evaluate")], "is in the data loader", False),
+        ([USER, LOADER._replace(name="_get_iterator"), LOADER], "starts the data loader", False),
         ([Frame("/home/me/train.py", 7, "on_step_end"), EVENT, STEP], "is in a callback (on_step_end)", False),
         ([Frame(f"{LIB}/torch/_dynamo/convert_frame.py", 1, "compile"), STEP], "compiles", False),
         ([Frame(f"{LIB}/transformers/trainer.py", 9, "_save_checkpoint"), STEP], "saves", False),
         ([Frame("/a/hf_parallel/checkpoints/weights/write.py", 1, "write_weights"), STEP], "saves or loads", False),
         ([Frame("/a/hf_parallel/trainer/model_folder.py", 1, "save"), STEP], "saves or loads", False),
     ],
-    ids=["loader", "loader_of_an_evaluation", "callback", "compiles", "saves", "writes", "exports"],
+    ids=[
+        "loader",
+        "loader_of_an_evaluation",
+        "start_of_a_loader",
+        "callback",
+        "compiles",
+        "saves",
+        "writes",
+        "exports",
+    ],
 )
 def test_a_stack_says_what_a_rank_does(stack: list[Frame], text: str, measured: bool) -> None:
     assert activity_of(stack) == (text, measured)

@@ -77,7 +77,7 @@ def job_of(records: list[StepRecord], choice: ScheduleChoice, tokens: float = 32
     rows = []
     for record, stages in zip(records, choice.stages_of_ranks, strict=True):
         sums = sums_of([record])
-        told = summed(sums, sums.computing[0], tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
+        told = summed(sums, sums.computing, tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
         rows.append(decoded(encoded(told, sums, stages, 2), stages))
     forward, backward = (1.0,) * len(choice.placement), (2.0,) * len(choice.placement)
     expected = Expected(forward, backward, 0.25)
@@ -152,6 +152,10 @@ def test_a_trace_puts_all_clocks_on_that_of_rank_0() -> None:
     ]
     json.dumps(trace, allow_nan=False)
     assert name_of(first.spans[0], names_stage=True) == "0F2"
+    # Between two ranks with several stages a microbatch goes more than once.
+    assert name_of(Span("send F", 2, 1, 0.0, 1.0), True, 1) == "send 2F1 to 1"
+    assert name_of(Span("receive F", 3, 1, 0.0, 1.0), True, 0) == "receive 2F1 from 0"
+    assert name_of(Span("receive B", 2, 1, 0.0, 1.0), True, 1) == "receive 3B1 from 1"
 
 
 def test_a_report_is_complete_json_and_a_page_without_outside_links(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from hf_parallel import HFParallelConfig
+from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.manifest import FileRecord, load_manifest, write_manifest
 from hf_parallel.checkpoints.memory import make_memory_folder, memory_folder, remove_memory_folder
 from hf_parallel.compat.private_rendezvous import NAMED, agreed_name, separate_starts
 from hf_parallel.errors import CheckpointError, ConfigError
+from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.settings.accumulation import accumulation_for
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.trainer.restarts import is_of_launch, refuse_memory
@@ -61,6 +63,13 @@ def test_engines_and_loops_that_count_batches_themselves_are_refused() -> None:
     ):
         refuse_in_loop(config)
     refuse_in_loop(HFParallelConfig())
+    for monitor, key in (
+        ({"report": True}, r"monitor\.report=true"),
+        ({"trace_steps": [3]}, r"monitor\.trace_steps=\[3\]"),
+        ({"slow_rank_factor": 1.5}, r"monitor\.slow_rank_factor=1\.5"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key} in a loop .*train with a Trainer"):
+            refuse_in_loop(HFParallelConfig(monitor=monitor))
 
 
 # -- whose checkpoint ---------------------------------------------------------------------------------------------------
@@ -173,3 +182,11 @@ def test_without_restarts_nothing_is_changed() -> None:
     separate_starts({})
     separate_starts({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "0"})
     assert vars(rendezvous)["_create_c10d_store"] is before
+
+
+def test_memory_that_is_full_names_the_setting_that_fills_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_parallel.checkpoints.memory.SHARED_MEMORY", tmp_path / "memory")
+    mesh = Mesh.build(MeshShape(1, 1, 1), timeout=timedelta(seconds=5))
+    for place, fix in (("memory", r"or set checkpoint\.memory_steps to 0,"), ("disk", "or lower save_total_limit,")):
+        with pytest.raises(CheckpointError, match=fix), together(mesh, tmp_path / place / "checkpoint-2"):
+            raise OSError(28, "No space left on device")

@@ -6,7 +6,8 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,19 +64,27 @@ class Monitor:
         self._named: set[int] = set()
         self._underway: tuple[torch.Tensor, Any] | None = None
         self._compares = False  # whether what is under way is for comparing ranks
+        self._traces = (
+            False  # whether there is a trace to be written: the same on every rank, unlike what has been read
+        )
         self._traced: list[StepRecord] = []
         self._offsets: list[Offset] = []
         self._group: dist.ProcessGroup | None = None
         self._last: StepRecord | None = None
         self._steps = 0
+        self._first_counted = 0  # step from which on the report counts
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, number: int) -> None:
         """An optimizer step begins, with the wait for its first batch."""
+        self._metrics = {}
         traces = number in self.settings.trace_steps
-        if traces and not self._traced and not self._offsets:
-            self._offsets = self._clocks()
+        if traces and not self._traces:
+            self._traces, self._offsets = True, self._clocks()
+        if self._steps == WARM_UP:
+            self._total, self._all_tokens, self._first_sent = Sums(), 0, sent_bytes(self.engine)
+            self._first_counted = number
         self.recorder.begin_step(number, waits=traces)
 
     def read(self, batches: list[Any]) -> None:
@@ -84,6 +93,7 @@ class Monitor:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
             if isinstance(ids, torch.Tensor):
                 self._tokens += ids.numel()
+                self._all_tokens += ids.numel()
                 self._seq_len = ids.shape[-1]
 
     def end_step(self, number: int, *, logs: bool) -> None:
@@ -98,7 +108,7 @@ class Monitor:
         self.recorder.end_step()
         self._steps += 1
         self._metrics = {}
-        self._take()
+        self._take(waits=logs)
         if self.settings.metrics:
             self._hear(waits=False)
             compares = number % EVERY == 0
@@ -106,17 +116,34 @@ class Monitor:
                 self._tell(compares)
                 if logs or self._device.type == "cpu":
                     self._hear(waits=True, number=number, logs=logs)
-        if self.settings.trace_steps and number == self.settings.trace_steps[-1]:
+        if self._traces and number == self.settings.trace_steps[-1]:
             self._write_trace()
+
+    def end_epoch(self, number: int) -> None:
+        """The Trainer logs an epoch that is over; collective.
+
+        Args:
+            number: Of its last step.
+        """
+        self._metrics = {}
+        self._take(waits=True)
+        if self.settings.metrics and self._window.steps:
+            self._tell(compares=False)
+            self._hear(waits=True, number=number, logs=True)
 
     def logged(self) -> dict[str, float]:
         """The metrics of the step that has just ended, if it is one that is logged."""
         return dict(self._metrics)
 
-    def _take(self) -> None:
+    def _take(self, *, waits: bool) -> None:
+        """Add up the steps that are over; `waits` for the device where the Trainer reads the loss anyway, so that all are."""
+        if waits:
+            self.recorder.settle()
         for record in self.recorder.finished():
             self._window.add(record)
-            self._recent.append(self._window.computing[-1])
+            self._recent.append(self._window.computing)
+            if self.settings.report and record.number >= self._first_counted:
+                self._total.add(record)
             if record.number in self.settings.trace_steps:
                 self._traced.append(record)
             self._last = record
@@ -169,16 +196,6 @@ class Monitor:
         arrived = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         self._underway = everyone, arrived
         self._compares = compares
-        self._close_window()
-
-    def _close_window(self, *, is_last: bool = False) -> None:
-        window = self._window
-        if self._steps > WARM_UP or is_last:
-            merge(self._total, window)
-            self._all_tokens += self._tokens
-        else:
-            self._first_sent = sent_bytes(self.engine)
-        self._window, self._tokens, self._sent = Sums(), 0, sent_bytes(self.engine)
 
     def _hear(self, *, waits: bool, number: int = 0, logs: bool = False) -> None:
         """Read what was told, once it has arrived."""
@@ -194,6 +211,7 @@ class Monitor:
         if self._compares:
             self._compare(job)
         if logs:
+            self._window, self._tokens, self._sent = Sums(), 0, sent_bytes(self.engine)
             self._metrics = metrics_of(job)
             if len(self._history) < MOST_POINTS:
                 self._history.append({"step": float(number), **self._metrics})
@@ -241,18 +259,18 @@ class Monitor:
         return everyone or []
 
     def _write_trace(self) -> None:
-        self.recorder.settle()
-        self._take()
-        everyone, self._traced = self._collected(self._traced), []
+        self._take(waits=True)
+        everyone, self._traced, self._traces = self._collected(self._traced), [], False
         if self._mesh.rank == 0:
             found = chrome_trace(everyone, self._offsets, self._mesh.shape, self.choice.placement)
-            path = write_whole(self.folder / TRACE, json.dumps(found))
-            logger.info("hf_parallel: trace of steps %s: %s", list(self.settings.trace_steps), path)
+            with going_on("monitor.trace_steps"):
+                path = write_whole(self.folder / TRACE, json.dumps(found))
+                logger.info("hf_parallel: trace of steps %s: %s", list(self.settings.trace_steps), path)
 
     def end(self) -> None:
         """Training is over: write what is still to be written; collective."""
         steps = self.settings.trace_steps
-        if steps and self._traced:
+        if self._traces:
             self._write_trace()
         elif steps and not self._offsets and self._mesh.rank == 0:
             logger.warning(
@@ -263,17 +281,17 @@ class Monitor:
             self._report()
 
     def _report(self) -> None:
-        self.recorder.settle()
-        self._take()
-        self._close_window(is_last=True)
+        self._take(waits=True)
         sums, tokens, since = self._total, self._all_tokens, self._first_sent
         everyone = self._gather(self._told(sums, tokens, since), sums)
         offsets, records = self._clocks(), self._collected(self._last)
         if self._mesh.rank == 0:
             job = self._job(everyone.cpu())
             settings = self.config.to_yaml_section()
-            path = write_report(self.folder, job, records, offsets, self._history, settings)
-            logger.info("hf_parallel: measured: %s; report: %s", beside(job), path)
+            logger.info("hf_parallel: measured: %s", beside(job))
+            with going_on("monitor.report"):
+                path = write_report(self.folder, job, records, offsets, self._history, settings)
+                logger.info("hf_parallel: report: %s", path)
 
 
 def beside(job: Job) -> str:
@@ -290,14 +308,18 @@ def beside(job: Job) -> str:
     return "; ".join([*parts, f"memory {memory:.3g} GB, expected {expected:.3g} GB"])
 
 
-def merge(into: Sums, other: Sums) -> None:
-    """Add the sums of other steps."""
-    into.steps, into.wall_s = into.steps + other.steps, into.wall_s + other.wall_s
-    into.window_s, into.busy_s = into.window_s + other.window_s, into.busy_s + other.busy_s
-    for stage, kinds in other.stages.items():
-        own = into.stages.setdefault(stage, {})
-        for kind, (seconds, count) in kinds.items():
-            total, number = own.get(kind, (0.0, 0))
-            own[kind] = total + seconds, number + count
-    for kind, seconds in other.waits.items():
-        into.waits[kind] += seconds
+@contextmanager
+def going_on(key: str) -> Iterator[None]:
+    """What cannot be written is told, and costs nobody the weights that were trained.
+
+    Args:
+        key: The setting that asks for it.
+    """
+    try:
+        yield
+    except OSError as error:
+        logger.warning(
+            "hf_parallel: %s: nothing was written (%s). Training is not affected. Choose an output_dir that takes files.",
+            key,
+            error,
+        )

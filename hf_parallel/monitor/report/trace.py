@@ -63,16 +63,20 @@ def name_of(span: Span, names_stage: bool, target: int | None = None) -> str:
 
     Args:
         span: The span.
-        names_stage: Whether its rank holds several stages, so that the action says which: 3F2.
+        names_stage: Whether its rank holds several stages, so that the action says which: 3F2. A message goes by the action that
+            made it, at both of its ends.
         target: World rank that a message goes to, or comes from.
     """
     verb, _, kind = span.kind.rpartition(" ")
-    action = f"{span.number if names_stage else ''}{kind}{span.microbatch}"
+    stage = span.number
+    if verb == "receive":
+        stage -= 1 if kind == "F" else -1
+    action = f"{stage if names_stage else ''}{kind}{span.microbatch}"
     if span.kind in COMPUTED:
         return action
     if verb in ("send", "receive"):
         way = "to" if verb == "send" else "from"
-        return f"{verb} {kind}{span.microbatch} {way} {target}"
+        return f"{verb} {action} {way} {target}"
     if span.kind in ("reduce", "wait reduce"):
         return f"{span.kind} bucket {span.number}"
     return {
