@@ -23,7 +23,7 @@ setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL 
 	@touch $@
 
 demo: setup  ## fine-tune a small model on 2 CPU pipeline stages; writes build/demo with a report of the run
-	$(BIN)/python -m accelerate.commands.launch --config_file recipes/cpu_pp2.yaml \
+	$(BIN)/python -m accelerate.commands.launch --config_file examples/demo.yaml \
 		examples/finetune_llama7b.py --demo --output_dir build/demo
 
 test: setup  ## the tests that need no GPU and no patience, in two processes

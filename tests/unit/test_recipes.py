@@ -200,3 +200,10 @@ def test_a_key_written_twice_is_refused_with_its_line(tmp_path: Path) -> None:
         ConfigError, match=r"twice\.yaml:5: not valid YAML: .*'pp_size' is written twice, first in line 4"
     ):
         read_section(path)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_no_recipe_asks_for_what_a_loop_of_ones_own_refuses(name: str) -> None:
+    monitor = load_recipe(name).monitor
+    assert not monitor.report
+    assert not monitor.trace_steps
