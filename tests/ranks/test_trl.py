@@ -63,7 +63,7 @@ PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 COUNTED = ("packed", "sft_adapter", "completions", "counted_alone", "dpo_adapter", "kto_reference")
 UNEVEN = ("packed",)  # its rows are no multiple of a batch: replicas repeat some at the end of an epoch
 UNCOMPARED = re.compile(
-    r"runtime|step_time|per_second|total_flos|epoch|^step$|^train_"
+    r"^monitor/|runtime|step_time|per_second|total_flos|epoch|^step$|^train_"
 )  # times, and what stock counts by rank
 
 
