@@ -27,7 +27,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 MIXED_PLAN = {"model.layers.*.self_attn.*": "gather", "*.1.self_attn.*": "pair", "*.mlp.*": "replicate"}
 CASES = [
     Case("overrides", parallel={"tp_size": 2, "plan": MIXED_PLAN}, steps=4),
-    Case("whole_head", parallel={"tp_size": 2, "chunked_loss": False, "plan": {"lm_head": "replicate", "*.mlp.*": "pair"}}, steps=4),
+    Case(
+        "whole_head",
+        parallel={"tp_size": 2, "chunked_loss": False, "plan": {"lm_head": "replicate", "*.mlp.*": "pair"}},
+        steps=4,
+    ),
     Case("whole_experts", model="mixtral", parallel={"tp_size": 2, "experts": "whole"}, accumulation=2, steps=4),
     Case("tied_head", model="llama_tied", parallel={"tp_size": 2, "plan": {"lm_head": "gather"}}, steps=4),
 ]
