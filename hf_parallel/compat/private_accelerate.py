@@ -43,7 +43,13 @@ OF_ACCELERATOR = {
     "unscale_gradients": "optimizer",
 }
 OF_PARALLELISM_CONFIG = {"_validate_accelerator": "accelerator", "build_device_mesh": "device_type"}
-OF_OPTIMIZER = {"add_param_group": "param_group", "load_state_dict": "state_dict", "state_dict": "", "step": "closure", "zero_grad": "set_to_none"}
+OF_OPTIMIZER = {
+    "add_param_group": "param_group",
+    "load_state_dict": "state_dict",
+    "state_dict": "",
+    "step": "closure",
+    "zero_grad": "set_to_none",
+}
 OF_SCHEDULER = {"step": "args kwargs"}
 
 

@@ -85,7 +85,8 @@ class PipelineEngine(Engine):
         self._factors = WindowFactors()
         self._seed = 1.0
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
-        self._doubtful: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of the same, if not frozen meanwhile
+        # Of the same, for each of its schedules: they count if their parameters are not frozen meanwhile.
+        self._doubtful: list[list[tuple[torch.nn.Parameter, torch.Tensor]]] = []
         self._digests = BatchDigests(self.mesh, self._common_weights(attachment))
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
@@ -340,7 +341,8 @@ class PipelineEngine(Engine):
         frozen: set[int] = set()
         if self.ends_step or on_cpu:  # a GPU is waited for at the end of a step only
             frozen = self._drop_frozen(keeps=on_cpu)
-        accumulate([(parameter, gradient) for parameter, gradient in doubtful if id(parameter) not in frozen])
+        for gradients in doubtful:
+            accumulate([(parameter, gradient) for parameter, gradient in gradients if id(parameter) not in frozen])
         for made, factor in passed:
             gradients = [(parameter, gradient) for parameter, gradient in made.take() if id(parameter) not in frozen]
             self._backwards.scaled(factor)
@@ -408,7 +410,7 @@ class PipelineEngine(Engine):
         separate = list({id(p): p for p in (*self._hooks.hooked, *self._freezing.doubtful)}.values())
         with self._direct.resting(), self._running.inside(), self._hooks.held(), apart(separate) as made:
             yield
-        self._doubtful += self._hooks.keep(made.take())
+        self._doubtful.append(self._hooks.keep(made.take()))
         self.attachment.watchdog.runs()
 
     # -- forward only --------------------------------------------------------------------------------------------

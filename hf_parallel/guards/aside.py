@@ -116,7 +116,7 @@ def add(gradients: Sequence[tuple[nn.Parameter, Tensor]], factor: Tensor) -> Non
 
 @torch.no_grad()
 def accumulate(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """Add gradients to those that the parameters have; consumes them."""
+    """Add gradients, one of each parameter, to those that the parameters have; consumes them."""
     both = [(parameter.grad, gradient) for parameter, gradient in gradients if parameter.grad is not None]
     if both:
         add_all([there for there, _ in both], [gradient for _, gradient in both])
