@@ -294,30 +294,36 @@ def _launcher_of(process: int) -> tuple[Launcher, Path | None]:
     import psutil
 
     try:
-        for parent in psutil.Process(process).parents():
-            command = parent.cmdline()
+        found = _launching(process)
+        if found is not None:
+            parent, command = found
             arguments = _accelerate_arguments(command)
-            if arguments is not None:
-                return "accelerate", _config_file(arguments, parent.cwd())
-            if _is_torchrun(command):
-                return "torchrun", None
+            return ("torchrun", None) if arguments is None else ("accelerate", _config_file(arguments, parent.cwd()))
     except (psutil.Error, OSError) as error:  # a container may hide /proc; the argument and the variable still work
         warnings.warn(f"hf_parallel: the launcher cannot be inspected ({error}). {THREE_WAYS}", stacklevel=2)
     return ("torchrun" if "LOCAL_RANK" in os.environ else "none"), None
 
 
-@functools.lru_cache(maxsize=1)
 def launcher_pid(process: int) -> int | None:
     """Number of the process that launched `process`: the nearest of its parents that is a launcher; None without one."""
     import psutil
 
     try:
-        for parent in psutil.Process(process).parents():
-            command = parent.cmdline()
-            if _accelerate_arguments(command) is not None or _is_torchrun(command):
-                return parent.pid
+        found = _launching(process)
     except (psutil.Error, OSError):  # a container may hide /proc: nothing of an earlier start is known then
         return None
+    return None if found is None else found[0].pid
+
+
+@functools.lru_cache(maxsize=1)
+def _launching(process: int) -> tuple[Any, list[str]] | None:
+    """The nearest parent of a process that is a launcher (psutil's), and its command line."""
+    import psutil
+
+    for parent in psutil.Process(process).parents():
+        command = parent.cmdline()
+        if _accelerate_arguments(command) is not None or _is_torchrun(command):
+            return parent, command
     return None
 
 

@@ -91,7 +91,7 @@ def test_a_rank_resolves_its_settings_once(script: str, tmp_path: Path) -> None:
     for rank in range(2):
         found = json.loads((tmp_path / f"found{rank}.json").read_text())
         assert found == {
-            "Process.parents": 2,  # for its settings, and for the launch that a checkpoint is of
+            "Process.parents": 1,
             "cpu_pp2.yaml": 1,
             "HFParallelConfig.__init__": 1,
             "ScheduleChoice.__init__": 1,
