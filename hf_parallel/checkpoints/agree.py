@@ -90,8 +90,7 @@ def _text(error: Exception, folder: Path, mesh: Mesh, writes: bool) -> str:
     what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     if not writes:
         return f"{who}{folder} cannot be read: {what}"
-    in_memory = folder.is_relative_to(memory.SHARED_MEMORY)
-    or_else = "set checkpoint.memory_steps to 0" if in_memory else "lower save_total_limit"
+    or_else = "set checkpoint.memory_steps to 0" if memory.is_in_memory(folder) else "lower save_total_limit"
     return (
         f"{who}{folder} could not be written: {what} ({free_space(folder)} free there). Checkpoints that were complete "
         f"before are as they were. Free some space, or {or_else}, and resume."

@@ -19,6 +19,11 @@ def memory_folder(output_dir: Path) -> Path:
     return SHARED_MEMORY / f"hf_parallel-{os.getuid()}-{name}"
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder is in the memory of this machine."""
+    return folder.is_relative_to(SHARED_MEMORY)
+
+
 def make_memory_folder(folder: Path) -> None:
     """Make it for this user alone.
 

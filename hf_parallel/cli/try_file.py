@@ -84,7 +84,7 @@ def settings_of(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict
     pipeline, steps = config.pipeline, config.gradient_accumulation_steps
     split = pipeline.split
     stages = config.pp_size * (pipeline.stages_on_a_rank() or 2)
-    count = 2 * config.pp_size if pipeline.num_microbatches == "auto" else pipeline.num_microbatches
+    count = pipeline.parts_of_batch(config.pp_size)
     precision = str(accelerate.get("mixed_precision") or "no").lower()
     return {
         "blocks": max(4, stages) if isinstance(split, str) else sum(split),

@@ -254,10 +254,8 @@ class DirectEngine(Engine):
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
         self._backwards = Backwards(attachment.mesh, attachment.device)
-        self._pass, self._begun = (
-            0,
-            self.recorder.mark(),
-        )  # batches of this step that were backpropagated; the last one's start
+        self._pass = 0  # batches of this step that were backpropagated
+        self._begun = self.recorder.mark()  # when the backward pass of the last one did
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)
         common, random = self._common_weights(attachment), attachment.random_check
         leave = attachment.watchdog.leaves_others

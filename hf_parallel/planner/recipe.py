@@ -28,8 +28,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
     stages, accumulated = config.pipeline.stages_on_a_rank(), config.gradient_accumulation_steps
     if config.pp_size > 1 and stages is None:
         raise ConfigError("pipeline.schedule=csv: a schedule from a file is not predicted. Choose a named schedule.")
-    asked = config.pipeline.num_microbatches
-    parts = 1 if config.pp_size == 1 else min(rows, 2 * config.pp_size if asked == "auto" else asked)
+    parts = 1 if config.pp_size == 1 else min(rows, config.pipeline.parts_of_batch(config.pp_size))
     recompute = config.activation_checkpointing
     whole_block = "selective" if recompute.mode == "selective" else "full"
     zero = config.zero

@@ -120,8 +120,7 @@ class Job:
     def microbatches(self) -> int:
         """Parts that the layout cuts the batch of a replica into."""
         config = self.config
-        asked = config.pipeline.num_microbatches
-        return 1 if config.pp_size == 1 else min(self.rows, 2 * config.pp_size if asked == "auto" else asked)
+        return 1 if config.pp_size == 1 else min(self.rows, config.pipeline.parts_of_batch(config.pp_size))
 
     @property
     def layout(self) -> str:

@@ -171,6 +171,10 @@ class PipelineConfig(Section):
         """Whether few blocks may be tried in place of all of which it is known that they run alike."""
         return self.self_check != "full"
 
+    def parts_of_batch(self, pp_size: int) -> int:
+        """Microbatches that a batch is cut into, at most its rows; "auto" is twice the ranks."""
+        return 2 * pp_size if self.num_microbatches == "auto" else self.num_microbatches
+
     def stages_on_a_rank(self) -> int | None:
         """Stages on each rank; None for a schedule file, which says it itself."""
         if self.schedule == "csv":

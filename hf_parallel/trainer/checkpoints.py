@@ -34,7 +34,7 @@ from hf_parallel.checkpoints.folders import (
     write_manifest,
 )
 from hf_parallel.checkpoints.manifest import OPEN, RUN
-from hf_parallel.checkpoints.memory import make_memory_folder, memory_folder
+from hf_parallel.checkpoints.memory import make_memory_folder
 from hf_parallel.checkpoints.state.background import Background, Channels, on_host
 from hf_parallel.checkpoints.state.dcp import TensorIndex
 from hf_parallel.checkpoints.state.note import add_note, overlooked
@@ -139,7 +139,7 @@ class CheckpointMixin(RestartMixin):
         if not self._memory_due() or step == known or step >= self.state.max_steps:
             return
         with self._doing("saves a checkpoint in memory"):
-            self._write_checkpoint(self.model, None, memory_folder(Path(self.args.output_dir or ".")))
+            self._write_checkpoint(self.model, None, self._run_dirs[-1])
 
     def _begin_writing(self) -> None:
         """Start the thread that writes a checkpoint, if one is to be written."""

@@ -91,7 +91,7 @@ class RestartMixin(ResumeMixin):
         if wanted is None and launches and settings.auto_resume:
             wanted = self._own_checkpoint(launches, call, here, rows)
         if not wanted and settings.memory_steps and self._hf_parallel_mesh.rank == 0:
-            remove_memory_folder(memory_folder(Path(self.args.output_dir or ".")))
+            remove_memory_folder(self._run_dirs[-1])
         return wanted
 
     def _own_checkpoint(self, launches: list[str], call: int, here: str, rows: int) -> str | None:

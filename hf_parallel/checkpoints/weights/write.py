@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_parallel.checkpoints.agree import raise_anywhere
-from hf_parallel.checkpoints.memory import SHARED_MEMORY
+from hf_parallel.checkpoints.memory import is_in_memory
 from hf_parallel.checkpoints.weights.conversions import Group, groups_to_save
 from hf_parallel.checkpoints.weights.gather import WEIGHTS, WEIGHTS_INDEX, gather_tensors
 from hf_parallel.checkpoints.weights.writer import Stored, lay_out, read_header, write
@@ -209,5 +209,5 @@ def move_in(staging: Path, folder: Path, export: Export) -> None:
     sizes = [sum(t.nbytes for t in tensors.values()) for tensors in export.files.values()]
     count = sum(len(tensors) for tensors in export.files.values())
     what = f"{count} tensors, {sum(sizes) / 1e9:.2f} GB, in {len(sizes)} file{'s' * (len(sizes) > 1)}"
-    level = logging.DEBUG if SHARED_MEMORY in folder.parents else logging.INFO  # those may be as many as steps
+    level = logging.DEBUG if is_in_memory(folder) else logging.INFO  # those may be as many as steps
     logger.log(level, "hf_parallel: saved %s to %s (%s)", what, folder, WEIGHTS if len(sizes) == 1 else WEIGHTS_INDEX)

@@ -66,8 +66,7 @@ class ScheduleChoice:
     @property
     def num_microbatches(self) -> int:
         """Parts that a batch is cut into, at most its rows; "auto" is twice the ranks."""
-        requested = self.settings.num_microbatches
-        return 2 * self.pp_size if requested == "auto" else requested
+        return self.settings.parts_of_batch(self.pp_size)
 
     @property
     def placement(self) -> tuple[int, ...]:
