@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
+
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction
+from hf_parallel.settings.replica_sections import ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,25 @@ class Expected:
     states_bytes: tuple[tuple[int, int, int], ...] = ()
     activation_bytes: tuple[float, ...] = ()
     recomputed: int = 0
+
+
+def states_with_zero(
+    states: tuple[float, float, float], zero: ZeroConfig, shard_group: ProcessGroup | None
+) -> tuple[float, float, float]:
+    """Weights, gradients and Adam's states of a rank, of which ZeRO leaves it a part.
+
+    Args:
+        states: Of its part of the model, without ZeRO.
+        zero: The settings.
+        shard_group: The replicas that share them out; None if there is one.
+    """
+    weights, gradients, adam = states
+    parts = shard_group.size() if shard_group is not None and zero.stage else 1
+    return (
+        weights / (parts if zero.shards_parameters else 1),
+        gradients / (parts if zero.stage > 1 else 1),
+        adam / parts,
+    )
 
 
 def expected(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_parallel.engine.expected import states_with_zero
 from hf_parallel.engine.held import holding_of
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
@@ -88,14 +89,11 @@ def _recomputed(plans: Plans) -> list[str]:
 
 def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: Setup) -> str:
     """What the fullest rank keeps for its parameters, against what it has."""
-    zero, group = setup.config.zero, setup.mesh.dp_shard_group
-    parts = group.size() if group is not None and zero.stage else 1
+    zero = setup.config.zero
     fullest = max(holdings, key=lambda held: held.weights + held.gradients + held.optimizer)
-    terms = {
-        "weights": fullest.weights / (parts if zero.shards_parameters else 1),
-        "gradients": fullest.gradients / (parts if zero.stage > 1 else 1),
-        "Adam": fullest.optimizer / parts,
-    }
+    states = fullest.weights, fullest.gradients, fullest.optimizer
+    shared = states_with_zero(states, zero, setup.mesh.dp_shard_group)
+    terms = dict(zip(("weights", "gradients", "Adam"), shared, strict=True))
     offloaded = [
         name for name, key in (("Adam", zero.offload_optimizer), ("weights", zero.offload_param)) if key != "none"
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hf_parallel.monitor.recorder import COMPUTED, StepRecord
@@ -60,11 +59,3 @@ class Sums:
         """Mean of one microbatch in a stage, of some kinds of actions together."""
         own = self.stages.get(stage, {})
         return sum(own[kind][0] / own[kind][1] for kind in kinds if kind in own)
-
-
-def sums_of(records: Iterable[StepRecord]) -> Sums:
-    """The sums of some steps."""
-    found = Sums()
-    for record in records:
-        found.add(record)
-    return found

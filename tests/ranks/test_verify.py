@@ -18,15 +18,15 @@ from hf_parallel.cli.main import app
 
 pytestmark = pytest.mark.timeout(240)
 
-CONFIG = LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=61,
-    tie_word_embeddings=True,
-)
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+}
+CONFIG = LlamaConfig(**SIZES, tie_word_embeddings=True)
 
 
 def halve_a_weight(trainer: Any) -> None:
@@ -81,17 +81,7 @@ def test_a_bug_is_found_and_its_module_named() -> None:
     assert verdict.first_divergence == place
 
 
-ROUTED = MixtralConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=61,
-    num_local_experts=4,
-    output_router_logits=True,
-    router_aux_loss_coef=0.5,
-)
+ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
 
 
 @pytest.mark.parametrize(

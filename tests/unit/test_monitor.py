@@ -18,7 +18,7 @@ from hf_parallel.monitor.report.page import write_report
 from hf_parallel.monitor.report.slow import slow_ranks, words
 from hf_parallel.monitor.report.told import Told, decoded, encoded, summed
 from hf_parallel.monitor.report.trace import Offset, chrome_trace, name_of
-from hf_parallel.monitor.sums import sums_of
+from hf_parallel.monitor.sums import Sums
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
 from hf_parallel.settings.config import HFParallelConfig
@@ -76,7 +76,8 @@ def records_of(forward: list[float], backward: list[float], count: int, choice: 
 def job_of(records: list[StepRecord], choice: ScheduleChoice, tokens: float = 32.0, flops: float = 0.0) -> Job:
     rows = []
     for record, stages in zip(records, choice.stages_of_ranks, strict=True):
-        sums = sums_of([record])
+        sums = Sums()
+        sums.add(record)
         told = summed(sums, sums.computing, tokens=tokens, flops=flops, hardware_flops=2 * flops, peak=100.0)
         rows.append(decoded(encoded(told, sums, stages, 2), stages))
     forward, backward = (1.0,) * len(choice.placement), (2.0,) * len(choice.placement)

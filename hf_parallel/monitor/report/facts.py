@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.expected import states_with_zero
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import ConfigError
 from hf_parallel.monitor.recorder import Axis
@@ -95,11 +96,9 @@ def expected_bytes(engine: Engine, config: HFParallelConfig, tokens: float) -> f
         config: The settings.
         tokens: Of a microbatch.
     """
-    mesh, expected, zero = engine.mesh, engine.expected, config.zero
+    mesh, expected = engine.mesh, engine.expected
     if not expected.states_bytes:
         return 0.0
-    parts = mesh.dp_shard_group.size() if mesh.dp_shard_group is not None and zero.stage else 1
-    weights, gradients, adam = expected.states_bytes[mesh.pp_rank]
-    states = weights / (parts if zero.shards_parameters else 1) + gradients / (parts if zero.stage > 1 else 1)
+    states = states_with_zero(expected.states_bytes[mesh.pp_rank], config.zero, mesh.dp_shard_group)
     activations = expected.activation_bytes[mesh.pp_rank] if expected.activation_bytes else 0.0
-    return states + adam / parts + activations * tokens
+    return sum(states) + activations * tokens

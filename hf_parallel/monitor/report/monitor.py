@@ -64,9 +64,8 @@ class Monitor:
         self._named: set[int] = set()
         self._underway: tuple[torch.Tensor, Any] | None = None
         self._compares = False  # whether what is under way is for comparing ranks
-        self._traces = (
-            False  # whether there is a trace to be written: the same on every rank, unlike what has been read
-        )
+        # Whether there is a trace to be written: the same on every rank, unlike what has been read.
+        self._traces = False
         self._traced: list[StepRecord] = []
         self._offsets: list[Offset] = []
         self._group: dist.ProcessGroup | None = None

@@ -139,6 +139,11 @@ def decode_header(values: Sequence[int]) -> tuple[TensorSpec, ...]:
 Specs: TypeAlias = dict[Hashable, tuple[TensorSpec, ...]]
 
 
+def _target_of(message: Action) -> int:
+    """Stage that a message goes to."""
+    return message.stage + (1 if message.kind == "F" else -1)
+
+
 def message_name(message: Action) -> str:
     """Return what a message is, in words, such as ``the activation of microbatch 3``."""
     return f"the {'activation' if message.kind == 'F' else 'gradient'} of microbatch {message.microbatch}"
@@ -178,7 +183,7 @@ class Sender:
         start = self.probe.recorder.mark()
         parts = (*header, self.transport.isend(payload))
         self.probe.recorder.add(f"send {message.kind}", message.stage, message.microbatch, start)
-        target = message.stage + (1 if message.kind == "F" else -1)
+        target = _target_of(message)
         status = f"waits at stage {message.stage} for stage {target} to receive {message_name(message)}"
         self.queue.append((parts, status))
         self.drain(self.window)
@@ -254,7 +259,7 @@ class Receiver:
             message, work = self.posted.popleft()
             start = self.probe.recorder.mark()
             self.arrived[message] = self._wait(work, message, message_name(message))
-            target = message.stage + (1 if message.kind == "F" else -1)
+            target = _target_of(message)
             self.probe.recorder.add(f"receive {message.kind}", target, message.microbatch, start)
             self.counters.messages_received += 1
         return self.arrived.pop(wanted)
@@ -276,7 +281,7 @@ class Receiver:
         return decode_header(values)
 
     def _wait(self, work: Message, message: Action, name: str) -> tuple[Tensor, ...]:
-        target = message.stage + (1 if message.kind == "F" else -1)
+        target = _target_of(message)
         status = f"waits at stage {target} for {name} from stage {message.stage}"
         tensors: tuple[Tensor, ...] = self.probe.wait(status, f"wait for {name}", work.wait, self.peer)
         return tensors
