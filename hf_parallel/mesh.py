@@ -5,6 +5,9 @@ a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguo
 
     rank = dp_rank * (pp_size * tp_size) + pp_rank * tp_size + tp_rank
 
+With experts on several replicas (ep), `ep_size` neighbours on the dp axis share the experts of their stage: each reads its own
+rows, and together they hold one copy of the experts.
+
 `MeshShape` is arithmetic only and can be asked about any rank; `Mesh` adds the process groups of this rank.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -29,11 +32,13 @@ class MeshShape:
         dp_size: Data-parallel replicas.
         pp_size: Ranks of a pipeline; each holds one stage or several.
         tp_size: Tensor-parallel ranks that share each stage.
+        ep_size: Neighbouring replicas that share the experts of their stage; divides `dp_size`.
     """
 
     dp_size: int
     pp_size: int
     tp_size: int
+    ep_size: int = field(default=1, compare=False)  # it changes no rank's place
 
     @property
     def world_size(self) -> int:
@@ -44,6 +49,25 @@ class MeshShape:
     def mp_size(self) -> int:
         """Ranks that together hold one copy of the model and read the same batch."""
         return self.pp_size * self.tp_size
+
+    @property
+    def copy_size(self) -> int:
+        """Ranks that together hold one copy of the model, whatever they read."""
+        return self.mp_size * self.ep_size
+
+    @property
+    def parts_size(self) -> int:
+        """Ranks over which a sharded parameter is spread: those of tp, or those that share the experts."""
+        return self.ep_size if self.ep_size > 1 else self.tp_size
+
+    @property
+    def sharding(self) -> str:
+        """The setting that shards parameters, for messages."""
+        return f"ep_size={self.ep_size}" if self.ep_size > 1 else f"tp_size={self.tp_size}"
+
+    def holder(self, pp_rank: int, part: int) -> int:
+        """World rank, in the first copy of the model, of a part of what `pp_rank` holds."""
+        return self.rank_at(part, pp_rank, 0) if self.ep_size > 1 else self.rank_at(0, pp_rank, part)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(dp_rank, pp_rank, tp_rank) of `rank`."""
@@ -84,11 +108,27 @@ class MeshShape:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The ranks over which the sharded parameters of a stage are spread, seen from one of them.
+
+    Args:
+        size: Number of ranks.
+        rank: This rank's place.
+        group: None with one rank.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
     The replicas of `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same
-    part of it.
+    part of it. The replicas of `ep_group` share the experts of their stage; `expert_group` joins those with the same experts,
+    and `copy_group` all ranks that together hold one copy of the model.
     """
 
     shape: MeshShape
@@ -100,6 +140,9 @@ class Mesh:
     dp_replicate_group: dist.ProcessGroup | None
     mp_group: dist.ProcessGroup | None
     timeout: timedelta
+    ep_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
+    stages_ep_group: dist.ProcessGroup | None = None
 
     @classmethod
     def build(
@@ -125,6 +168,10 @@ class Mesh:
                 f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size} needs {shape.world_size} processes, "
                 f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
             )
+        if shape.dp_size % shape.ep_size:
+            raise ConfigError(
+                f"ep_size={shape.ep_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of {shape.dp_size}."
+            )
 
         def group(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
             return new_group_of(lists, timeout=timeout)
@@ -147,6 +194,7 @@ class Mesh:
             dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t: (d % shard_size, p, t))),
             mp_group=group(shape.groups(lambda d, p, t: (d,))),
             timeout=timeout,
+            **_expert_groups(shape, group),
         )
 
     @property
@@ -163,6 +211,23 @@ class Mesh:
     def tp_rank(self) -> int:
         """Index of this rank's shard inside its stage."""
         return self.shape.coordinates(self.rank)[2]
+
+    @property
+    def ep_rank(self) -> int:
+        """Index of this rank's experts among those of its stage."""
+        return self.dp_rank % self.shape.ep_size
+
+    @property
+    def parts(self) -> Parts:
+        """The ranks over which sharded parameters are spread: those of tp, or those that share the experts."""
+        if self.shape.ep_size > 1:
+            return Parts(self.shape.ep_size, self.ep_rank, self.ep_group)
+        return Parts(self.shape.tp_size, self.tp_rank, self.tp_group)
+
+    @property
+    def copy_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold one copy of the model, whatever they read."""
+        return self.mp_group if self.shape.ep_size == 1 else self.stages_ep_group
 
     def channel_groups(
         self, pairs: Sequence[tuple[int, int]], backend: str | None = None
@@ -233,6 +298,21 @@ class Mesh:
     def describe(self) -> str:
         """This rank in words, for messages."""
         return self.shape.describe(self.rank)
+
+
+def _expert_groups(
+    shape: MeshShape, group: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None]
+) -> dict[str, dist.ProcessGroup | None]:
+    """The groups of ranks that share experts, of those that have the same ones, and of those that hold one copy."""
+    size = shape.ep_size
+    if size == 1:
+        return {}
+    ep_group = group(shape.groups(lambda d, p, t: (d // size, p, t)))
+    return {
+        "ep_group": ep_group,
+        "expert_group": group(shape.groups(lambda d, p, t: (d % size, p, t))),
+        "stages_ep_group": ep_group if shape.mp_size == 1 else group(shape.groups(lambda d, p, t: (d // size,))),
+    }
 
 
 def new_group_of(

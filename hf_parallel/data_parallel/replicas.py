@@ -58,12 +58,18 @@ class Replicas:
         # What local steps send has no warm-up.
         self._warm_up = WarmUp(settings.compression, None if self._steps_locally else self.wire)
         self._reducer: GradientReducer | None = None
+        self._experts: GradientReducer | None = None
         self.lay_out()
 
     @property
     def partitions(self) -> bool:
         """Whether an optimizer will be, or is, partitioned."""
         return self._settings.zero.stage > 0 and self._mesh.dp_shard_group is not None
+
+    @property
+    def _reducers(self) -> list[GradientReducer]:
+        """What reduces gradients that are not partitioned."""
+        return [reducer for reducer in (self._reducer, self._experts) if reducer is not None]
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -74,12 +80,20 @@ class Replicas:
         """Make the buckets for the parameters that are trained now."""
         if self.sharded is not None:
             return
-        if self._reducer is not None:
-            self._reducer.close()
+        for reducer in self._reducers:
+            reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
         group = None if self._steps_locally else self._mesh.dp_group
-        self._reducer = GradientReducer(named, group, self._traffic())
+        experts = [(name, p) for name, p in named if self._is_expert(name)]
+        dense = [(name, p) for name, p in named if not self._is_expert(name)] if experts else named
+        self._reducer = GradientReducer(dense, group, self._traffic())
+        # Over fewer replicas, by the same factor: an expert's gradient is the sum over all tokens that reached it.
+        self._experts = GradientReducer(experts, self._mesh.expert_group, self._traffic()) if experts else None
+
+    def _is_expert(self, name: str) -> bool:
+        """Whether replicas have different parts of a parameter."""
+        return self._mesh.shape.ep_size > 1 and self._ledger.entries[name].spec is not None
 
     def relay(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
         """Make the buckets again after parameters were frozen or unfrozen.
@@ -164,7 +178,7 @@ class Replicas:
             return found + self.wire.meter.wire_bytes
         found += zero.wire.counters.bytes if zero is not None else 0
         found += self.local.sent_bytes if self.local is not None else 0
-        return found + (self._reducer.counters.bytes if self._reducer is not None else 0)
+        return found + sum(reducer.counters.bytes for reducer in self._reducers)
 
     def plan_steps(self, total: int, done: int) -> None:
         """Set the number of optimizer steps of the run, of which the warm-up of a compression is a share.
@@ -299,8 +313,8 @@ class Replicas:
         share = None if factor is None else factor * self._share
         if self.zero is not None and (last or self.zero.stage == 2):
             self.zero.arm(share)
-        if self._reducer is not None and last:
-            self._reducer.arm(share)
+        for reducer in self._reducers if last else []:
+            reducer.arm(share)
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""
@@ -311,9 +325,10 @@ class Replicas:
     def reduce(self, factor: float) -> None:
         """Once per optimizer step: every gradient becomes `factor` x its mean over the replicas."""
         self._warm_up.choose()
-        for reducer in (self.zero, self._reducer):
-            if reducer is not None:
-                reducer.reduce(factor * self._share)
+        if self.zero is not None:
+            self.zero.reduce(factor * self._share)
+        for reducer in self._reducers:
+            reducer.reduce(factor * self._share)
 
     def let_others_look(self, others: bool) -> None:
         """Set whether user code may read or change parameters between two forward passes; then they are gathered at once."""

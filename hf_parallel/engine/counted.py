@@ -11,7 +11,7 @@ from hf_parallel.mesh import Mesh
 
 
 class Counted:
-    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first tensor-parallel rank.
+    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first of the ranks that share the rest.
 
     Args:
         ledger: The model's ledger.
@@ -27,8 +27,8 @@ class Counted:
         if entry.owner != self._mesh.pp_rank and not own:
             return []
         if entry.spec is None:
-            return None if self._mesh.tp_rank == 0 else []
-        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+            return None if self._mesh.tp_rank == 0 and self._mesh.ep_rank == 0 else []
+        pieces = entry.spec.counted(self._mesh.parts.size, self._mesh.parts.rank)
         return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
 
     def of_model(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:

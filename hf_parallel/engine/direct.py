@@ -189,7 +189,7 @@ class Engine:
             vars(self.model)["zero_grad"] = functools.partial(
                 _zero_grad, self.model.zero_grad, self.gradients.replicas
             )
-        if self.mesh.shape.mp_size > 1 or self.gradients.replicas.sharded is not None:
+        if self.mesh.shape.copy_size > 1 or self.gradients.replicas.sharded is not None:
             vars(self.model)["__deepcopy__"] = _refuse_copy
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
         else:

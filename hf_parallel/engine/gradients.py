@@ -159,7 +159,7 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
-        elif self._mesh.mp_group is not None and self.replicas.sharded is None:
+        elif self._mesh.copy_group is not None and self.replicas.sharded is None:
             self.shown.show_between()
 
     def reduce(self, factor: float) -> None:
@@ -261,8 +261,8 @@ class GradientSync:
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
-        if self._mesh.mp_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+        if self._mesh.copy_group is not None:
+            dist.all_reduce(total, op=operation, group=self._mesh.copy_group)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -412,9 +412,9 @@ class GradientSync:
         sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
         if sharded:
             raise UnsupportedError(
-                f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
+                f"optimizer {kind} with {self._mesh.shape.sharding}: its update may use norms or factors of "
                 f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
-                f"{known_names()}, or tp_size 1."
+                f"{known_names()}, or set that to 1."
             )
         if self.replicas.partitions:
             raise UnsupportedError(

@@ -38,7 +38,7 @@ def opening(
         compared: Whether the planned parts were compared with the whole model.
     """
     how = "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
-    how = "ready" if plans.cut is None and plans.tensor_parallel is None else how
+    how = "ready" if plans.cut is None and plans.tensor_parallel is None and plans.experts is None else how
     lines = [f"{how} in {seconds:.1f} s; tables of cut, costs and shards with HF_PARALLEL_LOG=debug"]
     parts = [*_stages(plans), *_shards(plans), *_recomputed(plans), *replicas]
     lines += ["; ".join(parts)] if parts else []
@@ -51,7 +51,7 @@ def opening(
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:
     """What each pipeline rank will keep of the model, which is still whole."""
     shape = setup.mesh.shape
-    return [holding_of(setup.model, plans.ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+    return [holding_of(setup.model, plans.ledger, rank, shape.parts_size) for rank in range(shape.pp_size)]
 
 
 def _stages(plans: Plans) -> list[str]:
@@ -73,6 +73,8 @@ def _stages(plans: Plans) -> list[str]:
 
 
 def _shards(plans: Plans) -> list[str]:
+    if plans.experts is not None:
+        return [plans.experts.describe()]
     if plans.tensor_parallel is None:
         return []
     share = plans.tensor_parallel.coverage()

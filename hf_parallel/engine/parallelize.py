@@ -31,6 +31,7 @@ from hf_parallel.engine.transform import (
     shard_layers,
     shard_over_replicas,
     shard_sequence,
+    spread_experts,
 )
 from hf_parallel.engine.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
@@ -107,6 +108,7 @@ def parallelize(
     stages = cut_into_stages(setup, plans)
     checkpoint_activations(setup, plans, sequence)
     shard_layers(setup, plans, stages)
+    spread_experts(setup, plans)
     defer_head(setup, plans)
     with told_if_slow(partial(_tell, setup, "reads the weights")):
         late.read(plans.ledger)
@@ -131,4 +133,4 @@ def _tell(setup: Setup, doing: str) -> None:
 
 def needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
-    return config.tp_size > 1 or config.works_on_blocks or config.zero.shards_parameters
+    return config.tp_size > 1 or config.ep_size > 1 or config.works_on_blocks or config.zero.shards_parameters

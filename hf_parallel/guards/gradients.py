@@ -60,7 +60,7 @@ class ShownGradients:
         # Asked of every parameter in every step.
         self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
         shards = (name for name in parameters if ledger.entries[name].spec is not None)
-        self._shards = frozenset(shards if mesh.tp_group is not None else ())
+        self._shards = frozenset(shards if mesh.parts.group is not None else ())
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class ShownGradients:
         return name in self._owned
 
     def is_shard(self, name: str) -> bool:
-        """Whether tensor-parallel ranks hold different parts of a parameter."""
+        """Whether ranks hold different shards of a parameter."""
         return name in self._shards
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
@@ -102,9 +102,9 @@ class ShownGradients:
                 self.factors.settle(self._power_now)
 
     def sharded_dim(self, name: str) -> int | None:
-        """Along which dimension tensor-parallel ranks hold parts of a parameter."""
+        """Along which dimension ranks hold shards of a parameter."""
         spec = self._ledger.entries[name].spec
-        return spec.dim if spec is not None and self._mesh.tp_group is not None else None
+        return spec.dim if spec is not None and self._mesh.parts.group is not None else None
 
     def full_size(self, name: str) -> int:
         """Extent of that dimension in the whole parameter; 0 of one that is not sharded."""
@@ -114,14 +114,14 @@ class ShownGradients:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that is sharded as the parameter is."""
         spec = self._ledger.entries[name].spec
-        return whole if spec is None else spec.shard(whole, self._mesh.shape.tp_size, self._mesh.tp_rank)
+        return whole if spec is None else spec.shard(whole, self._mesh.parts.size, self._mesh.parts.rank)
 
     def assemble(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded as the parameter is; collective over tp."""
-        spec, group = self._ledger.entries[name].spec, self._mesh.tp_group
+        """The whole of a tensor that is sharded as the parameter is; collective over the ranks with its shards."""
+        spec, group = self._ledger.entries[name].spec, self._mesh.parts.group
         if spec is None or group is None:
             return local
-        size = self._mesh.shape.tp_size
+        size = self._mesh.parts.size
         shards = []
         for rank in range(size):
             shape = list(local.shape)
@@ -150,7 +150,7 @@ class ShownGradients:
     def own(self, powers: Tensor, norm_type: float) -> Tensor:
         """Norms of single gradients from what ranks count of them; collective."""
         powers = powers.clone()
-        groups = [self._parts_of.shard_group if self._parts_of is not None else None, self._mesh.tp_group]
+        groups = [self._parts_of.shard_group if self._parts_of is not None else None, self._mesh.parts.group]
         return root(self._summed(powers, groups, norm_type), norm_type)
 
     def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
@@ -165,7 +165,7 @@ class ShownGradients:
         together = powers.max() if math.isinf(norm_type) else powers.sum()
         groups = [
             self._parts_of.shard_group if self._parts_of is not None else None,
-            self._mesh.tp_group if alone else self._mesh.mp_group,
+            self._mesh.parts.group if alone else self._mesh.copy_group,
         ]
         return root(self._summed(together, groups, norm_type), norm_type)
 
@@ -198,7 +198,7 @@ class ShownGradients:
                 flat.parameter.grad = SharedGradient.of(flat.parameter, flat, self)
         if self._flat:
             self._stands = []  # of replicas that had gradients of their own until now
-        if self._mesh.mp_group is not None:
+        if self._mesh.copy_group is not None:
             self._show_local()
             for name, _, _, stand in self._stands if self._summands else ():
                 if stand is not None and isinstance(stand.part, LocalGradient) and name in self._summands:
@@ -276,7 +276,7 @@ class ShownGradients:
             return
         for shard in self._zero.shards:
             self.gather(shard)
-        if self._mesh.mp_group is None:
+        if self._mesh.copy_group is None:
             for flat in self._flat.values():
                 if type(flat.parameter.grad) is SharedGradient:
                     flat.parameter.grad = flat.gathered

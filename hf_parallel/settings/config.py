@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.expert_rules import expert_problems
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,
@@ -66,6 +68,7 @@ class HFParallelConfig(Section):
     Args:
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
+        ep_size: Neighbouring replicas that share the experts of their stage, 1 or more; a divisor of dp.
         layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
             checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
@@ -90,6 +93,12 @@ class HFParallelConfig(Section):
 
     tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
     pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
+    ep_size: Annotated[
+        Size,
+        Field(
+            description="replicas that share the experts of each block, an integer of 1 or more that divides the replicas"
+        ),
+    ] = 1
     layout: Annotated[
         Literal["given", "auto"],
         Field(description="'given' (by the other settings) or 'auto' (planned when training starts)"),
@@ -161,6 +170,9 @@ class HFParallelConfig(Section):
             *self._uncompiled(),
             *self._without_effect(),
             *self._loss_problems(),
+            *expert_problems(
+                *(self.ep_size, self.tp_size, self.pipeline, self.zero, self.gradient_compression, self.local_sgd)
+            ),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
         ]
@@ -341,6 +353,11 @@ class HFParallelConfig(Section):
         return self.tp_size * self.pp_size
 
     @property
+    def splits_model(self) -> bool:
+        """Whether some rank holds a part of the model only, whatever ZeRO does."""
+        return self.model_parallel_size > 1 or self.ep_size > 1
+
+    @property
     def chunks_loss(self) -> bool:
         """Whether the loss is computed without logits, if a trial shows that it can be."""
         wanted = self.chunked_loss
@@ -403,6 +420,12 @@ class HFParallelConfig(Section):
                     f"{setting} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * {self.pp_size}: there "
                     f"is one replica, {why}. Set {fix}, or num_processes to {2 * world_size}."
                 )
+        if world_size > 1 and dp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size={self.ep_size} with num_processes={world_size}: neighbouring replicas share the experts, and it does "
+                f"not divide the {dp_size} replicas that tp_size * pp_size = {self.tp_size} * {self.pp_size} leaves. Set ep_size to "
+                f"{math.gcd(self.ep_size, dp_size)}, or num_processes to {self.model_parallel_size * self.ep_size}."
+            )
         if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
             raise ConfigError(
                 f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "

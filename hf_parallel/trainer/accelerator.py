@@ -100,8 +100,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if session.holds(model) or (is_trained(model) and not evaluation_mode):
             return False
         if first is None and session.raw_loop:
-            return session.config.model_parallel_size == 1
-        if session.config.model_parallel_size > 1:
+            return not session.config.splits_model
+        if session.config.splits_model:
             session.keep_whole(model, first)
         return True
 
@@ -171,7 +171,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
-            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
+            prepared.is_part = shape.copy_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

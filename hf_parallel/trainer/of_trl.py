@@ -28,13 +28,13 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     if kind is None:
         return []
     sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}"
-    if config.model_parallel_size > 1 and not kind.__module__.startswith(ON_STAGES):
+    if config.splits_model and not kind.__module__.startswith(ON_STAGES):
         found.append(
             f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
             "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set pp_size and tp_size to 1 (replicas, ZeRO), or "
             "generate the data first and train on it with one of these."
         )
-    shared = config.model_parallel_size > 1 or config.zero.shards_parameters
+    shared = config.splits_model or config.zero.shards_parameters
     if shared and getattr(trainer.args, "sync_ref_model", False):
         found.append(
             f"sync_ref_model=True with {sizes}, zero.stage={config.zero.stage}: the reference model would be averaged with the "

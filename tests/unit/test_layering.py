@@ -31,7 +31,7 @@ FLOORS = [
     {"data_parallel", "model", "worker"},
     {"guards", "memory", "pipeline_parallel", "tensor_parallel.run"},
     {"dry_run", "pipeline_parallel.run", "tensor_parallel.plan"},
-    {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
+    {"activation_checkpointing", "checkpoints.weights", "expert_parallel", "pipeline_parallel.plan"},
     {"checkpoints.state", "engine", "planner"},
     {"dry_run.rank", "monitor.report"},
     {"trainer"},

@@ -1,0 +1,53 @@
+"""Experts on several replicas train as one stock process does.
+
+If a row fails, a token reached another expert than it was routed to, the gradient of an expert was divided by the number of
+its copies instead of that of the replicas, counted twice in the norm, or saved under the experts of another rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+
+
+pytestmark = [pytest.mark.timeout(300)]
+
+# Its auxiliary loss is that of each replica's tokens, as with plain replicas, so it must equal those.
+REFERENCES = {"mixtral": 2}
+KEY_BIASES = ("gpt_oss",)
+
+
+def case_of(name: str, model: str, world: int, **settings: Any) -> tuple[int, Case]:
+    arguments = NO_NOISE if model in KEY_BIASES else {}
+    case = {key: settings.pop(key) for key in list(settings) if key in ("batch", "accumulation", "variable_length")}
+    parallel = {"ep_size": 2, **settings}
+    return world, Case(
+        name, model=model, steps=3, arguments=arguments, parallel=parallel, reference=REFERENCES.get(model, 1), **case
+    )
+
+
+MATRIX = [case_of("dp2_ep2_mixtral", "mixtral", 2)]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    wanted = {case.name for case in wanted_cases(request, [case for _, case in MATRIX])}
+    found: dict[str, dict[str, Any]] = {}
+    for world in sorted({world for world, _ in MATRIX}):
+        cases = [case for size, case in MATRIX if size == world and case.name in wanted]
+        if cases:
+            found |= run_cases(cases, world, tmp_path_factory.mktemp(f"ranks{world}"))
+    return found
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for _, case in MATRIX])
+def test_experts_on_several_replicas_train_as_one_process(
+    case: Case, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    import dataclasses
+
+    stock = dataclasses.replace(case, name="stock", parallel=None)
+    reference = run_cases([stock], case.reference, tmp_path_factory.mktemp("stock"))["stock"]
+    compare(runs[case.name], reference)
