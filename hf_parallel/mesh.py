@@ -61,9 +61,9 @@ class MeshShape:
         return self.ep_size if self.ep_size > 1 else self.tp_size
 
     @property
-    def sharding(self) -> str:
+    def sharded_by(self) -> str:
         """The setting that shards parameters, for messages."""
-        return f"ep_size={self.ep_size}" if self.ep_size > 1 else f"tp_size={self.tp_size}"
+        return "ep_size" if self.ep_size > 1 else "tp_size"
 
     def holder(self, pp_rank: int, part: int) -> int:
         """World rank, in the first copy of the model, of a part of what `pp_rank` holds."""

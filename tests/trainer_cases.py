@@ -129,9 +129,11 @@ def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
     """The whole gradient of every partitioned parameter; collective."""
     found = {}
     for shard in zero.shards:
-        parts = [torch.empty_like(shard.master) for _ in range(zero.shard_group.size())]
-        torch.distributed.all_gather(parts, shard.master.grad, group=zero.shard_group)
-        whole = torch.cat(parts)
+        whole = shard.master.grad
+        if shard.sharers is not None:
+            parts = [torch.empty_like(shard.master) for _ in range(shard.sharers.size())]
+            torch.distributed.all_gather(parts, shard.master.grad, group=shard.sharers)
+            whole = torch.cat(parts)
         for key, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
             found[key] = whole[start : start + param.numel()].view_as(param)
     return found

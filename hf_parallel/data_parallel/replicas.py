@@ -140,14 +140,14 @@ class Replicas:
         """How gradients are sent. Tied parameters are summed over their stages first, so their buckets wait for that."""
         data_parallel, wire = self._settings.data_parallel, self.wire
 
-        def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool]:
+        def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool, bool]:
             """Parameters of different kinds do not share a bucket. Tied parameters wait for other stages. And if one
             compressed block held a shard beside common values, ranks would decode the common values differently.
             """
             entry = self._ledger.entries[name]
             holders = entry.holders if len(entry.holders) > 1 else ()
             lossy = wire is not None and not wire.keeps_dense(name, parameter.shape)
-            return holders, lossy, lossy and entry.spec is None
+            return holders, lossy, lossy and entry.spec is None, self._is_expert(name)
 
         return Traffic(
             bucket_bytes=int(data_parallel.bucket_cap_mb * 2**20),
@@ -176,7 +176,8 @@ class Replicas:
             found += zero.copies.counters.bytes
         if self.wire is not None:
             return found + self.wire.meter.wire_bytes
-        found += zero.wire.counters.bytes if zero is not None else 0
+        wires = [zero.wire, *zero.wires.values()] if zero is not None else []
+        found += sum(wire.counters.bytes for wire in wires)
         found += self.local.sent_bytes if self.local is not None else 0
         return found + sum(reducer.counters.bytes for reducer in self._reducers)
 
@@ -268,6 +269,7 @@ class Replicas:
             stage=self._settings.zero.stage,
             traffic=self._traffic(),
             counted=self._counted,
+            sharers=lambda name: self._mesh.expert_group if self._is_expert(name) else group,
             host=host_memory(self._settings.zero, next(iter(self._parameters.values())).device),
         )
         self.lay_out()

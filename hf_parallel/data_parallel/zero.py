@@ -54,6 +54,7 @@ class ZeroPartition:
         traffic: How gradients are sent over `shard_group`.
         counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
             parameter's shape.
+        sharers: Name of a parameter -> the ranks that share it, if those are not all of `shard_group`; None for this rank alone.
         host: Where this rank's part, its gradient and its optimizer state live; None: on the parameters' device.
 
     Attributes:
@@ -77,6 +78,7 @@ class ZeroPartition:
         stage: int = 1,
         traffic: Traffic = PLAIN,
         counted: Callable[[str, nn.Parameter], bool | Tensor] = lambda name, param: True,
+        sharers: Callable[[str], dist.ProcessGroup | None] | None = None,
         host: HostMemory | None = None,
     ) -> None:
         self.stage, self.optimizer, self.host = stage, optimizer, host
@@ -98,7 +100,9 @@ class ZeroPartition:
         buckets = lay_out(
             taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * size, dtype=traffic.dtype
         )
-        self.shards = [flatten(bucket, shard_group, host) for bucket in buckets]
+        groups = [shard_group if sharers is None else sharers(bucket.names[0]) for bucket in buckets]
+        self.wires = {group: PlainWire(group) for group in groups if group not in (None, shard_group)}
+        self.shards = [flatten(bucket, group, host) for bucket, group in zip(buckets, groups, strict=True)]
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
@@ -193,8 +197,15 @@ class ZeroPartition:
             flat, present = bucket.pack(flagged=False)
             if self.wire.lossy and self._factor != 1.0:
                 flat.mul_(self._factor)
-            mine, wait = self.wire.reduce_scatter(flat, bucket)
+            mine, wait = self._summed(index, flat)
         self._under_way.append((mine, present, wait))
+
+    def _summed(self, index: int, flat: Tensor) -> tuple[Tensor, Wait]:
+        """Begin to sum a bucket over the ranks that share it; this rank's part."""
+        bucket, group = self._buckets[index], self.shards[index].sharers
+        if group is None:
+            return flat, lambda: None
+        return self.wires.get(group, self.wire).reduce_scatter(flat, bucket)
 
     def _over_copies(self, replicas: Wire, parts: Sequence[Tensor]) -> None:
         """Sum the parts of this rank over the copies of the optimizer state."""
@@ -285,8 +296,10 @@ class ZeroPartition:
         for shard in self.shards:
             if shard.is_copy:
                 shard.shard.copy_(shard.master, non_blocking=True)
+            if shard.sharers is None:
+                continue
             self.gathered_bytes += shard.shard.nbytes
-            works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
+            works.append(all_gather_flat(shard.flat, shard.shard, shard.sharers))
         self._prints = self._fingerprints()
         self.note()
         if self.late is not None:

@@ -68,7 +68,8 @@ class GradientSync:
         self._ledger = ledger
         self._parameters = dict(parameters)
         self._mesh = mesh
-        self._counted = Counted(ledger, mesh)
+        partitions = settings.zero.stage > 0 and mesh.dp_shard_group is not None
+        self._counted = Counted(ledger, mesh, replicas_add_up=partitions)
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
@@ -252,18 +253,24 @@ class GradientSync:
     def _norm(self, norm_type: float) -> torch.Tensor:
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        total = self._power_sum(
-            [g for n, p in self._parameters.items() for g in self._counted.gradients(n, p)], norm_type
-        )
+        total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.copy_group
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
+            if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
+                parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
+                group = self._mesh.mp_group
             dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
-        if self._mesh.copy_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.copy_group)
+        if group is not None:
+            dist.all_reduce(total, op=operation, group=group)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def _gradients_beside_parts(self) -> list[torch.Tensor]:
+        """What this rank counts of the gradients that are not partitioned."""
+        shown, parameters = self.shown, self._parameters.items()
+        return [g for n, p in parameters if shown.is_first(n) for g in self._counted.gradients(n, p)]
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
@@ -410,11 +417,12 @@ class GradientSync:
         if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
             kind += f" of {type(optimizer).__module__}"
         sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
+        by = self._mesh.shape.sharded_by
         if sharded:
             raise UnsupportedError(
-                f"optimizer {kind} with {self._mesh.shape.sharding}: its update may use norms or factors of "
+                f"optimizer {kind} with {by}={self._mesh.parts.size}: its update may use norms or factors of "
                 f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
-                f"{known_names()}, or set that to 1."
+                f"{known_names()}, or {by} 1."
             )
         if self.replicas.partitions:
             raise UnsupportedError(

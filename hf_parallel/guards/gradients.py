@@ -75,9 +75,16 @@ class ShownGradients:
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
         """What this rank counts of a gradient that is not partitioned."""
         counted = self.counted(name, parameter)
-        first = self._parts_of is None or self._parts_of.shard_group.rank() == 0
         values = gradient * counted if isinstance(counted, Tensor) else gradient
-        return power_sum([values] if first and counted is not False else [], norm_type, parameter.device)
+        counts = self.is_first(name) and counted is not False
+        return power_sum([values] if counts else [], norm_type, parameter.device)
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the one, of those over which powers are summed, that counts what several have of a gradient."""
+        is_expert = name in self._shards and self._mesh.shape.ep_size > 1
+        if self._parts_of is None:
+            return is_expert or self._mesh.ep_rank == 0
+        return self._parts_of.shard_group.rank() < (self._mesh.shape.ep_size if is_expert else 1)
 
     def taken(self, names: Sequence[str]) -> None:
         """User code takes numbers of gradients, perhaps to add them up."""
@@ -140,17 +147,19 @@ class ShownGradients:
             return
         mine = shard.master.grad if shard.master.grad is not None else torch.zeros_like(shard.master)
         mine = mine.to(shard.shard.device)
-        parts = [torch.empty_like(mine) for _ in range(zero.shard_group.size())]
-        with self._waiting("waits for the other parts of a gradient that user code reads"):
-            dist.all_gather(parts, mine, group=zero.shard_group)
-        flat = torch.cat(parts)
+        flat = mine
+        if shard.sharers is not None:
+            parts = [torch.empty_like(mine) for _ in range(shard.sharers.size())]
+            with self._waiting("waits for the other parts of a gradient that user code reads"):
+                dist.all_gather(parts, mine, group=shard.sharers)
+            flat = torch.cat(parts)
         for name, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
             self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
 
     def own(self, powers: Tensor, norm_type: float) -> Tensor:
         """Norms of single gradients from what ranks count of them; collective."""
         powers = powers.clone()
-        groups = [self._parts_of.shard_group if self._parts_of is not None else None, self._mesh.parts.group]
+        groups = self._groups(alone=True)
         return root(self._summed(powers, groups, norm_type), norm_type)
 
     def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
@@ -163,11 +172,14 @@ class ShownGradients:
         if not alone:
             powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
         together = powers.max() if math.isinf(norm_type) else powers.sum()
-        groups = [
-            self._parts_of.shard_group if self._parts_of is not None else None,
-            self._mesh.parts.group if alone else self._mesh.copy_group,
-        ]
-        return root(self._summed(together, groups, norm_type), norm_type)
+        return root(self._summed(together, self._groups(alone=alone), norm_type), norm_type)
+
+    def _groups(self, *, alone: bool) -> list[dist.ProcessGroup | None]:
+        """The groups over which powers are summed, for the whole model or for what this rank's stage has."""
+        mesh = self._mesh
+        if self._parts_of is None:
+            return [mesh.parts.group if alone else mesh.copy_group]
+        return [self._parts_of.shard_group, mesh.tp_group if alone else mesh.mp_group]
 
     def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
         operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM

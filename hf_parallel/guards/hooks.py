@@ -140,9 +140,9 @@ class HookGuard:
         if foreign and self._mesh.parts.group is not None:
             raise UnsupportedError(
                 f"parameter {name} has a hook on its accumulated gradient (register_post_accumulate_grad_hook) with "
-                f"{self._mesh.shape.sharding}: this rank accumulates {tuple(parameter.shape)} of "
+                f"{self._mesh.shape.sharded_by}={self._mesh.parts.size}: this rank accumulates {tuple(parameter.shape)} of "
                 f"{self._ledger.entries[name].shape}, which the hook cannot know. Use parameter.register_hook, which is given the "
-                "whole gradient, or set that to 1."
+                f"whole gradient, or {self._mesh.shape.sharded_by} 1."
             )
 
     def on_whole(self, name: str, hook: Hook, gradient: Tensor) -> Tensor:

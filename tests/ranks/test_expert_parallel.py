@@ -14,21 +14,30 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
 
 pytestmark = [pytest.mark.timeout(300)]
 
-# Its auxiliary loss is that of each replica's tokens, as with plain replicas, so it must equal those.
-REFERENCES = {"mixtral": 2}
-KEY_BIASES = ("gpt_oss",)
-
-
-def case_of(name: str, model: str, world: int, **settings: Any) -> tuple[int, Case]:
-    arguments = NO_NOISE if model in KEY_BIASES else {}
-    case = {key: settings.pop(key) for key in list(settings) if key in ("batch", "accumulation", "variable_length")}
+def case_of(name: str, model: str, world: int = 2, **settings: Any) -> tuple[int, Case]:
+    """A run of a model: settings of the run and of hf_parallel."""
+    own = {key: settings.pop(key) for key in list(settings) if key in ("batch", "accumulation", "variable_length")}
+    arguments = NO_NOISE if model == "gpt_oss" or own.get("variable_length") else {}
+    # Mixtral's auxiliary loss is that of each replica's tokens, as with plain replicas, so it must equal those.
+    reference = world // settings.get("pp_size", 1) if model == "mixtral" else 1
     parallel = {"ep_size": 2, **settings}
-    return world, Case(
-        name, model=model, steps=3, arguments=arguments, parallel=parallel, reference=REFERENCES.get(model, 1), **case
-    )
+    return world, Case(name, model=model, steps=3, arguments=arguments, parallel=parallel, reference=reference, **own)
 
 
-MATRIX = [case_of("dp2_ep2_mixtral", "mixtral", 2)]
+WINDOWS = {"batch": 4, "accumulation": 3, "variable_length": True}
+MATRIX = [
+    case_of("dp2_ep2_mixtral", "mixtral"),
+    case_of("dp2_ep2_gpt_oss", "gpt_oss"),
+    case_of("dp2_ep2_windows_deepseek_v3", "deepseek_v3", **WINDOWS),
+    case_of("dp2_ep2_zero1_deepseek_v3", "deepseek_v3", **{"zero.stage": 1}),
+    case_of("dp2_ep2_recompute_gpt_oss", "gpt_oss", every=1),
+    case_of("dp2_ep2_selective_deepseek_v3", "deepseek_v3", every=1, **{"activation_checkpointing.mode": "selective"}),
+    case_of("dp4_ep2_mixtral", "mixtral", 4),
+    case_of("dp4_ep4_deepseek_v3", "deepseek_v3", 4, ep_size=4),
+    case_of("dp4_ep2_zero1_windows_gpt_oss", "gpt_oss", 4, **{"zero.stage": 1}, **WINDOWS),
+    case_of("pp2_ep2_deepseek_v3", "deepseek_v3", 4, pp_size=2, num_microbatches=2),
+    case_of("pp2_ep2_zero1_windows_mixtral", "gpt_oss", 4, pp_size=2, **{"zero.stage": 1}, **WINDOWS),
+]
 
 
 @pytest.fixture(scope="module")
