@@ -89,6 +89,9 @@ zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; 
 zoo-lora: setup  ## put LoRA on every AutoModelForCausalLM type, on stages and on ranks, and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_lora.py $(ARGS)
 
+zoo-ep: setup  ## spread the experts of every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_ep.py $(ARGS)
+
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
 

@@ -43,6 +43,7 @@ PAGES = {
     "dry_run/memory": "memory",
     "dry_run/rank": "dry_run",
     "engine": "trainer",
+    "expert_parallel": "experts",
     "guards": "trainer",
     "mesh": "launching",
     "model": "pipeline",

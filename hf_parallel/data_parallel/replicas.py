@@ -155,6 +155,7 @@ class Replicas:
             late=lambda kind: isinstance(kind, tuple) and bool(kind[0]),
             overlaps=self._settings.overlaps and data_parallel.overlap,
             wire=wire,
+            sharers=lambda name: self._mesh.expert_group if self._is_expert(name) else self._mesh.dp_shard_group,
             waiting=self._settings.waiting,
             dtype=getattr(torch, data_parallel.reduce_dtype),
             recorder=self._settings.recorder,
@@ -269,7 +270,6 @@ class Replicas:
             stage=self._settings.zero.stage,
             traffic=self._traffic(),
             counted=self._counted,
-            sharers=lambda name: self._mesh.expert_group if self._is_expert(name) else group,
             host=host_memory(self._settings.zero, next(iter(self._parameters.values())).device),
         )
         self.lay_out()

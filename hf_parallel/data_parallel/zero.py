@@ -54,7 +54,6 @@ class ZeroPartition:
         traffic: How gradients are sent over `shard_group`.
         counted: Name and parameter -> which elements this rank counts in the norm: all, none or a mask b[...] in the
             parameter's shape.
-        sharers: Name of a parameter -> the ranks that share it, if those are not all of `shard_group`; None for this rank alone.
         host: Where this rank's part, its gradient and its optimizer state live; None: on the parameters' device.
 
     Attributes:
@@ -78,7 +77,6 @@ class ZeroPartition:
         stage: int = 1,
         traffic: Traffic = PLAIN,
         counted: Callable[[str, nn.Parameter], bool | Tensor] = lambda name, param: True,
-        sharers: Callable[[str], dist.ProcessGroup | None] | None = None,
         host: HostMemory | None = None,
     ) -> None:
         self.stage, self.optimizer, self.host = stage, optimizer, host
@@ -100,7 +98,8 @@ class ZeroPartition:
         buckets = lay_out(
             taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * size, dtype=traffic.dtype
         )
-        groups = [shard_group if sharers is None else sharers(bucket.names[0]) for bucket in buckets]
+        sharers = traffic.sharers or (lambda name: shard_group)
+        groups = [sharers(bucket.names[0]) for bucket in buckets]
         self.wires = {group: PlainWire(group) for group in groups if group not in (None, shard_group)}
         self.shards = [flatten(bucket, group, host) for bucket, group in zip(buckets, groups, strict=True)]
         for shard in self.shards:

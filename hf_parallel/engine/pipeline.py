@@ -80,7 +80,8 @@ class PipelineEngine(Engine):
             *(self.model, attachment.ledger, attachment.parameters, self.mesh), self.gradients.replicas
         )
         self._programs = programs
-        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=loss_shifts_labels(self.model))
+        shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1
+        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=shifted, fills_up=fills_up)
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0

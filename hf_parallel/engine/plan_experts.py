@@ -10,7 +10,7 @@ from torch import nn
 from hf_parallel.compat.private_peft import tuner_layers
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError, UnsupportedError
-from hf_parallel.expert_parallel.plan import ExpertKind, ExpertPlan, find_kinds, plan_experts
+from hf_parallel.expert_parallel.plan import ExpertKind, ExpertPlan, find_kinds, plan_experts, stack_owners
 from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.model.stack import candidate_stacks
@@ -35,10 +35,9 @@ def spread_over(setup: Setup, probes: Probes, stand_in: StandIn | None) -> Exper
         model, batch = _small(setup.model, probes.batch) if stand_in is None else stand_in.model(probes.batch)
         return find_kinds(model, ep_size, batch)
 
+    _refuse_adapters(setup.model, ep_size)
     kinds = on_rank_zero(find, "tries the experts on several ranks", waiting=setup.watchdog.waiting)
-    plan = plan_experts(setup.model, kinds, ep_size)
-    _refuse_adapters(setup.model, plan)
-    return plan
+    return plan_experts(setup.model, kinds, ep_size)
 
 
 def _small(model: nn.Module, sample: Mapping[str, Any]) -> tuple[nn.Module, Mapping[str, Any]]:
@@ -50,11 +49,11 @@ def _small(model: nn.Module, sample: Mapping[str, Any]) -> tuple[nn.Module, Mapp
     return (model, sample) if narrow is None else (narrow.model, narrow.batch(sample))
 
 
-def _refuse_adapters(model: nn.Module, plan: ExpertPlan) -> None:
+def _refuse_adapters(model: nn.Module, ep_size: int) -> None:
+    owners = list(stack_owners(model))
     for name in tuner_layers(model):
-        odd = next((one.root for one in plan.modules if f"{name}.".startswith(f"{one.root}.")), None)
-        if odd is not None:
+        if any(owner.startswith(f"{name}.") for owner in owners):
             raise UnsupportedError(
-                f"{name} has an adapter with ep_size={plan.ep_size}: it would belong to the experts of {odd}, which are spread over "
-                "ranks. Put adapters on other layers, or set ep_size to 1."
+                f"{name} has an adapter with ep_size={ep_size}: it belongs to experts, which are spread over ranks. Put adapters on "
+                "other layers, or set ep_size to 1."
             )

@@ -96,7 +96,7 @@ def find_kinds(model: nn.Module, ep_size: int, sample: Mapping[str, Any]) -> lis
     Raises:
         PlanError: A module that looks like experts gives other numbers on several ranks. It is named.
     """
-    owners = list(_owners(model))
+    owners = list(stack_owners(model))
     roots = sorted({name for owner in owners for name in (owner, owner.rpartition(".")[0])} - {""})
     found: dict[tuple[str, str], ExpertKind] = {}
     with undisturbed(model):
@@ -142,7 +142,7 @@ def plan_experts(model: nn.Module, kinds: list[ExpertKind], ep_size: int) -> Exp
     """
     known = {(kind.kind, kind.path): kind for kind in kinds}
     modules = []
-    for owner in _owners(model):
+    for owner in stack_owners(model):
         for root in (owner, owner.rpartition(".")[0]):
             module = model.get_submodule(root) if root else model
             kind = known.get((_kind_of(module), owner.removeprefix(root).removeprefix(".")))
@@ -161,7 +161,17 @@ def plan_experts(model: nn.Module, kinds: list[ExpertKind], ep_size: int) -> Exp
     return ExpertPlan(ep_size, tuple(modules))
 
 
-def _owners(model: nn.Module) -> Iterator[str]:
+def refuse_without_experts(model: nn.Module, ep_size: int) -> None:
+    """Refuse a model that has no experts to spread, before anything is run.
+
+    Raises:
+        PlanError: Says so.
+    """
+    if ep_size > 1 and next(stack_owners(model), None) is None:
+        raise PlanError(f"ep_size={ep_size}: {_why_none(model)}. Set ep_size to 1.")
+
+
+def stack_owners(model: nn.Module) -> Iterator[str]:
     """Modules, other than those of torch.nn, that own stacks of matrices."""
     for name, module in model.named_modules():
         stacks = [p for p in own_parameters(module).values() if p is not None and p.ndim >= 3 and len(p) > 1]
@@ -170,12 +180,16 @@ def _owners(model: nn.Module) -> Iterator[str]:
 
 
 def _why_none(model: nn.Module) -> str:
-    owner = next(_owners(model), None)
+    owner = next(stack_owners(model), None)
     if owner is None:
         return (
             f"{type(model).__name__} has no module that owns stacks of experts (one parameter with a matrix for each)"
         )
-    kind = type(model.get_submodule(owner)).__name__
+    module = model.get_submodule(owner)
+    kind = type(module).__name__
+    if not expert_counts(module):
+        sizes = sorted({len(p) for p in module.parameters() if p.ndim >= 3})
+        return f"{owner} ({kind}) owns stacks of {' and '.join(map(str, sizes))} matrices, which are not one for each expert"
     return f"{owner} ({kind}) is not called with hidden states f[N H], experts i[N K] and their weights f[N K]"
 
 

@@ -114,9 +114,21 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
         tied=tied,
         gated=block - attention > 2.5 * hidden * wide,
         largest=max(sizes.values()),
+        experts=sum(sizes[name] for name in _in_stacks(model)) / layers,
         saved=saved,
         recorded=recorded,
     )
+
+
+def _in_stacks(model: Any) -> set[str]:
+    """Parameters of modules that own stacks of matrices, one for each expert; those have one first dim."""
+    found = set()
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)}
+        counts = {len(p) for p in own.values() if p.ndim >= 3}
+        if len(counts) == 1 and not type(module).__module__.startswith("torch.nn"):
+            found |= {name for name, p in own.items() if p.ndim and {len(p)} == counts}
+    return found
 
 
 def on_meta(config: Any, **options: Any) -> Any:

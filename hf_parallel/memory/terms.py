@@ -51,6 +51,7 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
+        experts: Of the parameters of a block, those in stacks of experts.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
         recorded: What the parts of a step take on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
@@ -72,6 +73,7 @@ class ModelShape:
     tied: bool = False
     gated: bool = True
     largest: int = 0
+    experts: float = 0.0
     saved: SavedBytes | None = None
     recorded: Recorded | None = None
     adapters: int = 0
@@ -126,6 +128,7 @@ class Layout:
         buffers: DeepSpeed's.
         chunked_loss: Whether the loss is computed without logits.
         extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
+        ep_size: Replicas that share the experts of each block.
     """
 
     num_processes: int
@@ -146,6 +149,7 @@ class Layout:
     buffers: Buffers = Buffers()
     chunked_loss: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
+    ep_size: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -244,6 +248,7 @@ def layout_of(
         config.data_parallel.bucket_cap_mb,
         chunked_loss=config.chunks_loss,
         extra=_extras(config, precision),
+        ep_size=config.ep_size,
     )
 
 

@@ -126,7 +126,7 @@ class Job:
     def layout(self) -> str:
         """The layout in words that are used in tables, such as pp2xdp2."""
         config = self.config
-        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas}
+        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas, "ep": config.ep_size}
         axes = "x".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
         zero = f" zero{config.zero.stage}" if config.zero.stage else ""
         return f"{axes}{zero}"

@@ -37,6 +37,7 @@ MEANT: Final = {
     **dict.fromkeys(
         ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
     ),
+    **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), "Did you mean ep_size?"),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
     "offload_optimizer_device": "Did you mean zero.offload_optimizer?",
     "offload_param_device": "Did you mean zero.offload_param?",

@@ -30,6 +30,7 @@ from hf_parallel.deepspeed.trainer import (
 from hf_parallel.engine.opening import batch_line
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.expert_parallel.plan import refuse_without_experts
 from hf_parallel.memory.disk import disk_shortages
 from hf_parallel.mesh import compare_over_ranks, ranks_per_node
 from hf_parallel.model.support import refuse_model
@@ -122,6 +123,7 @@ class HFParallelCallback(TrainerCallback):
                 tp_size=self.config.tp_size,
                 shares_parameters=shares,
             )
+            refuse_without_experts(trainer.model, self.config.ep_size)
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)

@@ -32,6 +32,7 @@ MODELS = {
     "qlora": "llama_lora",
     "llama_70b": "llama_8",
     "cpu_pp2_zbv": "llama_8",
+    "cpu_ep2": "deepseek_v3",
 }
 LOSSY = ("int8", "powersgd", "local8")  # what they send is not exact, so only the first loss is that of one process
 
