@@ -30,6 +30,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 
@@ -159,6 +161,14 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
+def qwen3_moe() -> Qwen3MoeForCausalLM:
+    """Four blocks of five experts, which two ranks cannot share evenly; no auxiliary loss."""
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 16, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 32}
+    router = {"num_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **sizes, **router))
+
+
 def lora(model: Any, **options: Any) -> Any:
     """Adapters on a frozen model, all of them other than zero."""
     from peft import LoraConfig, get_peft_model
@@ -247,6 +257,7 @@ MODELS = {
     "bloom": bloom,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    "qwen3_moe": qwen3_moe,
     **ADAPTED,
     "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
     # Adapters of two layers that are two parameters in one memory, each other's transpose.

@@ -37,7 +37,7 @@ class Case:
     clip: float = 0.5
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     user_optimizer: bool = False
-    loss: str = ""  # "", "func", "func_mean", "subclass"
+    loss: str = ""  # "", "func", "func_mean", "subclass", "penalty"
     metrics: bool = False
     evaluate: bool = False
     save: bool = False
@@ -69,6 +69,15 @@ class LossOnLogits(Trainer):
         outputs = model(**inputs)
         loss = compute_loss_func(outputs, labels, num_items_in_batch)
         loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Penalised(Trainer):
+    """A penalty on all weights, as a user writes it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -178,7 +187,7 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
         from hf_parallel import HFParallelCallback
 
         callbacks.append(HFParallelCallback({}, **case.parallel))
-    kind = LossOnLogits if case.loss == "subclass" else Trainer
+    kind = {"subclass": LossOnLogits, "penalty": Penalised}.get(case.loss, Trainer)
     return kind(
         model=model,
         args=arguments,

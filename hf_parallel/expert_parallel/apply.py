@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hf_parallel.expert_parallel.exchange import Group, install_dispatch
+from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.apply import set_attribute, shard_parameter
+from hf_parallel.tensor_parallel.run.functions import SharedCopy
+from hf_parallel.tensor_parallel.run.reads import install_reads, open_in
+from hf_parallel.tensor_parallel.run.whole_tensors import Scope
 
 
 if TYPE_CHECKING:
@@ -27,9 +31,17 @@ def apply_expert_parallel(
         ep_rank: This rank.
         holds: Whether this rank's stages have a parameter.
     """
+    specs: dict[str, ShardSpec] = {}
+    scopes: dict[str, Scope] = {}
     for one in plan.modules:
-        if any(holds(f"{one.root}.{name}") for name in one.sliced):
-            spread_experts(model.get_submodule(one.root), one, group, ep_rank)
+        here = {f"{one.root}.{name}": spec for name, spec in one.sliced.items() if holds(f"{one.root}.{name}")}
+        if here:
+            module, scope = model.get_submodule(one.root), Scope()
+            spread_experts(module, one, group, ep_rank)
+            open_in(module, scope)
+            specs |= here
+            scopes |= dict.fromkeys(here, scope)
+    install_reads(model, specs, scopes, SharedCopy(group), ep_rank, reports=ep_rank == 0, sums=True)
 
 
 def spread_experts(module: nn.Module, made: ExpertModule, group: Group, ep_rank: int) -> None:

@@ -47,7 +47,7 @@ MATRIX = [
     case_of("pp2_ep2_deepseek_v3", "deepseek_v3", 4, pp_size=2, num_microbatches=2),
     case_of("pp2_ep2_zero1_windows_gpt_oss", "gpt_oss", 4, pp_size=2, **{"zero.stage": 1}, **WINDOWS),
     case_of(
-        "pp2_ep2_zero_bubble_deepseek_v3", "deepseek_v3", 4, pp_size=2, schedule="zbv_zero_bubble", num_microbatches=4
+        "pp2_ep2_zero_bubble_qwen3_moe", "qwen3_moe", 4, pp_size=2, schedule="zbv_zero_bubble", num_microbatches=4
     ),
 ]
 DEFAULT = ("dp2_ep2_mixtral", "dp2_ep2_zero1_deepseek_v3")
@@ -119,13 +119,14 @@ class Looks(TrainerCallback):
         self.shapes = {name: tuple(p.grad.shape) for name, p in named.items()}
         norms = {name: float(p.grad.norm()) for name, p in named.items() if "experts" in name or "norm" in name}
         total = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-        self.seen.append({**norms, "total": total})
+        weights = float(sum(p.detach().norm() for p in model.parameters()))
+        self.seen.append({**norms, "total": total, "weights": weights})
 
 
-def user_main(rank: int, world_size: int, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+def user_main(rank: int, world_size: int, settings: dict[str, Any], loss: str, folder: str) -> dict[str, Any]:
     """Norms that user code takes and clips by, text that is generated, and what is written and loaded again."""
     looks = Looks()
-    case = Case("user", model="deepseek_v3", steps=3, clip=0.0, parallel=settings)
+    case = Case("user", model="deepseek_v3", steps=3, clip=0.0, loss=loss, parallel=settings)
     trainer = make_trainer(case, Path(folder), world_size, [looks])
     trainer.train()
     prompts = [torch.arange(1, 4 + 3 * one).unsqueeze(0) for one in range(2)]
@@ -145,9 +146,9 @@ def user_main(rank: int, world_size: int, settings: dict[str, Any], folder: str)
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1])
 def test_user_code_sees_whole_experts(stage: int, tmp_path: Path) -> None:
-    settings = {"ep_size": 2, "zero.stage": stage}
-    (alone,) = run_ranks(user_main, 1, {}, str(tmp_path / "1"), tmp_path=tmp_path, init_group=False, env=ENV)
-    ranks = run_ranks(user_main, 2, settings, str(tmp_path / "2"), tmp_path=tmp_path, env=ENV)
+    settings, loss = {"ep_size": 2, "zero.stage": stage}, "" if stage else "penalty"
+    (alone,) = run_ranks(user_main, 1, {}, loss, str(tmp_path / "1"), tmp_path=tmp_path, init_group=False, env=ENV)
+    ranks = run_ranks(user_main, 2, settings, loss, str(tmp_path / "2"), tmp_path=tmp_path, env=ENV)
     for rank, found in enumerate(ranks):
         assert found["shapes"] == alone["shapes"]
         assert 2 * found["held"] == alone["held"], "this rank holds half of the experts"

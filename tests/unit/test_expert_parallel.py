@@ -6,6 +6,7 @@ or a setting that has no effect is taken.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero": {"stage": 1, "overlap_gather": True}}, r"ep_size=2 with zero\.overlap_gather=true"),
     ({"gradient_compression": {"method": "int8"}}, r"ep_size=2 with gradient_compression\.method=int8"),
     ({"local_sgd": {"sync_every": 4}}, r"ep_size=2 with local_sgd\.sync_every=4"),
-    ({"pp_size": 2, "pipeline": {"compile_blocks": "eager"}}, r"ep_size=2 with pipeline\.compile_blocks=eager"),
+    ({"pp_size": 2, "pipeline": {"compile_blocks": "inductor"}}, r"ep_size=2 with pipeline\.compile_blocks=inductor"),
     ({"layout": "auto"}, r"ep_size=2 with layout=auto"),
 ]
 
@@ -136,7 +137,8 @@ def test_a_model_without_experts_is_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize("rows", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("values", [torch.bfloat16, torch.float32, torch.float64, torch.int32])
 def test_what_rides_as_columns_of_hidden_states_arrives_bit_by_bit(rows: torch.dtype, values: torch.dtype) -> None:
-    given = torch.tensor([[1.5], [float("nan")], [-0.0], [1e-30]]) if values.is_floating_point else None
+    odd = float("nan") if values.itemsize >= rows.itemsize else 3.0  # a wider dtype has other bits for it
+    given = torch.tensor([[1.5], [odd], [-0.0], [1e-30]]) if values.is_floating_point else None
     sent = torch.tensor([[0], [7], [2**31 - 1], [-1]]) if given is None else given
     sent = sent.to(values)
     columns = exchange._columns(sent, torch.zeros(4, 3, dtype=rows))
@@ -169,10 +171,23 @@ def test_memory_counts_the_experts_that_a_rank_keeps() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "dbrx"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "granitemoe", "nemotron_h"])
 def test_types_of_the_zoo_are_exact_on_two_ranks(name: str) -> None:
     row = sweep_experts(name)
     assert (row.verdict, row.note) == ("exact", ""), row
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("longcat_flash", r"owns stacks of \d+ and \d+ matrices"),
+        ("dbrx", ""),
+    ],
+)
+def test_experts_that_are_not_one_matrix_each_are_not_spread(name: str, text: str) -> None:
+    row = sweep_experts(name)
+    assert row.verdict == ("refused" if text else "no experts")
+    assert re.search(text, row.note)
 
 
 def test_experts_that_take_something_else_are_refused_with_their_name() -> None:
