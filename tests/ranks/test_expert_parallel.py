@@ -193,6 +193,35 @@ def test_a_replica_with_fewer_rows_than_microbatches_runs_empty_ones(tmp_path: P
     compare(mine, alone)
 
 
+def loaded_main(rank: int, world_size: int, source: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train what each rank reads its own part of."""
+    import hf_parallel
+
+    tiny.MODELS["loaded"] = lambda: hf_parallel.from_pretrained(source, {}, **settings)
+    case = Case("loaded", model="loaded", steps=3, parallel=settings)
+    snapshots = Snapshots(Path(folder))
+    trainer = snapshots.trainer = make_trainer(case, Path(folder), world_size, [snapshots])
+    before = sum(p.numel() for p in trainer.model.parameters() if not p.is_meta)
+    trainer.train()
+    if world_size > 1:
+        trainer.accelerator.hf_parallel.watchdog.stop()
+    history = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history[:-1]]
+    return {"folder": folder, "history": history, "counts": None, "before": before}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", [{"ep_size": 2}, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}])
+def test_each_rank_reads_its_own_experts(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny.MODELS["qwen3_moe"]().save_pretrained(source)
+    options: dict[str, Any] = {"tmp_path": tmp_path, "env": ENV}
+    (alone,) = run_ranks(loaded_main, 1, str(source), {}, str(tmp_path / "1"), init_group=False, **options)
+    world = 2 * settings.get("pp_size", 1)
+    mine = run_ranks(loaded_main, world, str(source), settings, str(tmp_path / "ranks"), **options)[0]
+    assert (mine["before"], alone["before"] > 0) == (0, True), "nothing is read before the cut"
+    compare(mine, alone)
+
+
 def refused_main(rank: int, world_size: int, model: str, settings: dict[str, Any], folder: str) -> None:
     case = Case("refused", model=model, steps=1, parallel=settings)
     trainer: Trainer = make_trainer(case, Path(folder), world_size)
