@@ -137,7 +137,7 @@ class _DispatchState:
     """The experts of this rank; kept on the module as `ep_dispatch`."""
 
     rule: Routing
-    sizes: list[int]  # experts of each rank
+    starts: Tensor  # number of the first expert of each rank, i[P]
     group: Group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DispatchState:
@@ -153,23 +153,27 @@ def install_dispatch(module: nn.Module, rule: Routing, group: Group) -> None:
         rule: Where it takes them.
         group: Ranks that share the experts, at most as many as experts.
     """
-    put_over(
-        module, "ep_dispatch", _DispatchState(rule, split_units(rule.experts, group.size(), 0), group), _dispatched
-    )
+    sizes = split_units(rule.experts, group.size(), 0)
+    starts = torch.tensor([sum(sizes[:rank]) for rank in range(len(sizes))])
+    put_over(module, "ep_dispatch", _DispatchState(rule, starts, group), _dispatched)
 
 
 def _dispatched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The weighted sum of its experts for each token, of the shape of the hidden states; collective over the group."""
     state: _DispatchState = self.ep_dispatch
     given: dict[str | int, Any] = dict([*enumerate(args), *kwargs.items()])
-    rule, starts = state.rule, _starts(state.sizes, given[state.rule.index].device)
+    rule = state.rule
     hidden, index, weights = given[rule.hidden], given[rule.index], given[rule.weights]
+    starts = state.starts = state.starts.to(index.device)  # moved once
     flat = hidden.reshape(-1, hidden.shape[-1])  # (tokens, hidden)
     # Choices are sorted by their expert, and so by its rank; n is their number.
     chosen, order = index.reshape(-1).sort(stable=True)  # (n,) each
     # What lies beyond the last expert means none: the module knows it, on the last rank.
     target = torch.bucketize(chosen, starts, right=True) - 1
-    journey = Journey.agree(state.group, torch.bincount(target, minlength=len(starts)))
+    sent = torch.zeros_like(starts).scatter_add_(
+        0, target, torch.ones_like(target)
+    )  # a count would wait for the device
+    journey = Journey.agree(state.group, sent)
     rows, factors, ids = _There.apply(  # type: ignore[no-untyped-call]
         flat[order // index.shape[-1]],
         weights.reshape(-1, 1)[order],
@@ -185,16 +189,6 @@ def _dispatched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     unsorted = torch.empty_like(made).index_copy(0, order, made)  # (n, hidden)
     result: Tensor = unsorted.view(*index.shape, -1).sum(1)
     return result.reshape(*hidden.shape[:-1], result.shape[-1])
-
-
-def _starts(sizes: list[int], device: torch.device) -> Tensor:
-    """Number of the first expert of each rank i[P]."""
-    firsts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    return torch.tensor(firsts, device=device) if device.type == "cpu" else _sent(firsts, device)
-
-
-def _sent(numbers: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _stand_in(none: Tensor) -> Tensor:
