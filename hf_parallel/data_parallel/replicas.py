@@ -202,7 +202,11 @@ class Replicas:
             where = (
                 ", updated in host memory" if self.sharded is None and settings.zero.offload_optimizer == "cpu" else ""
             )
-            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts{where}" + self._describe_sharded())
+            ep_size = self._mesh.shape.ep_size
+            experts = f", of experts in {size // ep_size}" if ep_size > 1 else ""
+            lines.append(
+                f"zero stage {settings.zero.stage}: {what} in {size} parts{experts}{where}" + self._describe_sharded()
+            )
         if self._steps_locally:
             lines.append(f"local steps: replicas synchronise every {settings.local_sgd.sync_every} optimizer steps")
         if self.wire is not None:

@@ -51,7 +51,9 @@ def opening(
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:
     """What each pipeline rank will keep of the model, which is still whole."""
     shape = setup.mesh.shape
-    return [holding_of(setup.model, plans.ledger, rank, shape.parts_size) for rank in range(shape.pp_size)]
+    # Of experts fewer replicas have copies, so each keeps a larger part.
+    copies = shape.ep_size if setup.config.zero.stage else 1
+    return [holding_of(setup.model, plans.ledger, rank, shape.parts_size, copies) for rank in range(shape.pp_size)]
 
 
 def _stages(plans: Plans) -> list[str]:

@@ -30,6 +30,10 @@ def expert_problems(
             f"{name} with pipeline.compile_blocks={pipeline.compile_blocks} is not available: how many tokens travel is known "
             f"in the middle of a block only. Set pipeline.compile_blocks to none, {instead}."
         )
+    if zero.engine == "deepspeed":
+        yield (
+            f"{name} with zero.engine=deepspeed has no effect: DeepSpeed runs the model. Set zero.engine to auto, {instead}."
+        )
     if zero.stage > 1:
         yield (
             f"{name} with zero.stage={zero.stage} is not available: the experts are in parts already. Set zero.stage to 1, "

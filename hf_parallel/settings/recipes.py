@@ -166,7 +166,7 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
     """
     problems = []
     kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
-    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
+    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.splits_model):
         problems.append(
             f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
             f"Set distributed_type to MULTI_GPU, and add use_cpu: true on a machine without a GPU."
@@ -274,6 +274,7 @@ def replica_settings(config: HFParallelConfig) -> list[str]:
     """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
     given = {
         f"layout={config.layout}": config.layout == AUTO,
+        f"ep_size={config.ep_size}": config.ep_size > 1,
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,
         f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
         != "none",

@@ -253,7 +253,7 @@ def refuse_engine(trainer: Trainer, config: HFParallelConfig) -> bool:
     name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP" if trainer.is_fsdp_enabled else None
     if name is None:
         return False
-    if config.splits_model:
+    if config.model_parallel_size > 1:
         raise ConfigError(
             f"distributed_type {name} together with pp_size={config.pp_size}, tp_size={config.tp_size}: both would "
             "own the model. Set distributed_type: MULTI_GPU, or pp_size and tp_size to 1."

@@ -27,18 +27,19 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     found, kind = [], _of_trl(trainer)
     if kind is None:
         return []
-    sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}"
+    sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}{f', ep_size={config.ep_size}' if config.ep_size > 1 else ''}"
+    axes = "pp_size, tp_size and ep_size" if config.ep_size > 1 else "pp_size and tp_size"
     if config.splits_model and not kind.__module__.startswith(ON_STAGES):
         found.append(
             f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
-            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set pp_size and tp_size to 1 (replicas, ZeRO), or "
-            "generate the data first and train on it with one of these."
+            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set "
+            f"{axes} to 1 (replicas, ZeRO), or generate the data first and train on it with one of these."
         )
     shared = config.splits_model or config.zero.shards_parameters
     if shared and getattr(trainer.args, "sync_ref_model", False):
         found.append(
             f"sync_ref_model=True with {sizes}, zero.stage={config.zero.stage}: the reference model would be averaged with the "
-            "parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or pp_size and tp_size to 1 "
+            f"parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or {axes} to 1 "
             "and zero.stage to 2 or less."
         )
     return found

@@ -39,6 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_compression": {"method": "int8"}}, r"ep_size=2 with gradient_compression\.method=int8"),
     ({"local_sgd": {"sync_every": 4}}, r"ep_size=2 with local_sgd\.sync_every=4"),
     ({"pp_size": 2, "pipeline": {"compile_blocks": "inductor"}}, r"ep_size=2 with pipeline\.compile_blocks=inductor"),
+    ({"zero": {"stage": 1, "engine": "deepspeed"}}, r"ep_size=2 with zero\.engine=deepspeed has no effect"),
     ({"layout": "auto"}, r"ep_size=2 with layout=auto"),
 ]
 
