@@ -17,7 +17,9 @@ from rank_runner import RankError, run_ranks
 from resume_cases import SAVED_AT, Job, resumed, run_jobs, states_equal
 from safetensors.torch import load_file
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, make_trainer, run_cases, wanted_cases
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from hf_parallel import sharded_loading
 
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -195,9 +197,12 @@ def test_a_replica_with_fewer_rows_than_microbatches_runs_empty_ones(tmp_path: P
 
 def loaded_main(rank: int, world_size: int, source: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train what each rank reads its own part of."""
-    import hf_parallel
 
-    tiny.MODELS["loaded"] = lambda: hf_parallel.from_pretrained(source, {}, **settings)
+    def load() -> Any:
+        with sharded_loading({}, **settings):
+            return AutoModelForCausalLM.from_pretrained(source)
+
+    tiny.MODELS["loaded"] = load
     case = Case("loaded", model="loaded", steps=3, parallel=settings)
     snapshots = Snapshots(Path(folder))
     trainer = snapshots.trainer = make_trainer(case, Path(folder), world_size, [snapshots])
