@@ -159,8 +159,17 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
-        elif self._mesh.mp_group is not None and self.replicas.sharded is None:
-            self.shown.show_between()
+        elif self.replicas.sharded is None:
+            self._join()
+            if self._mesh.mp_group is not None:
+                self.shown.show_between()
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """What the step before left, where nobody has cleared it, and what this one has brought are one gradient again."""
+        holders = {id(p): len(self._ledger.entries[name].holders) for name, p in self._parameters.items()}
+        self.arrivals.join(lambda parameter: holders[id(parameter)])
+        self.shown.join_parts(lambda name: len(self._ledger.entries[name].holders))
 
     def reduce(self, factor: float) -> None:
         """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.

@@ -47,6 +47,7 @@ class ShownGradients:
         self._waiting = waiting
         self.factors = StageFactors(mesh)
         self._flat: dict[str, FlatGradient] = {}
+        self._cleared: set[str] = set()  # whose gradients in parts user code has dropped since the last reduction
         self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
         self._zero: ZeroPartition | None = None
         self._active = False
@@ -204,6 +205,7 @@ class ShownGradients:
                 if stand is not None and isinstance(stand.part, LocalGradient) and name in self._summands:
                     stand.part.is_summand = False
         self._stands = []  # they would keep the gradients of a step that is over
+        self._cleared = set()
 
     def _show_local(self) -> None:
         """Put stand-ins in the place of gradients that are here; comes after every batch, so it looks at little."""
@@ -250,6 +252,24 @@ class ShownGradients:
                 _take(parameter)
         if touched:
             self._stands = []
+
+    def join_parts(self, holders: Callable[[str], int]) -> None:
+        """What the optimizer has in parts of a step before is of the parameters again, as arrived; collective if there is any.
+
+        Args:
+            holders: How many stages hold a parameter: they add up what each has.
+        """
+        shards = [shard for shard in (self._zero.shards if self._zero is not None else ()) if shard.master.grad is not None]
+        for shard in shards:
+            self.gather(shard)
+            shard.master.grad, shard.absent = None, []
+        absent = self._cleared | (self._zero.absent_names if self._zero is not None else frozenset())
+        for name, flat in self._flat.items() if shards else ():
+            left, flat.gathered = flat.gathered, None
+            if left is not None and name not in absent:
+                gradient = flat.parameter.grad
+                left = left / holders(name)
+                flat.parameter.grad = left if gradient is None else gradient.add_(left)
 
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
@@ -336,6 +356,7 @@ class ShownGradients:
     def _return(self, flat: FlatGradient, gradient: Tensor | None, before_backward: bool) -> None:
         shard, piece = flat.shard, flat.shard.inside(flat.position)
         if gradient is None:
+            self._cleared.add(flat.name)
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
                 shard.master.grad[piece] = 0.0
                 shard.absent.append(piece)
