@@ -7,8 +7,9 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -337,8 +338,19 @@ class GradientSync:
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
             self._guard_states(optimizer)
+            vars(optimizer)["zero_grad"] = self._clearing(optimizer.zero_grad)
         hooks.settle()
         return hooks
+
+    def _clearing(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """`zero_grad` of an optimizer of flat parts, which clears the model's parameters too, as in stock."""
+
+        @functools.wraps(zero_grad)
+        def clear(set_to_none: bool = True) -> None:
+            zero_grad(set_to_none)
+            self.shown.cleared(set_to_none=set_to_none)
+
+        return clear
 
     def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
         zero = self.replicas.zero

@@ -338,12 +338,19 @@ class ShownGradients:
                 parameter.grad = stand
         self._active = self._has_stepped = bool(stepped)
 
-    def cleared(self) -> None:
-        """The optimizer's gradients are cleared, where they are in parts."""
+    def cleared(self, *, set_to_none: bool = True) -> None:
+        """The optimizer's gradients are cleared: where they are in parts, so are those that parameters have or show.
+
+        Args:
+            set_to_none: As of `zero_grad`.
+        """
         for flat in self._flat.values():
             gradient = flat.parameter.grad
-            if flat.shard.master.grad is None and isinstance(gradient, SharedGradient) and gradient.part is flat:
+            shown = isinstance(gradient, SharedGradient) and gradient.part is flat
+            if shown and flat.shard.master.grad is None:
                 flat.parameter.grad = None
+            elif not shown and gradient is not None:  # of the batches of this step, which are not reduced yet
+                flat.parameter.grad = None if set_to_none else gradient.zero_()
 
     def _give_room(self) -> None:
         """Gradients that user code assigned after it had cleared those of the optimizer."""
