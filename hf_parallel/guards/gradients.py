@@ -259,7 +259,9 @@ class ShownGradients:
         Args:
             holders: How many stages hold a parameter: they add up what each has.
         """
-        shards = [shard for shard in (self._zero.shards if self._zero is not None else ()) if shard.master.grad is not None]
+        shards = [
+            shard for shard in (self._zero.shards if self._zero is not None else ()) if shard.master.grad is not None
+        ]
         for shard in shards:
             self.gather(shard)
             shard.master.grad, shard.absent = None, []
