@@ -73,6 +73,7 @@ class GradientSync:
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
@@ -168,9 +169,8 @@ class GradientSync:
     @torch.no_grad()
     def _join(self) -> None:
         """What the step before left, where nobody has cleared it, and what this one has brought are one gradient again."""
-        holders = {id(p): len(self._ledger.entries[name].holders) for name, p in self._parameters.items()}
-        self.arrivals.join(lambda parameter: holders[id(parameter)])
-        self.shown.join_parts(lambda name: len(self._ledger.entries[name].holders))
+        self.arrivals.join(self._num_holders)
+        self.shown.join_parts(self._num_holders)
 
     def reduce(self, factor: float) -> None:
         """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.

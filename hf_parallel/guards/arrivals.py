@@ -8,7 +8,7 @@ reduced must not be stepped on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,15 +72,15 @@ class Arrivals:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             self.note(parameter)
 
-    def join(self, holders: Callable[[nn.Parameter], int]) -> None:
+    def join(self, holders: Mapping[int, int]) -> None:
         """Between two batches of a step, where user code may change the one sum that it sees: all of it is reduced with what follows.
 
         Args:
-            holders: How many stages hold a parameter: they add up what each has.
+            holders: Id of a parameter -> how many stages hold it: they add up what each has.
         """
         aside, self._aside = self._aside, []
         for parameter, gradient in aside:
-            shared = holders(parameter)
+            shared = holders[id(parameter)]
             own = gradient if shared == 1 else gradient.div_(shared)
             parameter.grad = own if parameter.grad is None else own.add_(parameter.grad)
 

@@ -20,6 +20,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
 from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
+from hf_parallel.guards.stand_ins import StandIns
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
@@ -54,8 +55,7 @@ class ShownGradients:
         self._between = False
         self._stepped: list[tuple[nn.Parameter, Tensor | None, SharedGradient]] = []  # what a step took away, and left
         self._has_stepped = False
-        # Of each parameter in this step: later batches add to the same gradient, which keeps its stand-in.
-        self._stands: list[tuple[str, nn.Parameter, Tensor | None, SharedGradient | None]] = []
+        self._stands = StandIns(self._stand_for)
         self._touched = False
         self._summands = frozenset(name for name in parameters if len(ledger.entries[name].holders) > 1)
         # Asked of every parameter in every step.
@@ -198,26 +198,20 @@ class ShownGradients:
             if name not in absent:
                 flat.parameter.grad = SharedGradient.of(flat.parameter, flat, self)
         if self._flat:
-            self._stands = []  # of replicas that had gradients of their own until now
+            self._stands.forget()  # of replicas that had gradients of their own until now
         if self._mesh.mp_group is not None:
             self._show_local()
-            for name, _, _, stand in self._stands if self._summands else ():
-                if stand is not None and isinstance(stand.part, LocalGradient) and name in self._summands:
+            for name, stand in self._stands.named().items() if self._summands else ():
+                if isinstance(stand.part, LocalGradient) and name in self._summands:
                     stand.part.is_summand = False
-        self._stands = []  # they would keep the gradients of a step that is over
+        self._stands.forget()  # they would keep the gradients of a step that is over
         self._cleared = set()
 
     def _show_local(self) -> None:
-        """Put stand-ins in the place of gradients that are here; comes after every batch, so it looks at little."""
-        if not self._stands:
-            besides = self._flat if self._active else {}
-            self._stands = [(name, p, None, None) for name, p in self._parameters.items() if name not in besides]
-        for index, (name, parameter, gradient, stand) in enumerate(self._stands):
-            now = parameter.grad
-            if now is not gradient:  # not what the batches before have added to
-                stand = None if now is None else self._stand_for(name, parameter, now)
-                self._stands[index] = name, parameter, now, stand
-            parameter.grad = stand
+        """Put stand-ins in the place of gradients that are here."""
+        besides = self._flat if self._active else {}
+        here = {n: p for n, p in self._parameters.items() if n not in besides} if besides else self._parameters
+        self._stands.put(here)
 
     def _stand_for(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> SharedGradient:
         part = LocalGradient(name, parameter, gradient, self)
@@ -244,20 +238,16 @@ class ShownGradients:
             return
         self._between = False
         touched, self._touched = self._touched, False
-        for _, parameter, gradient, stand in self._stands:
-            now = parameter.grad
-            if now is stand and not touched:
-                parameter.grad = gradient
-            elif now is not None:
-                _take(parameter)
+        for parameter in self._stands.take(touched=touched):
+            _take(parameter)
         if touched:
-            self._stands = []
+            self._stands.forget()
 
-    def join_parts(self, holders: Callable[[str], int]) -> None:
+    def join_parts(self, holders: Mapping[int, int]) -> None:
         """What the optimizer has in parts of a step before is of the parameters again, as arrived; collective if there is any.
 
         Args:
-            holders: How many stages hold a parameter: they add up what each has.
+            holders: Id of a parameter -> how many stages hold it: they add up what each has.
         """
         shards = [
             shard for shard in (self._zero.shards if self._zero is not None else ()) if shard.master.grad is not None
@@ -270,7 +260,7 @@ class ShownGradients:
             left, flat.gathered = flat.gathered, None
             if left is not None and name not in absent:
                 gradient = flat.parameter.grad
-                left = left / holders(name)
+                left = left / holders[id(flat.parameter)]
                 flat.parameter.grad = left if gradient is None else gradient.add_(left)
 
     def note_parts(self) -> None:

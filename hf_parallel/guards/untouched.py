@@ -46,7 +46,8 @@ class Untouched:
         plain = [tensor for tensor in self._then if type(tensor) is Tensor and not tensor.is_meta]
         with torch.inference_mode(False), torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
-            self._saved = _Saved.apply(anchor, *(t for t in plain if not t.is_inference())).grad_fn
+            saved: Any = _Saved
+            self._saved = saved.apply(anchor, *(t for t in plain if not t.is_inference())).grad_fn
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in plain:
             if 0 < tensor.numel() <= SMALL and tensor.layout == torch.strided:
