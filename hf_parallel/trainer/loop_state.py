@@ -275,7 +275,20 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
                 f"{folder} has the state of {count} {what}, this run has {here[kind]}. Prepare and register the same ones "
                 "before load_state()."
             )
+    _refuse_other_counts(folder, MeshShape(**facts["mesh"]).dp_size, mesh.shape.dp_size, accelerator)
     return facts
+
+
+def _refuse_other_counts(folder: Path, saved: int, here: int, accelerator: HFParallelAccelerator) -> None:
+    """A scheduler that accelerate steps once a replica has another position than the same updates give it here."""
+    steps_often = (each.step_with_optimizer and not each.split_batches for each in prepared_by(accelerator).schedulers)
+    if saved != here and any(steps_often):
+        raise CheckpointError(
+            f"{folder} was saved with {saved} replicas and this run has {here}: accelerate steps a prepared scheduler once a replica "
+            f"and update, so its saved position is {saved} an update and it would go on with {here}, at another learning rate. Make "
+            "both accelerators with step_scheduler_with_optimizer=False and step the scheduler after each update (if "
+            "accelerator.sync_gradients), or load the state with as many replicas."
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
