@@ -25,8 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
+    explain_refusals_of_parts,
     mark_rows_of_parts,
     whole_draws_of_parts,
+    whole_indices_of_parts,
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
@@ -115,6 +117,8 @@ class ShardedModel:
         exchangeable_data_of_parts()
         mark_rows_of_parts(CopiedRows)
         whole_draws_of_parts()
+        whole_indices_of_parts()
+        explain_refusals_of_parts(_name_of)
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
@@ -248,6 +252,17 @@ def _refuse_parts(module: nn.Module, args: object) -> None:
                 f"forward, where its {key} is sharded over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
                 "model's forward (pass input_ids in place of inputs_embeds made from the embedding), or set zero.stage to 1."
             )
+
+
+def _name_of(part: Tensor) -> str | None:
+    """The parameter whose part, or whose gradient's part, lies in the memory of a tensor."""
+    memory = local_of(part).untyped_storage().data_ptr()
+    for module, prefix in _NAMES.items():
+        for key, parameter in own_parameters(module).items():
+            for one in (parameter, None if parameter is None else parameter.grad):
+                if isinstance(one, DTensor) and local_of(one).untyped_storage().data_ptr() == memory:
+                    return f"{prefix}.{key}".removeprefix(".")
+    return None
 
 
 def _takes_one_dtype(modules: Sequence[nn.Module], device: torch.device) -> bool:
