@@ -8,7 +8,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,7 @@ class GradientSync:
 
     Attributes:
         in_window: Whether the last backward pass was not the last of its step.
+        before_write: Called when an optimizer is about to write to the parameters.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class GradientSync:
         self._weights: WeightGuard | None = None
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
+        self.before_write: Callable[[], None] | None = None
+        self._foreseen: torch.Tensor | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -106,8 +109,17 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
+    def foresee(self, power: torch.Tensor | None) -> None:
+        """The next norm of gradients that no code of users has seen is known before their factor is.
+
+        Args:
+            power: Sum of the squares of all gradients of the model (0-d, float64); None if it is not known.
+        """
+        self._foreseen = power
+
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
+        self._foreseen = None
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
@@ -174,6 +186,8 @@ class GradientSync:
         with self._trained_so_far():
             self._reduce_shared()
             self.replicas.reduce(factor)
+        if self._foreseen is not None:
+            self._foreseen = self._foreseen * factor**2
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
@@ -250,6 +264,9 @@ class GradientSync:
             return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and norm_type == 2.0:
+            return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         total = self._power_sum(
@@ -402,6 +419,8 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
+        if self.before_write is not None:
+            self.before_write()
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         if treats_elements_alone(optimizer):
