@@ -30,7 +30,7 @@ from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime, Stream
 from hf_parallel.pipeline_parallel.run.versions import WeightVersions
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.asynchronous import empty, next_slice
-from hf_parallel.pipeline_parallel.schedule.program import Program, program_of
+from hf_parallel.pipeline_parallel.schedule.program import Program
 
 
 Batches: TypeAlias = list[dict[str, Any]]
@@ -156,10 +156,7 @@ class Ahead:
         key = self._done, counts
         if key not in self._programs:
             found = next_slice(self._done, counts)
-            self._programs[key] = (
-                program_of(found.schedule, self.attachment.mesh.pp_rank, found.send_window),
-                found.done,
-            )
+            self._programs[key] = found.program(self.attachment.mesh.pp_rank), found.done
         program, self._done = self._programs[key]
         return program.shifted(self._begun[0].first)
 

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from hf_parallel.errors import ScheduleError
 from hf_parallel.pipeline_parallel.schedule.actions import Action, Kind
+from hf_parallel.pipeline_parallel.schedule.program import Program
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
@@ -38,6 +39,16 @@ class Slice:
     schedule: tuple[tuple[Action, ...], ...]
     done: Done
     send_window: int
+
+    def program(self, rank: int) -> Program:
+        """What one rank executes; its stage has the number of the rank."""
+        sent = {rank - 1: "F", rank + 1: "B"}  # by each neighbour
+        incoming = {
+            peer: tuple(action for action in self.schedule[peer] if action.kind == kind)
+            for peer, kind in sent.items()
+            if 0 <= peer < len(self.schedule)
+        }
+        return Program(self.schedule[rank], incoming, self.send_window)
 
 
 def delay_of(name: str, pp_size: int) -> int:
