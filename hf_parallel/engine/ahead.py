@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_transformers import AFTER_DATA
@@ -104,10 +103,10 @@ class Ahead:
         self._stream = Stream(self._loss_of, self._before, self._after)
         self._is_due = False
         # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
-        self._tells_early = mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
-        self._group = new_group_of(
-            mesh.shape.groups(lambda d, p, t: (d,)), timeout=mesh.timeout, backend=None
+        self._tells_early = (
+            mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
         )
+        self._group = new_group_of(mesh.shape.groups(lambda d, p, t: (d,)), timeout=mesh.timeout, backend=None)
         self.attachment.gradients.before_write = self._before_write
 
     # -- one step ------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction, predict
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
 MAX_NAMED = 4  # stages that are named one by one
@@ -121,12 +124,25 @@ def _gb(size: float) -> str:
 def _idle(plans: Plans, prediction: Prediction) -> str:
     """The bubble, and what twice the microbatches would leave of it."""
     cut, count = plans.cut, prediction.num_microbatches
+    if cut is not None and cut.schedule.settings.schedule in ASYNCHRONOUS:
+        return _staleness(cut.schedule)
     text = f"expected: ranks are idle for {prediction.bubble:.0%} of a step of {count} microbatches"
     if cut is None or cut.schedule.settings.schedule == "csv":
         return text
     held = [rank.holding for rank in prediction.ranks]
     other = predict(cut.stages, cut.bounds, cut.costs, cut.schedule.training(2 * count), held)
     return f"{text} ({cut.schedule.settings.schedule}); num_microbatches: {2 * count} would leave {other.bubble:.0%}"
+
+
+def _staleness(schedule: ScheduleChoice) -> str:
+    """What an asynchronous schedule costs, which no other one does."""
+    delay = delay_of(schedule.settings.schedule, schedule.pp_size)
+    old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
+    return (
+        f"{schedule.settings.schedule}: ranks are idle at the begin and the end of an epoch only, but gradients are those of weights "
+        f"that are {old} old: expect next to no loss in fine-tuning at usual learning rates, and a worse loss from scratch (measured in "
+        f"docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
+    )
 
 
 def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) -> str:

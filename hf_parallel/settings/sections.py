@@ -131,6 +131,12 @@ class PipelineConfig(Section):
         BeforeValidator(number),
         Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
     ] = "auto"
+    vertical_sync: Annotated[
+        bool,
+        Field(
+            description="of 'pipedream': true, a microbatch meets the weights of one update in all stages (false is refused)"
+        ),
+    ] = True
     split: Annotated[
         Literal["balanced", "even"] | tuple[NonNegative, ...],
         BeforeValidator(as_tuple),

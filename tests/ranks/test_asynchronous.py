@@ -7,12 +7,17 @@ gradients of one window reach the update of another.
 from __future__ import annotations
 
 import dataclasses
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from rank_runner import run_ranks
 from safetensors.torch import load_file
-from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases, wanted_cases
+from transformers import Trainer, TrainerCallback
 
 
 # All runs happen in the set-up of the first test.
@@ -59,6 +64,103 @@ def compare_final(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     for name, tensor in expected.items():
         difference = float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
         assert difference <= 1e-5, f"{name} differs by {difference:.1e} relative after the last step"
+
+
+SAVED = case_of("saved", 2, 4, model="llama_tied", save=True, evaluate=True, count=40)  # within an epoch of five steps
+
+
+@pytest.mark.long
+def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(tmp_path: Path) -> None:
+    whole = runs_of([SAVED], 2, tmp_path / "whole")
+    compare_final(whole["saved"], whole["stock_saved"])
+    for checkpoint in (2, 4):
+        resumed = dataclasses.replace(SAVED, resume_at=checkpoint, save=False)
+        folder = tmp_path / f"from{checkpoint}"
+        shutil.copytree(tmp_path / "whole" / "mesh" / "saved", folder / "saved")
+        again = run_cases([resumed], 2, folder)["saved"]
+        assert again["history"][-1] == pytest.approx(whole["saved"]["history"][-1], abs=1e-6)
+        final, expected = (
+            load_file(Path(run["folder"]) / "final" / "model.safetensors") for run in (again, whole["saved"])
+        )
+        for name, tensor in expected.items():
+            torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Stops(TrainerCallback):
+    """Leaves the first epoch early, and unfreezes or steps as a test asks."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "leaves" and state.global_step == 2:
+            control.should_epoch_stop = True
+        if self.kind == "freezes" and state.global_step == 2:
+            next(model.parameters()).requires_grad_(False)
+        if self.kind == "steps_again" and state.global_step == 2:
+            kwargs["optimizer"].step()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "hooks":
+            next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+
+
+class OwnStep(Trainer):
+    """A user's subclass that handles batches between the data loader and the model."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+def losses_with(rank: int, world_size: int, kinds: list[str], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        trainer = make_trainer(SMALL, Path(folder) / kind, world_size, [Stops(kind)])
+        if kind == "own_step":
+            trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
+        try:
+            trainer.train()
+            found[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+        session = getattr(trainer.accelerator, "hf_parallel", None)
+        if session is not None:
+            session.watchdog.stop()
+    return found
+
+
+SMALL = case_of("small", 2, 4, count=40)
+
+
+def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(tmp_path: Path) -> None:
+    found = run_ranks(losses_with, 2, ["leaves"], str(tmp_path / "mesh"), tmp_path=tmp_path, timeout=120, env=ENV)
+    alone = dataclasses.replace(SMALL, parallel=None)
+    expected = run_ranks(
+        one_process, 1, alone, str(tmp_path / "one"), tmp_path=tmp_path / "alone", init_group=False, env=ENV
+    )
+    assert len(found[0]["leaves"]) == 6
+    assert found[0]["leaves"] == pytest.approx(expected[0], abs=1e-5)
+
+
+def one_process(rank: int, world_size: int, case: Case, folder: str) -> list[float]:
+    trainer = make_trainer(case, Path(folder), 1, [Stops("leaves")])
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("freezes", "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training"),
+        ("hooks", "hooks on 1 parameters .*Remove them"),
+        ("steps_again", "a second optimizer.step.*Use one optimizer"),
+        ("own_step", "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step"),
+    ],
+)
+def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, says: str, tmp_path: Path) -> None:
+    found = run_ranks(losses_with, 2, [kind], str(tmp_path), tmp_path=tmp_path, timeout=120, env=ENV)
+    assert re.search(says, str(found[0][kind])), found[0][kind]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from hf_parallel.errors import ScheduleError
@@ -79,15 +80,32 @@ def next_slice(done: Done, counts: Sequence[int]) -> Slice:
     first = counts[0]
     end = ends[0][orders[0].index(("B", first - 1))]
     kept = [order[: sum(start < end for start in own)] for order, own in zip(orders, starts, strict=True)]
-    schedule = tuple(
-        tuple(Action(rank, kind, index) for kind, index in order) for rank, order in enumerate(kept)
-    )
+    schedule = tuple(tuple(Action(rank, kind, index) for kind, index in order) for rank, order in enumerate(kept))
     after = []
     for (forwards, backwards), order in zip(done, kept, strict=True):
         made = sum(kind == "F" for kind, _ in order)
         after.append((forwards + made - first, backwards + len(order) - made - first))
-    under_way = [abs(one[k] - other[k]) for one, other in zip(after, after[1:], strict=False) for k in (0, 1)]
+    under_way = [abs(one[k] - other[k]) for one, other in pairwise(after) for k in (0, 1)]
     return Slice(schedule, tuple(after), 2 + max(under_way, default=0))
+
+
+def several_steps(name: str, pp_size: int, num_microbatches: int, steps: int) -> list[list[Action]]:
+    """Return what each rank does in some optimizer steps, from an empty pipeline to an empty one; to be drawn and timed.
+
+    Args:
+        name: Of the schedule.
+        pp_size: Number of ranks.
+        num_microbatches: Of an optimizer step; 1 for `pipedream`.
+        steps: Optimizer steps.
+    """
+    windows, done = 1 + delay_of(name, pp_size), empty(pp_size)
+    schedule: list[list[Action]] = [[] for _ in range(pp_size)]
+    for step in range(steps):
+        found = next_slice(done, [num_microbatches] * min(windows, steps - step))
+        done = found.done
+        for rank, actions in enumerate(schedule):
+            actions += found.program(rank).shifted(step * num_microbatches).actions
+    return schedule
 
 
 def _orders(done: Done, total: int) -> list[list[tuple[Kind, int]]]:
