@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, Receiver, Sender
+from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, Receiver, Sender, Specs
 from hf_parallel.pipeline_parallel.run.transport import TensorSpec, Transport, connect
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.program import Program
@@ -85,10 +85,11 @@ class Links:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, programs run while another one is under way; collective over the pipeline."""
-        signatures, kept = self._signatures, {}
+        signatures = self._signatures
+        kept: dict[int, tuple[dict[Action, tuple[Tensor, ...]], Specs]] = {}
         for peer, receiver in self.receivers.items():
             receiver.settle()
-            gradients = {key: specs for key, specs in receiver.specs.items() if isinstance(key, Action)}
+            gradients: Specs = {key: specs for key, specs in receiver.specs.items() if isinstance(key, Action)}
             kept[peer] = receiver.arrived, gradients
             receiver.arrived = {}
         self.drain()

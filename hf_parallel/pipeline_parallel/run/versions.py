@@ -107,8 +107,7 @@ class WeightVersions:
         for parameter, leaf in zip(self._parameters, newest, strict=True):
             leaf.data.copy_(parameter.data)
             parameter.data = leaf.data
-        for version, weights in enumerate(
-            older or [dict(zip(self._names, self._parameters, strict=True))] * (len(self._sets) - 1)
-        ):
+        newest_weights: dict[str, Tensor] = dict(zip(self._names, self._parameters, strict=True))
+        for version, weights in enumerate(older or [newest_weights] * (len(self._sets) - 1)):
             for name, leaf in self.leaves(version).items():
                 leaf.data.copy_(weights[name])
