@@ -244,10 +244,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "SGD, momentum 0.9, lr 0.1": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "Muon, lr 0.02, and AdamW": Both,
 }
-TUNING: dict[str, Callable[[nn.Module], Any]] = {
-    f"AdamW, lr {rate:g}": (lambda rate: lambda model: torch.optim.AdamW(model.parameters(), lr=rate))(rate)
-    for rate in (1e-4, 5e-4, 2e-3)
-}
+
+
+def _adamw(rate: float) -> Callable[[nn.Module], Any]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=rate)
+
+
+TUNING: dict[str, Callable[[nn.Module], Any]] = {f"AdamW, lr {rate:g}": _adamw(rate) for rate in (1e-4, 5e-4, 2e-3)}
 DELAYS = (0, 1, 3)
 
 

@@ -97,6 +97,9 @@ def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: S
     states = fullest.weights, fullest.gradients, fullest.optimizer
     shared = states_with_zero(states, zero, setup.mesh.dp_shard_group)
     terms = dict(zip(("weights", "gradients", "Adam"), shared, strict=True))
+    schedule = setup.config.pipeline.schedule
+    if schedule in ASYNCHRONOUS:
+        terms["older weights"] = terms["weights"] * delay_of(schedule, setup.config.pp_size)
     offloaded = [
         name for name, key in (("Adam", zero.offload_optimizer), ("weights", zero.offload_param)) if key != "none"
     ]
@@ -157,6 +160,8 @@ def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) ->
     lossy = []
     if config.gradient_compression.method != "none":
         lossy.append(f"gradients are sent as {config.gradient_compression.method}")
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        lossy.append("gradients are those of older weights")
     if config.local_sgd.sync_every > 1:
         lossy.append(f"replicas meet every {config.local_sgd.sync_every} steps")
     equal = f"not those of one process: {' and '.join(lossy)}" if lossy else "those of one process with these rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_rank_is_never_idle_between_the_begin_and_the_end(name: str, pp_size: 
     begin, end = 3 * pp_size, timed.makespan - 3 * pp_size
     for starts, ends in zip(timed.starts, timed.ends, strict=True):
         middle = [(a, b) for a, b in zip(starts, ends, strict=True) if a >= begin and b <= end]
-        assert all(before[1] == after[0] for before, after in zip(middle, middle[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in pairwise(middle))
 
 
 @pytest.mark.parametrize(("name", "pp_size", "count"), SIZES)
@@ -72,7 +73,7 @@ def test_messages_of_a_slice_are_those_that_its_neighbours_send_in_it() -> None:
 
 
 def test_a_schedule_that_drains_has_no_delay() -> None:
-    with pytest.raises(ScheduleError, match="'1f1b' has no delay. Choose one of pipedream, pipedream_2bw"):
+    with pytest.raises(ScheduleError, match=r"'1f1b' has no delay\. Choose one of pipedream, pipedream_2bw"):
         delay_of("1f1b", 2)
 
 
@@ -126,7 +127,7 @@ def test_a_loss_scale_is_refused_in_the_file_of_the_launcher() -> None:
     config = HFParallelConfig(pp_size=2, pipeline={"schedule": "pipedream_2bw"})
     file = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp16"}
     with pytest.raises(
-        ConfigError, match="mixed_precision=fp16 with pipeline.schedule=pipedream_2bw.*Set mixed_precision to bf16"
+        ConfigError, match=r"mixed_precision=fp16 with pipeline.schedule=pipedream_2bw.*Set mixed_precision to bf16"
     ):
         check_accelerate(config, file)
     check_accelerate(config, {**file, "mixed_precision": "bf16"})
