@@ -55,9 +55,9 @@ SCHEDULES = ("1f1b", "pipedream_2bw", "pipedream")
 class Settings:
     """Times in seconds; ``steps`` of a run of the first part, ``updates`` of one of the second."""
 
-    forward_s: float = 0.03
-    backward_s: float = 0.06
-    steps: int = 9
+    forward_s: float = 0.15
+    backward_s: float = 0.3
+    steps: int = 7
     sizes: tuple[tuple[int, int], ...] = ((2, 1), (2, 4), (4, 3), (4, 8))
     updates: int = 200
     base_updates: int = 400
