@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_transformers import AFTER_DATA
@@ -102,6 +103,7 @@ class Ahead:
         self._programs: dict[Any, tuple[Program, Any]] = {}
         self._stream = Stream(self._loss_of, self._before, self._after)
         self._is_due = False
+        self._written: list[int] = []
         # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
         self._tells_early = (
             mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
@@ -167,7 +169,7 @@ class Ahead:
         self.attachment.gradients.foresee(power if self._tells_early else None)
         for number in window.numbers:
             self._stream.forget(number)
-        self._is_due = True
+        self._is_due, self._written = True, self.versions.written
         return losses
 
     # -- one microbatch ------------------------------------------------------------------------------------------
@@ -199,9 +201,10 @@ class Ahead:
         """Send this rank's part of what the ranks tell each other of a window, once."""
         if window.told is not None:
             return
-        losses = [self._stream.losses[number] for number in window.numbers] if self.runtime.has_last_stage else []
-        made = [gradient for _, gradient in window.gradients or ()] if self._tells_early else []
-        power = power_sum(made, 2.0, self.attachment.device)
+        made, nothing = self._stream.losses, torch.zeros((), device=self.attachment.device)  # if it is given up
+        losses = [made.get(number, nothing) for number in window.numbers] if self.runtime.has_last_stage else []
+        gradients = [gradient for _, gradient in window.gradients or ()] if self._tells_early else []
+        power = power_sum(gradients, 2.0, self.attachment.device)
         window.told = self.last_stage.send_losses(losses, window.shares, window.batches, power, self._group)
 
     # -- beside the steps ----------------------------------------------------------------------------------------
@@ -210,8 +213,13 @@ class Ahead:
         """Refuse what must not change while windows are under way.
 
         Raises:
-            UnsupportedError: A parameter was frozen or unfrozen.
+            UnsupportedError: A parameter was frozen or unfrozen, or the gradients of the last step were not used.
         """
+        if self._is_due:
+            raise UnsupportedError(
+                f"no optimizer.step() followed the batches before, with pipeline.schedule={self.name}: their gradients would be lost. "
+                "Leave gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
+            )
         self.loss.check()
         parameters = self.attachment.parameters.items()
         for (name, parameter), trained in zip(parameters, self._trained, strict=True):
@@ -246,6 +254,11 @@ class Ahead:
                 f"a second optimizer.step() for one batch with pipeline.schedule={self.name}: each update makes one version of "
                 "the weights. Use one optimizer, which steps once, or set pipeline.schedule to 1f1b."
             )
+        if self.versions.written != self._written:
+            raise UnsupportedError(
+                f"weights were changed between the backward pass and optimizer.step() with pipeline.schedule={self.name}: microbatches "
+                "of the next steps run with them. Change them after the step (on_step_end), or set pipeline.schedule to 1f1b."
+            )
         self._is_due = False
         self.versions.advance()
 
@@ -260,9 +273,9 @@ class Ahead:
         self.following = []
         if not self._begun:
             return
-        for window in self._begun:
-            if window.told is not None:
-                window.told()
+        for window in self._begun:  # some ranks may have sent their part of one, so that the others have to
+            self._tell(window)
+            window.told()  # type: ignore[misc]
         self.runtime.give_up(self._stream)
         for version in set(self.versions.recent):
             self.versions.take_gradients(version)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.compat.private_torch import own_parameters, version_of
 from hf_parallel.errors import UnsupportedError
 
 
@@ -54,6 +54,11 @@ class WeightVersions:
         found = self._parameters if version is None else self._sets[version]
         for table, key, position in self._places:
             table[key] = found[position]
+
+    @property
+    def written(self) -> list[int]:
+        """How often each parameter was written to, other than by `advance`."""
+        return [version_of(parameter) for parameter in self._parameters]
 
     def follow(self) -> None:
         """A step begins: weights that user code gave other memory since the last one get theirs back."""
