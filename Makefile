@@ -98,6 +98,9 @@ bench-host: setup  ## what a deep model costs the host of one pipeline stage
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
 
+bench-async: setup  ## idle time of schedules that do not drain, and what old weights do to the loss; writes docs/asynchronous.md
+	$(BIN)/python benchmarks/bench_async.py
+
 bench-unequal: setup  ## time the cut for ranks of different speed against the even one, with one rank slowed
 	$(BIN)/python benchmarks/bench_unequal.py
 

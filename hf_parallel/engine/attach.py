@@ -122,4 +122,5 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         programs=Programs(schedule, mesh.pp_rank),
         num_microbatches=schedule.num_microbatches,
         loss_kind=cut.loss_kind,
+        schedule=schedule.settings.schedule,
     )

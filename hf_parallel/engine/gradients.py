@@ -57,6 +57,7 @@ class GradientSync:
 
     Attributes:
         in_window: Whether the last backward pass was not the last of its step.
+        before_write: Called when an optimizer is about to write to the parameters.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class GradientSync:
         self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
+        self.before_write: Callable[[], None] | None = None
+        self._foreseen: torch.Tensor | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -108,8 +111,17 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
+    def foresee(self, power: torch.Tensor | None) -> None:
+        """The next norm of gradients that no code of users has seen is known before their factor is.
+
+        Args:
+            power: Sum of the squares of all gradients of the model (0-d, float64); None if it is not known.
+        """
+        self._foreseen = power
+
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
+        self._foreseen = None
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
@@ -184,6 +196,8 @@ class GradientSync:
         with self._trained_so_far():
             self._reduce_shared()
             self.replicas.reduce(factor)
+        if self._foreseen is not None:
+            self._foreseen = self._foreseen * factor**2
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
@@ -260,6 +274,9 @@ class GradientSync:
             return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and norm_type == 2.0:
+            return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         total = self._power_sum(
@@ -423,6 +440,8 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
+        if self.before_write is not None:
+            self.before_write()
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         if treats_elements_alone(optimizer):

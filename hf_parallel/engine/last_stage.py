@@ -9,7 +9,7 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,39 @@ class LastStage:
         self._freezing.arrived(message[-1])
         self._digests.arrived(message[count:-1])
         return list(message[:count].float().unbind())
+
+    def send_losses(
+        self,
+        losses: Sequence[Any],
+        shares: Sequence[Share],
+        batches: Sequence[dict[str, Any]],
+        power: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> Callable[[], tuple[list[torch.Tensor], torch.Tensor]]:
+        """As `share_losses`, while this rank goes on; what waits for the losses, and for the sum of `power` over the ranks.
+
+        Args:
+            losses: Of each microbatch; empty where the last stage is not.
+            shares: Of each microbatch.
+            batches: What this rank has read.
+            power: What this rank counts of another sum (0-d).
+            group: The model copy; nothing else is sent over it, because ranks may come here in different steps.
+        """
+        count = len(batches)
+        message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
+        for loss, share in zip(losses if self._mesh.tp_rank == 0 else (), shares, strict=False):
+            message[share.batch] += loss.double()
+        self._digests.put(message[count:-1], batches)
+        message[-1] = power
+        work = dist.all_reduce(message, group=group, async_op=True)
+
+        def wait() -> tuple[list[torch.Tensor], torch.Tensor]:
+            with self._watchdog.waiting("waits for the loss of the last stage"):
+                work.wait()
+            self._digests.arrived(message[count:-1])
+            return list(message[:count].float().unbind()), message[-1]
+
+        return wait
 
     def broadcast_named(self, tensors: Mapping[str, torch.Tensor], note: Any) -> tuple[dict[str, torch.Tensor], Any]:
         """Tensors of the last stage by name, and what it says about them, on every rank; collective over the pipeline.

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
 
 
@@ -248,8 +250,12 @@ def layout_of(
 
 
 def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
-    """Bytes per parameter of what slow networks cost."""
+    """Bytes per parameter of what slow networks cost, and weights of several updates."""
     found, local = {}, config.local_sgd
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        size = 2.0 if precision == "half" else 4.0
+        found["older weights"] = size * delay_of(config.pipeline.schedule, config.pp_size)
+        found["gradients of the next step"] = size
     compression = local.compression if local.sync_every > 1 else config.gradient_compression
     if compression.feeds_back:
         found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0

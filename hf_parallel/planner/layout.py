@@ -11,7 +11,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
-from hf_parallel.settings.schedule_names import STAGES_PER_RANK, full_name
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, full_name
 from hf_parallel.settings.sections import spelled
 
 
@@ -222,6 +222,11 @@ def _checked(key: object, value: Any) -> Any:
     if isinstance(value, bool):  # true and false are numbers to Python
         raise ConfigError(
             f"{key}={spelled(value)}: expected one of {', '.join(map(str, CHOICES[key]))}. Correct {key}."
+        )
+    if key == "schedule" and value in ASYNCHRONOUS:
+        raise ConfigError(
+            f"schedule={value}: it trains with older weights than one process does, so no plan chooses it or predicts its time. Plan "
+            "with 1f1b, and set pipeline.schedule in the file."
         )
     return choose(key, full_name(value) if key == "schedule" else value, CHOICES[key])
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import spelled
 
 
@@ -104,6 +105,8 @@ class Job:
             problems.append(f"gradient_compression.method={config.gradient_compression.method}: {LOSSY} (none).")
         if config.local_sgd.sync_every > 1:
             problems.append(f"local_sgd.sync_every={config.local_sgd.sync_every}: {LOSSY} (1).")
+        if config.pipeline.schedule in ASYNCHRONOUS:
+            problems.append(f"pipeline.schedule={config.pipeline.schedule}: {LOSSY} (1f1b).")
         return problems
 
     @property

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.asynchronous_rules import asynchronous_problems
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,
@@ -160,6 +161,13 @@ class HFParallelConfig(Section):
             *self._accumulated_twice(),
             *self._uncompiled(),
             *self._without_effect(),
+            *asynchronous_problems(
+                *(self.pipeline, self.pp_size, self.tp_size),
+                zero=self.zero,
+                compression=self.gradient_compression,
+                local_sgd=self.local_sgd,
+                accumulation=self.gradient_accumulation_steps,
+            ),
             *self._loss_problems(),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),

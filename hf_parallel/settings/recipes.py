@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.settings.asynchronous_rules import fp16_ahead
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
@@ -186,6 +187,9 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             f"{kind} has of its own."
         )
     problems += _stock_sizes(accelerate.get(SECTION) or {})
+    problems += fp16_ahead(
+        config.pipeline.schedule, accelerate.get("mixed_precision"), "mixed_precision=fp16", "mixed_precision to bf16"
+    )
     num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
     is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
     if not is_number and num_processes is not None:

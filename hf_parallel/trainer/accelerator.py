@@ -30,6 +30,7 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.model_folder import counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
@@ -44,6 +45,7 @@ def refuse_in_loop(config: HFParallelConfig) -> None:
     given = {
         "global_batch_size": config.global_batch_size,
         "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
+        "pipeline.schedule": config.pipeline.schedule if config.pipeline.schedule in ASYNCHRONOUS else None,
     }
     unread = [f"{name}={value}" for name, value in given.items() if value is not None] + config.monitor.asked
     if unread:

@@ -62,7 +62,7 @@ def case_of(name: str, precision: str = "no") -> Case:
     rows = 2 * world // config.model_parallel_size
     steps = config.gradient_accumulation_steps
     accumulation = 1 if steps == "auto" else steps
-    return Case(name, model=kind, steps=3, batch=rows, accumulation=accumulation, count=3 * rows * accumulation, arguments=NO_NOISE, parallel=None)  # fmt: skip
+    return Case(name, model=kind, steps=3, batch=rows, accumulation=accumulation, count=3 * rows * accumulation, arguments=NO_NOISE, parallel=None, delay=config.pipeline.schedule == "pipedream_2bw")  # fmt: skip
 
 
 def recipes_main(rank: int, world_size: int, names: list[str], folder: str, precision: str) -> list[Any]:
