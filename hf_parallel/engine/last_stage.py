@@ -48,7 +48,7 @@ class LastStage:
         self._mesh, self.device, self._watchdog = mesh, device, watchdog
         self._is_here = runtime.has_last_stage
         # World rank of the last stage of this rank's pipeline.
-        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank)
+        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank, mesh.sp_rank)
         self._digests, self._freezing = digests, freezing
 
     def share_losses(

@@ -95,7 +95,7 @@ class HookGuard:
         present, version = parameter.grad is not None, version_of(parameter)
         hook(parameter)
         steps = version_of(parameter) != version or (present and parameter.grad is None)
-        if steps and self._mesh.shape.dp_size > 1:
+        if steps and self._mesh.shape.num_copies > 1:
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) updates the parameter or "
                 f"drops its gradient before the {self._mesh.shape.dp_size} replicas have averaged it: each would train another "

@@ -87,7 +87,8 @@ class Job:
     @property
     def shape(self) -> MeshShape:
         """Of the mesh."""
-        return MeshShape(self.config.dp_size(self.world_size), self.config.pp_size, self.config.tp_size)
+        config = self.config
+        return MeshShape(config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size)
 
     @property
     def device(self) -> torch.device:

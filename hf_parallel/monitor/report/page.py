@@ -85,7 +85,7 @@ def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping
     shape = job.shape
     return {
         "format": FORMAT,
-        "layout": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "layout": shape.sizes,
         "settings": dict(settings),
         "metrics": metrics_of(job),
         "ranks": [{"rank": r, "name": shape.describe(r), "bubble": one.bubble, **asdict(one)} for r, one in enumerate(job.told)],
