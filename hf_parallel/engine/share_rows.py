@@ -33,6 +33,13 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
     """
     if shared is None or probes is None:
         return
+    config = getattr(setup.model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise PlanError(
+            f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
+            "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
+        )
     setup.watchdog.runs("compares the model on parts of each row with the whole one")
     with probes.running():
         model = _shown_by(setup.model, probes)
