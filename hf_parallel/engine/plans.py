@@ -103,7 +103,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
             head = plan_head(setup, probes, shards, shown_by, stand_in)
     ledger, rows = _ledger(setup, shards, cut), shared_rows(setup)
     return Plans(
-        forward=forward if rows is None else share_forward(model, forward, rows),
+        forward=forward if rows is None else share_forward(model, forward, rows, hides_logits=shape.pp_size == 1),
         tensor_parallel=shards,
         cut=cut,
         stack="" if found is None else found.stack,

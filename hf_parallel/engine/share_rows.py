@@ -33,22 +33,27 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
     """
     if shared is None or probes is None:
         return
-    config = getattr(setup.model, "config", None)
+    setup.watchdog.runs("compares the model on parts of each row with the whole one")
+    judge_rows(setup.model, shared, probes)
+
+
+def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
+    """As `check_rows`, and whether rows of several documents are exact, which only matters to batches that have some."""
+    config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         raise PlanError(
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
             "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
         )
-    setup.watchdog.runs("compares the model on parts of each row with the whole one")
     with probes.running():
-        model = _shown_by(setup.model, probes)
-        verify_model(model, shared, probes.check)
+        shown = _shown_by(model, probes)
+        verify_model(shown, shared, probes.check)
         documents = _documents(probes.batch)
         if documents is not None:
             try:
-                verify_model(model, shared, [documents])
-            except PlanError as error:
+                verify_model(shown, shared, [documents])
+            except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
                 shared.no_documents = str(error)
 
 

@@ -225,9 +225,10 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
     """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
+    sequence = f"Remove it, and set {SECTION}.{KEY}.sp_size, which shares the sequence of each row over ranks."
     return [
-        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
-        f"stand in {SECTION}.{KEY}."
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. "
+        + (sequence if str(key).endswith(("cp_size", "sp_size")) else f"Remove it; the sizes stand in {SECTION}.{KEY}.")
         for key, value in section.items()
         if key != KEY and value not in (None, 1)
     ]

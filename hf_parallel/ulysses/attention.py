@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -135,7 +134,9 @@ def _exchanged(
     query, key, value = (x[:, :, :length] for x in to_heads(states, group))  # (batch, heads / sp, seq, width)
     with _of_heads(module, heads, mine, repeats):
         parts = {name: _part(tensor, heads, mine) for name, tensor in named.items()}
-        output, _ = own(module, query, key, value, _mask_part(mask, heads, mine), **parts)  # (batch, seq, heads / sp, D)
+        output, _ = own(
+            module, query, key, value, _mask_part(mask, heads, mine), **parts
+        )  # (batch, seq, heads / sp, D)
     output = F.pad(output, (0, 0, 0, 0, 0, filled - length)) if length < filled else output
     return to_sequence(output, group)[:, :, :heads].contiguous(), None
 

@@ -58,13 +58,16 @@ class Part:
         return F.pad(held, behind, value=fill)
 
 
-def share_forward(model: nn.Module, forward: Callable[..., Any], shared: Shared) -> Callable[..., Any]:
+def share_forward(
+    model: nn.Module, forward: Callable[..., Any], shared: Shared, *, hides_logits: bool = True
+) -> Callable[..., Any]:
     """`forward` on parts of the sequence; `shared` is that of the model's attention.
 
     Args:
         model: The model.
         forward: Its genuine forward.
         shared: What its attention knows.
+        hides_logits: In training with labels, gather logits when they are read. False for a caller that reads none: they stay parts.
 
     Returns:
         A function with the signature of `forward`.
@@ -85,29 +88,29 @@ def share_forward(model: nn.Module, forward: Callable[..., Any], shared: Shared)
         if given.get("past_key_values") is not None or given.get("use_cache"):
             with shared.whole():
                 return forward(**given)
-        return _run(model, forward, shared, given, takes)
+        refuse_odd_inputs(given, shared.group.size)
+        part = _part_of(given, shared)
+        shared.length = part.length
+        local = {n: v for n, v in _local_inputs(given, part, shared).items() if n in given or takes(n)}
+        trains = model.training and torch.is_grad_enabled()
+        try:
+            with own_draws(model, shared.group.rank, trains=trains):
+                output = forward(**local)
+        finally:
+            shared.packed = None
+        output = _refuse_odd_output(output, shared.group.size)
+        if output.get("hidden_states") is not None:
+            states = output["hidden_states"]
+            output["hidden_states"] = tuple(gathered(x, shared.group, part.length) for x in states)
+        if output.get("loss") is not None:
+            output["loss"] = summed(output["loss"], shared.group)
+            if trains:
+                return _with_hidden_logits(output, part, shared) if hides_logits else output
+        if output.get("logits") is not None:
+            output["logits"] = gathered(output["logits"], shared.group, part.length)
+        return output
 
     return run
-
-
-def _run(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    shared: Shared,
-    given: Mapping[str, Any],
-    takes: Callable[[str], bool],
-) -> Any:
-    refuse_odd_inputs(given, shared.group.size)
-    part = _part_of(given, shared)
-    shared.length = part.length
-    local = _local_inputs(given, part, shared)
-    trains = model.training and torch.is_grad_enabled()
-    try:
-        with own_draws(model, shared.group.rank, trains=trains):
-            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
-    finally:
-        shared.packed = None
-    return _whole_output(output, part, shared, hides_logits=trains and "loss" in output)
 
 
 def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
@@ -179,28 +182,27 @@ def _counted_on(positions: Tensor, part: Part) -> Tensor:
     return positions[..., part.start : part.start + part.size]
 
 
-def _whole_output(output: Any, part: Part, shared: Shared, *, hides_logits: bool) -> Any:
-    """What the caller sees: the loss of the batch, and logits of whole rows."""
+def _refuse_odd_output(output: Any, size: int) -> ModelOutput:
+    """Refuse outputs that are not known to be shared along the sequence, or to add up.
+
+    Raises:
+        UnsupportedError: Names one.
+    """
     odd = sorted(set(output) - RETURNED) if isinstance(output, ModelOutput) else [type(output).__name__]
     if odd:
         raise UnsupportedError(
-            f"the model returns {odd[0]} with sp_size={shared.group.size}: it is of this rank's tokens, and not known to add up "
-            "over the ranks (the loss that balances experts does not). Set config.output_router_logits to False, or sp_size to 1."
+            f"the model returns {odd[0]} with sp_size={size}: it is of this rank's tokens, and not known to add up over the ranks "
+            "(the loss that balances experts does not). Set config.output_router_logits to False, or sp_size to 1."
         )
-    group = shared.group
+    return output  # type: ignore[no-any-return]
+
+
+def _with_hidden_logits(output: ModelOutput, part: Part, shared: Shared) -> ModelOutput:
+    """Logits are gathered when somebody reads them."""
 
     def whole(x: Tensor) -> Tensor:
-        return gathered(x, group, part.length)
+        return gathered(x, shared.group, part.length)
 
-    if output.get("loss") is not None:
-        output["loss"] = summed(output["loss"], group)
-    if output.get("hidden_states") is not None:
-        output["hidden_states"] = tuple(whole(x) for x in output["hidden_states"])
     if isinstance(output, LabelledOutput):  # parts of the vocabulary
         return output.then(whole)
-    if output.get("logits") is None:
-        return output
-    if hides_logits:
-        return LabelledOutput().hide(output, whole)
-    output["logits"] = whole(output["logits"])
-    return output
+    return LabelledOutput().hide(output, whole) if output.get("logits") is not None else output

@@ -16,6 +16,7 @@ from trainer_cases import NO_NOISE, Case, compare, run_cases
 pytestmark = [pytest.mark.timeout(300)]
 
 SP2: dict[str, Any] = {"sp_size": 2}
+PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 3}
 VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True}  # some rows of odd length
 TWO_RANKS = [
     Case("ulysses2", parallel=SP2, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
@@ -31,8 +32,14 @@ TWO_RANKS_LONG = [
     Case("ulysses2_zero1", parallel={**SP2, "zero": {"stage": 1}}, **VARIABLE),
     Case("ulysses2_zero2", parallel={**SP2, "zero": {"stage": 2}}, accumulation=2, **VARIABLE),
     Case("ulysses2_recomputed", parallel={**SP2, "activation_checkpointing": {"every": 2}}, **VARIABLE),
-    Case("ulysses2_offloaded", parallel={**SP2, "activation_checkpointing": {"every": 1, "offload": True}}, **VARIABLE),
-    Case("ulysses2_selective", parallel={**SP2, "activation_checkpointing": {"every": 2, "mode": "selective"}}, **VARIABLE),
+    Case(
+        "ulysses2_offloaded", parallel={**SP2, "activation_checkpointing": {"every": 1, "offload": True}}, **VARIABLE
+    ),
+    Case(
+        "ulysses2_selective",
+        parallel={**SP2, "activation_checkpointing": {"every": 2, "mode": "selective"}},
+        **VARIABLE,
+    ),
     Case("ulysses2_checkpointing", parallel=SP2, arguments={"gradient_checkpointing": True}, **VARIABLE),
     Case("ulysses2_own_loss", parallel=SP2, loss="func", **VARIABLE),
     Case("ulysses2_subclass", parallel=SP2, loss="subclass", **VARIABLE),
@@ -45,6 +52,20 @@ FOUR_RANKS = [
     Case("ulysses2_dp2_zero2", parallel={**SP2, "zero": {"stage": 2}}, accumulation=2, **VARIABLE),
     Case("ulysses2_tp2", parallel={**SP2, "tp_size": 2}, evaluate=True, metrics=True, **VARIABLE),
     Case("ulysses2_tp2_qwen3", model="qwen3", parallel={**SP2, "tp_size": 2}, accumulation=2, **VARIABLE),
+    Case("ulysses2_pp2", parallel={**SP2, **PP2}, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
+    Case("ulysses2_pp2_gpt2", model="gpt2", parallel={**SP2, **PP2}, arguments=NO_NOISE, **VARIABLE),
+    Case(
+        "ulysses2_pp2_zero_bubble",
+        model="llama_tied",
+        parallel={**SP2, **PP2, "schedule": "zbv_zero_bubble"},
+        **VARIABLE,
+    ),
+    Case(
+        "ulysses2_pp2_recomputed",
+        parallel={**SP2, **PP2, "activation_checkpointing": {"every": 1}, "zero": {"stage": 1}},
+        **VARIABLE,
+    ),
+    Case("ulysses2_pp2_own_loss", parallel={**SP2, **PP2}, loss="func", **VARIABLE),
     Case("ulysses4_repeated", parallel={"sp_size": 4}, **VARIABLE),  # two key-value heads
 ]
 
