@@ -285,11 +285,8 @@ class Replicas:
 
     @property
     def _share(self) -> float:
-        """Factor of a sum over the copies that makes it the mean of the replicas; 1 with local steps, which sum over one.
-
-        The ranks of a sequence add up: each has the gradient of its own tokens.
-        """
-        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.dp_size
+        """Factor of a sum over the copies that makes it their mean; 1 with local steps, which sum over one replica."""
+        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.num_copies
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.

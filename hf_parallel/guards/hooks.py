@@ -108,6 +108,11 @@ class HookGuard:
         hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
         if not hooks and not after:
             return
+        if self._mesh.sp_group is not None and not all(map(_is_ours, (*hooks.values(), *after.values()))):
+            raise UnsupportedError(
+                f"parameter {name} has gradient hooks with sp_size={self._mesh.shape.sp_size}: they would see the gradient of this "
+                "rank's tokens alone. Remove the hooks and change p.grad in on_pre_optimizer_step, or set sp_size to 1."
+            )
         is_sharded = self._ledger.entries[name].spec is not None
         if is_sharded and after:
             self._refuse_accumulation(name, parameter)

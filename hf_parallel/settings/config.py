@@ -224,7 +224,6 @@ class HFParallelConfig(Section):
             return []
         others = {
             f"zero.engine={self.zero.engine}": (self.zero.engine == "deepspeed", "zero.engine to native"),
-            f"zero.stage={self.zero.stage}": (self.zero.shards_parameters, "zero.stage to 1"),
             f"gradient_compression.method={self.gradient_compression.method}": (
                 self.gradient_compression.method != "none",
                 "gradient_compression.method to none",

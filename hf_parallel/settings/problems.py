@@ -38,7 +38,8 @@ MEANT: Final = {
         ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
     ),
     **dict.fromkeys(
-        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size"), "Did you mean sp_size?"
+        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size"),
+        "Did you mean sp_size?",
     ),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
     "offload_optimizer_device": "Did you mean zero.offload_optimizer?",

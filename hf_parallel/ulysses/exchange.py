@@ -94,7 +94,10 @@ def _exchanged(rows: Sequence[Tensor], group: SequenceGroup) -> Sequence[Tensor]
 
 
 def summed(x: Tensor, group: SequenceGroup) -> Tensor:
-    """Sum of the ranks' `x`; each rank's share keeps the gradient of the sum."""
+    """Sum of the ranks' `x`. The gradient of each rank's share is `size` times that of the sum: gradients are averaged over the ranks.
+
+    What a loss adds past the model (a penalty on parameters) has its gradient on every rank, so a sum would count it several times.
+    """
     result: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -102,7 +105,7 @@ def summed(x: Tensor, group: SequenceGroup) -> Tensor:
 def gathered(x: Tensor, group: SequenceGroup, length: int) -> Tensor:
     """The whole sequence, f[B S ...], of the ranks' parts, f[B S/sp ...]; `length` cuts off what was filled up.
 
-    Its gradient must be the same on all ranks; each takes the part of its own tokens.
+    Its gradient must be the same on all ranks; each takes the part of its own tokens, `size` times as `summed` does.
     """
     result: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return result[:, :length]
@@ -122,11 +125,12 @@ class _Exchange(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.size = group.size
         return group.total(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return grads[0] * ctx.size, None
 
 
 class _Gather(torch.autograd.Function):
@@ -137,7 +141,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].narrow(1, ctx.group.rank * ctx.length, ctx.length).contiguous(), None
+        group = ctx.group
+        return grads[0].narrow(1, group.rank * ctx.length, ctx.length) * group.size, None
 
 
 def repeats_for(heads: int, kv_heads: int, size: int) -> int:

@@ -187,7 +187,7 @@ def _compare(plain: Found, parts: Found, shared: Shared) -> str:
             wrong.append(f"the gradient of {name}, which only one of them has")
         if gradient is None:
             continue
-        total = group.total(torch.zeros_like(gradient) if mine is None else mine)
+        total = group.total(torch.zeros_like(gradient) if mine is None else mine) / group.size
         if (error := _error(total, gradient, floor)) > TOLERANCE:
             wrong.append(f"the gradient of {name} (relative error {error:.1e})")
     if not wrong:

@@ -116,7 +116,7 @@ def _difference(name: str, model: nn.Module, shared: Shared) -> float:
         for key, gradient in expected.items():
             if gradient is not None:
                 part = parts[key]
-                total = shared.group.total(torch.zeros_like(gradient) if part is None else part)
+                total = shared.group.total(torch.zeros_like(gradient) if part is None else part) / shared.group.size
                 errors.append(relative(gradient, total, max(float(gradient.abs().max()), FLOOR * largest)))
     return max(errors)
 
