@@ -86,6 +86,9 @@ zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; w
 zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_tp.py
 
+zoo-sp: setup  ## share the rows of every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_sp.py $(ARGS)
+
 zoo-lora: setup  ## put LoRA on every AutoModelForCausalLM type, on stages and on ranks, and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_lora.py $(ARGS)
 

@@ -161,7 +161,7 @@ def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
 def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerCallback] | None = None) -> Trainer:
     model = tiny.MODELS[case.model]()
     parallel = case.parallel or {}
-    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1)
+    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1) * parallel.get("sp_size", 1)
     replicas = max(1, world_size // mesh)
     data = tiny.rows(case.count, case.variable_length)
     arguments = TrainingArguments(

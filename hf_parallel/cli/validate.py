@@ -124,7 +124,10 @@ def _print(checked: Checked, verdict: Verdict | None, as_json: bool) -> None:
 def layout_text(checked: Checked) -> str:
     """The sizes of a valid file."""
     facts = _sizes(checked)
-    return f"tp {facts['tp_size']} x pp {facts['pp_size']} x dp {facts['dp_size'] or '(processes / tp / pp)'}"
+    sequence = f" x sp {facts['sp_size']}" if facts.get("sp_size") else ""
+    return (
+        f"tp {facts['tp_size']} x pp {facts['pp_size']}{sequence} x dp {facts['dp_size'] or '(processes / tp / pp)'}"
+    )
 
 
 def _sizes(checked: Checked) -> dict[str, Any]:
@@ -132,6 +135,7 @@ def _sizes(checked: Checked) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_processes": processes, "tp_size": None, "pp_size": None, "dp_size": None}
     if checked.config is not None:
         sizes |= {"tp_size": checked.config.tp_size, "pp_size": checked.config.pp_size}
+        sizes |= {"sp_size": checked.config.sp_size} if checked.config.sp_size > 1 else {}
         if isinstance(processes, int) and processes > 0 and not checked.errors:
             sizes["dp_size"] = checked.config.dp_size(processes)
     return sizes

@@ -78,7 +78,7 @@ class Replicas:
             self._reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
-        group = None if self._steps_locally else self._mesh.dp_group
+        group = None if self._steps_locally else self._mesh.copies_group
         self._reducer = GradientReducer(named, group, self._traffic())
 
     def relay(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ class Replicas:
 
     def describe(self) -> list[str]:
         """The data-parallel settings in lines for the start of a run; warnings among them."""
-        if self._mesh.dp_group is None:
+        if self._mesh.copies_group is None:
             return []
         lines, settings = [], self._settings
         if settings.zero.stage:
@@ -285,8 +285,8 @@ class Replicas:
 
     @property
     def _share(self) -> float:
-        """Factor of a sum over the replicas that makes it their mean; 1 with local steps, which sum over one replica."""
-        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.dp_size
+        """Factor of a sum over the copies that makes it their mean; 1 with local steps, which sum over one replica."""
+        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.num_copies
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.

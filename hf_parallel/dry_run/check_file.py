@@ -186,10 +186,13 @@ def _fit(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> None:
     check_accelerate(config, accelerate if whole else {**accelerate, "num_processes": -1})
 
 
+SIZES = ("tp_size", "pp_size", "sp_size")
+
+
 def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
     """What is left of invalid settings, so that the rest of the file can be checked against it."""
     try:
-        return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in ("tp_size", "pp_size")})
+        return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in SIZES})
     except ConfigError:
         return HFParallelConfig()
 

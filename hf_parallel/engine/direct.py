@@ -33,12 +33,12 @@ from hf_parallel.guards.batches import SharedBatch
 from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.guards.part_hooks import PartHooks
+from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
-from hf_parallel.tensor_parallel.run.vocab import LabelledOutput
 from hf_parallel.watchdog import Watchdog
 
 
@@ -159,7 +159,7 @@ class Engine:
         A single copy has no other to reduce with: what its own ranks share is summed as ever, so that a loop may step inside
         (accelerate's `LocalSGD` does).
         """
-        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.dp_size > 1
+        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.num_copies > 1
         try:
             yield
         finally:
@@ -299,8 +299,8 @@ class DirectEngine(Engine):
         return found
 
     def backpropagates(self, loss: torch.Tensor) -> None:
-        """Under tp all ranks must have the same loss: what differs is another step on every shard."""
-        if self.mesh.tp_group is not None and loss.numel() == 1:
+        """All ranks of a batch must have the same loss: what differs is another step on every shard, or a wrong sum."""
+        if self.mesh.mp_group is not None and loss.numel() == 1:
             self._backwards.lost(loss)
 
     @contextlib.contextmanager
@@ -317,7 +317,7 @@ class DirectEngine(Engine):
             if self._gives_gradients_away():
                 return
             self._begun = self.recorder.mark()
-        if self.mesh.tp_group is not None and gradient.is_floating_point():
+        if self.mesh.mp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
         self.end_pass_later()
 
@@ -333,8 +333,8 @@ class DirectEngine(Engine):
         self._pass = 0 if self.ends_step else self._pass + 1
 
     def compare_step(self) -> None:
-        """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
-        if self.mesh.tp_group is not None:
+        """Compare the losses of the ranks that read the same batch."""
+        if self.mesh.mp_group is not None:
             self._shared_batch.end_step()
             self._backwards.agree_later()
 

@@ -146,7 +146,7 @@ class GradientSync:
         parameter, zero = self._parameters[name], self.replicas.zero
         reduced = self.arrivals.take_aside(parameter)
         mine = [s for s in zero.shards if any(p is parameter for p in s.bucket.params)] if zero is not None else []
-        averaged = reduced is not None and self._mesh.shape.dp_size > 1
+        averaged = reduced is not None and self._mesh.shape.num_copies > 1
         if averaged or any(shard.master.grad is not None for shard in mine):
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) would see the gradient of "
@@ -175,7 +175,7 @@ class GradientSync:
                 self.shown.show()
         elif self.replicas.sharded is None:
             self._join()
-            if self._mesh.mp_group is not None:
+            if self._mesh.model_group is not None:
                 self.shown.show_between()
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class GradientSync:
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
             self.arrivals.settle(self._parameters.values())
-            if self._mesh.mp_group is not None:
+            if self._mesh.model_group is not None:
                 queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
@@ -288,8 +288,8 @@ class GradientSync:
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
-        if self._mesh.mp_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+        if self._mesh.model_group is not None:
+            dist.all_reduce(total, op=operation, group=self._mesh.model_group)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -47,8 +47,9 @@ class LastStage:
     ) -> None:
         self._mesh, self.device, self._watchdog = mesh, device, watchdog
         self._is_here = runtime.has_last_stage
+        self._speaks = mesh.tp_rank == mesh.sp_rank == 0  # for the ranks of its stage, which have the same results
         # World rank of the last stage of this rank's pipeline.
-        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank)
+        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank, mesh.sp_rank)
         self._digests, self._freezing = digests, freezing
 
     def share_losses(
@@ -64,7 +65,7 @@ class LastStage:
         count = len(batches)
         # f[batches + digests + 1], summed over the ranks: each writes its own slots and leaves zeros in the others.
         message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
-        if self._mesh.tp_rank == 0:
+        if self._speaks:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 message[share.batch] += loss.double()
         self._digests.put(message[count:-1], batches)
@@ -146,7 +147,7 @@ class LastStage:
             logits: torch.Tensor | None = None
             if parts:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
-                if self._mesh.tp_rank == 0:
+                if self._speaks:
                     double = int(logits.dtype is torch.float64)
                     header[:4] = torch.tensor([double, *logits.shape], device=header.device)
             self._digests.put(header[4:-1], [batch])

@@ -131,11 +131,11 @@ class PipelineEngine(Engine):
         return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
-        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""
+        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy and part of a sequence."""
         seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
         first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
         dist.broadcast(seed, src=first, group=self.mesh.mp_group)
-        return int(seed) + self.mesh.dp_rank
+        return int(seed) + self.mesh.copy_rank
 
     # -- what the Trainer side sets ------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class Session:
         """
         check_world(config, num_processes)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
+        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size, config.sp_size)
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
         compare_over_ranks("config", settings, lambda rank: f"rank {rank}")  # the layouts may differ, so no stages
         limit = config.monitor.hang_timeout_s

@@ -79,7 +79,7 @@ def prepare_late_weights(setup: Setup) -> LateWeights:
         return LateWeights(setup, None, None)
     unread.check(setup.config)
     unread.begin(setup.model)
-    blueprint = _blueprint(setup)
+    blueprint = _blueprint(setup) if setup.mesh.sp_group is None else None  # rows are tried on the values
     if blueprint is None:
         unread.fill(setup.model, None, setup.mesh, setup.device)
     return LateWeights(setup, unread, None if blueprint is None else _stand_in(blueprint))
@@ -160,7 +160,7 @@ def _refuse_unlike_files(setup: Setup, ledger: Ledger) -> None:
     parameters, buffers = held_tensors(setup.model, ledger, mesh.pp_rank)
     held: dict[str, torch.Tensor] = {**parameters, **buffers}
     shared = {
-        "the replicas": (mesh.dp_group, list(held)),
+        "the replicas": (mesh.copies_group, list(held)),
         "the tensor-parallel ranks": (mesh.tp_group, [name for name in held if ledger.entries[name].spec is None]),
         "the stages that share it": (mesh.pp_group, [entry.name for entry in ledger if len(entry.holders) > 1]),
     }

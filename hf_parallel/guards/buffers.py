@@ -50,7 +50,7 @@ class MovingBuffers:
         self._is_due = True
         # Without walking over the modules: a buffer that user code registers is one of the whole model, or beside others.
         tables = [own_buffers(module) for module in model.modules()]
-        self._tables = [tables[0], *filter(None, tables[1:])] if mesh.dp_group is not None else []
+        self._tables = [tables[0], *filter(None, tables[1:])] if mesh.copies_group is not None else []
         self._begun: dict[str, State] = {}  # at the beginning of the pass before, while passes are watched
         self._left = Untouched(self._tables)  # since the end of the pass before
         self._has_left = False
@@ -106,7 +106,7 @@ class MovingBuffers:
 
     def _look_between(self) -> None:
         """Find what was written since the pass before; collective over the replicas if there may be something."""
-        if self._mesh.dp_group is None or not self.sends or not self._has_left:
+        if self._mesh.copies_group is None or not self.sends or not self._has_left:
             return
         if self._begun:
             states = self._states()
@@ -134,8 +134,8 @@ class MovingBuffers:
 
     def _share(self, moved: list[str]) -> None:
         """Over the replicas: what any of them has written to moves."""
-        everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.dp_size)]
-        dist.all_gather_object(everyone, moved, group=self._mesh.dp_group)
+        everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.num_copies)]
+        dist.all_gather_object(everyone, moved, group=self._mesh.copies_group)
         self._moving = sorted({*self._moving, *(name for names in everyone for name in names)})
 
     def _numbers(self) -> dict[str, float]:
@@ -172,14 +172,15 @@ class MovingBuffers:
             )
         shape = self._mesh.shape
         mine = [
-            set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank)])
+            set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank, part)])
             for replica in range(shape.dp_size)
+            for part in range(shape.sp_size)
         ]
         self._moving = sorted(set.union(set(self._moving), *mine))
 
     @torch.no_grad()
     def _send(self) -> None:
-        group = self._mesh.dp_group
+        group = self._mesh.copies_group
         if group is None:
             return
         for name in self._moving:

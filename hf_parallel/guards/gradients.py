@@ -166,7 +166,7 @@ class ShownGradients:
         together = powers.max() if math.isinf(norm_type) else powers.sum()
         groups = [
             self._parts_of.shard_group if self._parts_of is not None else None,
-            self._mesh.tp_group if alone else self._mesh.mp_group,
+            self._mesh.tp_group if alone else self._mesh.model_group,
         ]
         return root(self._summed(together, groups, norm_type), norm_type)
 
@@ -199,7 +199,7 @@ class ShownGradients:
                 flat.parameter.grad = SharedGradient.of(flat.parameter, flat, self)
         if self._flat:
             self._stands.forget()  # of replicas that had gradients of their own until now
-        if self._mesh.mp_group is not None:
+        if self._mesh.model_group is not None:
             self._show_local()
             for name, stand in self._stands.named().items() if self._summands else ():
                 if isinstance(stand.part, LocalGradient) and name in self._summands:
@@ -288,7 +288,7 @@ class ShownGradients:
             return
         for shard in self._zero.shards:
             self.gather(shard)
-        if self._mesh.mp_group is None:
+        if self._mesh.model_group is None:
             for flat in self._flat.values():
                 if type(flat.parameter.grad) is SharedGradient:
                     flat.parameter.grad = flat.gathered

@@ -51,7 +51,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     the one after it.
     """
     rows, schedule = schedule_of(layout, work)
-    tokens, every = rows * work.length, layout.recompute.every
+    tokens, every = rows * work.length / layout.sp_size, layout.recompute.every
     whole = tokens * saved_by_block(shape, layout, work)
     entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
@@ -100,7 +100,7 @@ def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
     """The stages of a layout, and what they run on."""
     rows, schedule = schedule_of(layout, work)
     counts = blocks_of_stages(shape.layers, layout)
-    return Stages(rows * work.length, work.length, placement_of(schedule), counts, counts)
+    return Stages(rows * work.length / layout.sp_size, work.length, placement_of(schedule), counts, counts)
 
 
 def stage_parts(

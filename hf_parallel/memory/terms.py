@@ -110,7 +110,7 @@ class Layout:
     """What the ranks share and where it lies.
 
     Args:
-        num_processes: Of the run; a multiple of tp_size * pp_size.
+        num_processes: Of the run; a multiple of tp_size * pp_size * sp_size.
         ranks_per_node: Ranks that share a node's RAM.
         tp_size: Ranks that share each layer.
         pp_size: Ranks that share the stack of blocks.
@@ -128,6 +128,7 @@ class Layout:
         buffers: DeepSpeed's.
         chunked_loss: Whether the loss is computed without logits.
         extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
+        sp_size: Ranks that share the sequence of each row, and hold the same parameters.
     """
 
     num_processes: int
@@ -148,6 +149,7 @@ class Layout:
     buffers: Buffers = Buffers()
     chunked_loss: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
+    sp_size: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -246,6 +248,7 @@ def layout_of(
         config.data_parallel.bucket_cap_mb,
         chunked_loss=config.chunks_loss,
         extra=_extras(config, precision),
+        sp_size=config.sp_size,
     )
 
 

@@ -273,7 +273,8 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
     elif config.model_parallel_size == 1:
         layout = f"pure data parallelism over {world_size} processes"
     else:
-        layout = f"tp {config.tp_size} x pp {config.pp_size} x dp {dp_size} over {world_size} processes"
+        sequence = f" x sp {config.sp_size}" if config.sp_size > 1 else ""
+        layout = f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size} over {world_size} processes"
     return f"{layout}, from {origin}"
 
 

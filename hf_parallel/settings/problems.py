@@ -27,7 +27,7 @@ TRUTH: Final = {
     "off": False,
     "0": False,
 }
-_DP = "The data parallel size is derived: num_processes / (tp_size * pp_size). Remove it, and set num_processes."
+_DP = "The data parallel size is derived: num_processes / (tp_size * pp_size * sp_size). Remove it, and set num_processes."
 _TRAINERS = "It is an argument of TrainingArguments. Remove it here."
 _OUTSIDE = "It stands at the top level of the file, outside of parallelism_config. Move it there."
 # Keys of other programs, and of other places, that mean something here.
@@ -36,6 +36,10 @@ MEANT: Final = {
     **dict.fromkeys(("tp", "tensor_parallel_size", "tensor_model_parallel_size"), "Did you mean tp_size?"),
     **dict.fromkeys(
         ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
+    ),
+    **dict.fromkeys(
+        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size"),
+        "Did you mean sp_size?",
     ),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
     "offload_optimizer_device": "Did you mean zero.offload_optimizer?",

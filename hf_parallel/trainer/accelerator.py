@@ -173,7 +173,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
-            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
+            prepared.is_part = shape.mp_size > 1 or (shape.num_copies > 1 and config.zero.stage > 0)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

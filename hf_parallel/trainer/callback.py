@@ -282,6 +282,8 @@ def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
             f"pp_size={config.pp_size}",
             "that of each microbatch is drawn from a stream of its own, like dropout",
         )
+    elif config.sp_size > 1:
+        where, why = f"sp_size={config.sp_size}", "each part of a row draws numbers of its own, as for its dropout"
     elif config.tp_size > 1 and config.tensor_parallel.sequence_parallel:
         where, why = (
             "sequence_parallel: true",

@@ -164,7 +164,7 @@ def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParall
     shape = mesh.shape
     facts = {
         "format": FORMAT,
-        "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "mesh": shape.sizes,
         **_counts(accelerator),
         "files": {name: [one.bytes, one.sha256] for name, one in sorted(files.items())},
     }

@@ -71,7 +71,7 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "automatic": (f"{HEAD}parallelism_config:\n  hf_parallel: automatic\n", 6, r"hf_parallel='automatic': .*Set it to auto\.$"),
     "two documents": (ours("pp_size: 2") + "---\na: 1\n", 8, r"a single document in the stream, but found another.*Remove the line"),
     # keys that others have
-    "a derived size": (ours("pp_size: 2", "dp_size: 2"), 8, r"^dp_size: .*is derived: num_processes / \(tp_size \* pp_size\)\. Remove it"),
+    "a derived size": (ours("pp_size: 2", "dp_size: 2"), 8, r"^dp_size: .*is derived: num_processes / \(tp_size \* pp_size \* sp_size\)\. Remove it"),
     "megatron's name": (ours("tensor_model_parallel_size: 2"), 7, r"Did you mean tp_size\?"),
     "deepspeed's name": (ours("zero_stage: 1"), 7, r"Did you mean zero\.stage\?"),
     # typos in keys of every section

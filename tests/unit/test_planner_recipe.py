@@ -41,8 +41,8 @@ def test_settings_of_a_layout_mean_that_layout(layout: dict[str, object]) -> Non
 
 
 def test_what_this_package_does_not_run_is_not_written() -> None:
-    spec = LayoutSpec(sp=2, dtype="fp8", kernels="fused", overlap_pp=True, state_bytes=(2, 4, 12))
-    with pytest.raises(ConfigError, match=r"(?s)sp=2.*overlap_pp=true.*state_bytes=.*dtype=fp8.*kernels=fused"):
+    spec = LayoutSpec(loss="fused", dtype="fp8", kernels="fused", overlap_pp=True, state_bytes=(2, 4, 12))
+    with pytest.raises(ConfigError, match=r"(?s)overlap_pp=true.*state_bytes=.*loss=.*dtype=fp8.*kernels=fused"):
         settings_of(spec)
 
 

@@ -108,7 +108,7 @@ class Holdings:
         if replicas is not None and (replicas.zero is not None or replicas.sharded is not None):
             copies = mesh.dp_replicate_group
             return Place(self.ledger, mesh) if copies is None else self._copy(copies.rank(), copies.size())
-        return self._copy(mesh.dp_rank, mesh.shape.dp_size)
+        return self._copy(mesh.copy_rank, mesh.shape.num_copies)
 
     def _copy(self, copy: int, copies: int) -> Place:
         return Place(self.ledger, self.mesh, copy=copy, copies=copies)
@@ -168,7 +168,7 @@ def snapshot(
     groups = groups_together(optimizer, owned, names)
     description = {
         "format": FORMAT,
-        "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "mesh": shape.sizes,
         "optimizer": type(optimizer).__name__,
         "groups": groups.saved,
         "replicas": shape.dp_size if holdings.has_local_steps else None,

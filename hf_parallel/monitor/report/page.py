@@ -85,7 +85,7 @@ def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping
     shape = job.shape
     return {
         "format": FORMAT,
-        "layout": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "layout": shape.sizes,
         "settings": dict(settings),
         "metrics": metrics_of(job),
         "ranks": [{"rank": r, "name": shape.describe(r), "bubble": one.bubble, **asdict(one)} for r, one in enumerate(job.told)],
@@ -139,7 +139,8 @@ def _page(
     settings: Mapping[str, Any],
 ) -> str:
     shape = job.shape
-    title = f"tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
+    sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
+    title = f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
     names = [shape.describe(rank) for rank in range(min(MOST_ROWS, shape.world_size))]
     left_out = shape.world_size - len(names)
     parts = [

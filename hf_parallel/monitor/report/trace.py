@@ -114,7 +114,7 @@ def chrome_trace(
     shifted = [[step.start - offset.seconds for step in own] for own, offset in zip(records, offsets, strict=True)]
     origin = min((start for own in shifted for start in own), default=0.0)
     for rank, (own, offset) in enumerate(zip(records, offsets, strict=True)):
-        dp_rank, pp_rank, tp_rank = shape.coordinates(rank)
+        dp_rank, pp_rank, tp_rank, sp_rank = shape.coordinates(rank)
         several = sum(place == pp_rank for place in placement) > 1
         about = {"ph": "M", "pid": rank, "tid": 0}
         events.append(about | {"name": "process_name", "args": {"name": shape.describe(rank)}})
@@ -123,7 +123,7 @@ def chrome_trace(
         for step in own:
             for span in step.spans:
                 peer = _peer(span, placement)
-                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank)
+                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
                 event = {"ph": "X", "cat": span.kind, "pid": rank, "tid": _lane(span.kind)}
                 event |= {"name": name_of(span, several, target), "args": _arguments(span, step.number)}
                 event |= {"ts": 1e6 * (span.start - offset.seconds - origin), "dur": 1e6 * max(0.0, span.seconds)}
