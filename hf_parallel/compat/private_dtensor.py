@@ -181,11 +181,12 @@ def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
         first, changes = args[0], func._schema.is_mutable and isinstance(args[0], DTensor)
         if changes and any(map(_is_plain, args[1:])):
             args = [first, *(_part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
-        handler = handlers.pop(func)  # while the stock one runs
+        handler = handlers.pop(func, None)  # while the stock one runs; None in another thread's call
         try:
             return func(*args, **kwargs)
         finally:
-            handlers[func] = handler
+            if handler is not None:
+                handlers[func] = handler
 
     return run
 

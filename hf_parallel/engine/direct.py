@@ -186,11 +186,13 @@ class Engine:
         self.model.forward = forward
         vars(self.model)["no_sync"] = self.no_sync
         if self.gradients.replicas.partitions:
+            vars(self.model)["resize_token_embeddings"] = _refuse_resize
             vars(self.model)["zero_grad"] = functools.partial(
                 _zero_grad, self.model.zero_grad, self.gradients.replicas
             )
         if self.mesh.shape.mp_size > 1 or self.gradients.replicas.sharded is not None:
             vars(self.model)["__deepcopy__"] = _refuse_copy
+            vars(self.model)["resize_token_embeddings"] = _refuse_resize
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
         else:
             vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
@@ -357,6 +359,13 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
         return save_pretrained(*args, **kwargs)
 
     return save
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "resize_token_embeddings() was called after the model was prepared, with pp_size or tp_size above 1 or with ZeRO: ranks hold "
+        "parts of the embedding or of its optimizer's state. Call it before trainer.train() or accelerator.prepare()."
+    )
 
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:

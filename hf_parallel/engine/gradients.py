@@ -7,9 +7,8 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +33,7 @@ from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
 from hf_parallel.guards.states import guard_states, shown_states
-from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.guards.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -355,19 +354,9 @@ class GradientSync:
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
             self._guard_states(optimizer)
-            vars(optimizer)["zero_grad"] = self._clearing(optimizer.zero_grad)
+            clears_both(optimizer, self.shown.cleared)
         hooks.settle()
         return hooks
-
-    def _clearing(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
-        """`zero_grad` of an optimizer of flat parts, which clears the model's parameters too, as in stock."""
-
-        @functools.wraps(zero_grad)
-        def clear(set_to_none: bool = True) -> None:
-            zero_grad(set_to_none)
-            self.shown.cleared(set_to_none=set_to_none)
-
-        return clear
 
     def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
         zero = self.replicas.zero

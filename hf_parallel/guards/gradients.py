@@ -330,7 +330,7 @@ class ShownGradients:
                 parameter.grad = stand
         self._active = self._has_stepped = bool(stepped)
 
-    def cleared(self, *, set_to_none: bool = True) -> None:
+    def cleared(self, set_to_none: bool) -> None:
         """The optimizer's gradients are cleared: where they are in parts, so are those that parameters have or show.
 
         Args:
