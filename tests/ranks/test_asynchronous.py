@@ -42,6 +42,8 @@ TWO = [
     case_of("2bw_pp2_evaluates", 2, 4, evaluate=True, metrics=True),
     case_of("2bw_pp2_gpt2", 2, 3, model="gpt2", variable_length=True, loss="func"),
     case_of("2bw_pp2_no_clip", 2, 4, clip=0.0),
+    case_of("2bw_pp2_lora", 2, 4, model="llama_lora"),
+    case_of("2bw_pp2_sgd", 2, 2, arguments={"optim": "sgd"}),
     case_of("pipedream_pp2", 2, 1, schedule="pipedream"),
 ]
 FOUR = [
