@@ -133,7 +133,8 @@ class Ahead:
         extras = {key: value for key, value in batches[0].items() if key in COUNTS}
         for others, count in self.following[len(self._begun) - 1 : self.delay]:
             more = {k: count if k == "num_items_in_batch" else value for k, value in extras.items()}
-            self._begin([{**batch, **more} for batch in others])
+            given = [{key: value for key, value in batch.items() if value is not None} for batch in others]
+            self._begin([{**batch, **more} for batch in given])
         before, self.runtime.before = self.runtime.before, self._seed
         try:
             self.runtime.advance(self._stream, self._program())

@@ -124,7 +124,8 @@ class OwnStep(Trainer):
 def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in kinds:
-        trainer = make_trainer(case, Path(folder) / kind, world_size, [Stops(kind)])
+        loss = "subclass" if kind == "own_loss" else ""
+        trainer = make_trainer(dataclasses.replace(case, loss=loss), Path(folder) / kind, world_size, [Stops(kind)])
         if kind == "own_step":
             trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
         try:
@@ -171,6 +172,7 @@ def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_p
         ("writes", "weights were changed between the backward pass and optimizer.step.*Change them after the step"),
         ("adds_up", "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch"),
         ("steps_again", "a second optimizer.step.*Use one optimizer"),
+        ("own_loss", "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss"),
         ("own_step", "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step"),
     ],
 )
