@@ -163,22 +163,30 @@ def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_p
     assert found[0]["leaves"] == pytest.approx(expected["leaves"], abs=1e-5)
 
 
+REFUSED = {
+    "freezes": "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training",
+    "hooks": "hooks on 1 parameters .*Remove them",
+    "writes": "weights were changed between the backward pass and optimizer.step.*Change them after the step",
+    "adds_up": "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch",
+    "steps_again": "a second optimizer.step.*Use one optimizer",
+    "own_loss": "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss",
+    "own_step": "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("refusals")
+    found: dict[str, Any] = run_ranks(
+        losses_with, 2, SMALL, list(REFUSED), str(folder), tmp_path=folder, timeout=240, env=ENV
+    )[0]
+    return found
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("freezes", "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training"),
-        ("hooks", "hooks on 1 parameters .*Remove them"),
-        ("writes", "weights were changed between the backward pass and optimizer.step.*Change them after the step"),
-        ("adds_up", "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch"),
-        ("steps_again", "a second optimizer.step.*Use one optimizer"),
-        ("own_loss", "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss"),
-        ("own_step", "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step"),
-    ],
-)
-def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, says: str, tmp_path: Path) -> None:
-    found = run_ranks(losses_with, 2, SMALL, [kind], str(tmp_path), tmp_path=tmp_path, timeout=120, env=ENV)
-    assert re.search(says, str(found[0][kind])), found[0][kind]
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, refusals: dict[str, Any]) -> None:
+    assert re.search(REFUSED[kind], str(refusals[kind])), refusals[kind]
 
 
 @pytest.fixture(scope="module")
