@@ -113,6 +113,12 @@ class Stops(TrainerCallback):
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
 
+        if self.kind == "scales" and state.global_step == 2:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            total = sum(float(gradient.norm()) ** 2 for gradient in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(1.0 / total)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.kind == "hooks":
             next(model.parameters()).register_hook(lambda gradient: gradient * 2)
@@ -172,6 +178,7 @@ REFUSED = {
     "hooks": "hooks on 1 parameters .*Remove them",
     "writes": "weights were changed between the backward pass and optimizer.step.*Change them after the step",
     "adds_up": "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch",
+    "scales": "all gradients of a stage were multiplied by one number",  # by another on each
     "steps_again": "a second optimizer.step.*Use one optimizer",
     "own_loss": "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss",
     "own_step": "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step",
