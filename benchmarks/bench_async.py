@@ -129,15 +129,15 @@ def idle_main(
     found = []
     for schedule, count in cases:
         sleeps = Sleeps(settings)
+        steps = settings.steps + (2 * world_size if count == 1 else 0)  # pipedream fills and drains for p - 1 steps
         data = [
-            {"input_ids": torch.full((8,), i % 256), "labels": torch.full((8,), i % 256)}
-            for i in range(count * settings.steps)
+            {"input_ids": torch.full((8,), i % 256), "labels": torch.full((8,), i % 256)} for i in range(count * steps)
         ]
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 folder,
                 per_device_train_batch_size=count,
-                max_steps=settings.steps,
+                max_steps=steps,
                 use_cpu=True,
                 report_to=[],
                 disable_tqdm=True,
@@ -151,7 +151,8 @@ def idle_main(
             sleeps.trainer = trainer
             trainer.train()
             trainer.accelerator.hf_parallel.watchdog.stop()
-        middle = sleeps.steps[1:-2]
+        ends = world_size if count == 1 else 1
+        middle = sleeps.steps[ends : -ends - 1]
         wall, busy = (sum(step[k] for step in middle) for k in (0, 1))
         found.append((1.0 - busy / wall, statistics.median(step[0] for step in middle)))
     return found
