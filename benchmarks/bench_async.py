@@ -13,6 +13,7 @@ schedule compute (tests/ranks/test_asynchronous.py). Byte-level Llamas read this
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -59,8 +60,8 @@ class Settings:
     backward_s: float = 0.3
     steps: int = 7
     sizes: tuple[tuple[int, int], ...] = ((2, 1), (2, 4), (4, 3), (4, 8))
-    updates: int = 200
-    base_updates: int = 400
+    updates: int = 150
+    base_updates: int = 300
     seeds: tuple[int, ...] = (0, 1)
 
 
@@ -128,15 +129,15 @@ def idle_main(
     found = []
     for schedule, count in cases:
         sleeps = Sleeps(settings)
+        steps = settings.steps + (2 * world_size if count == 1 else 0)  # pipedream fills and drains for p - 1 steps
         data = [
-            {"input_ids": torch.full((8,), i % 256), "labels": torch.full((8,), i % 256)}
-            for i in range(count * settings.steps)
+            {"input_ids": torch.full((8,), i % 256), "labels": torch.full((8,), i % 256)} for i in range(count * steps)
         ]
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 folder,
                 per_device_train_batch_size=count,
-                max_steps=settings.steps,
+                max_steps=steps,
                 use_cpu=True,
                 report_to=[],
                 disable_tqdm=True,
@@ -150,7 +151,8 @@ def idle_main(
             sleeps.trainer = trainer
             trainer.train()
             trainer.accelerator.hf_parallel.watchdog.stop()
-        middle = sleeps.steps[1:-2]
+        ends = world_size if count == 1 else 1
+        middle = sleeps.steps[ends : -ends - 1]
         wall, busy = (sum(step[k] for step in middle) for k in (0, 1))
         found.append((1.0 - busy / wall, statistics.median(step[0] for step in middle)))
     return found
@@ -283,30 +285,39 @@ def measure_loss(settings: Settings) -> list[dict[str, Any]]:
     bases = {}
     for seed in settings.seeds:
         torch.manual_seed(seed)
-        base = small_llama(64, 4)
+        base = small_llama(64, 2)
         train(base, torch.optim.AdamW(base.parameters(), lr=1e-3), 0, settings.base_updates, seed)
         bases[seed] = base.state_dict()
     rows = []
     for begins, kinds in (("from scratch", OPTIMIZERS), ("fine-tuning", TUNING)):
         for name, make in kinds.items():
-            found: dict[int, list[float]] = {delay: [] for delay in DELAYS}
+            found: dict[str, dict[str, float]] = {str(delay): {} for delay in DELAYS}
             for seed in settings.seeds:
                 for delay in DELAYS:
                     torch.manual_seed(seed)
-                    model = small_llama(64, 4)
+                    model = small_llama(64, 2)
                     if begins == "fine-tuning":
                         model.load_state_dict(bases[seed])
-                    found[delay].append(train(model, make(model), delay, settings.updates, 100 + seed))
+                    found[str(delay)][str(seed)] = train(model, make(model), delay, settings.updates, 100 + seed)
             rows.append({"run": begins, "optimizer": name, "losses": found})
     return rows
 
 
-def loss_table(rows: list[dict[str, Any]], settings: Settings) -> list[str]:
-    """The rows in Markdown."""
-    seeds = " and ".join(map(str, settings.seeds))
-    lines = [f"| run, seeds {seeds} | loss, no delay | 1 step old | 3 steps old |", "|---|---|---|---|"]
+def joined(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, with the losses of other seeds that an earlier run has measured."""
+    known = {(row["run"], row["optimizer"]): row["losses"] for row in before}
     for row in rows:
-        plain, *others = (row["losses"][delay] for delay in DELAYS)
+        for delay, losses in known.get((row["run"], row["optimizer"]), {}).items():
+            row["losses"][delay] = {**losses, **row["losses"][delay]}
+    return rows
+
+
+def loss_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The rows in Markdown."""
+    seeds = sorted(rows[0]["losses"]["0"])
+    lines = [f"| run, seeds {' and '.join(seeds)} | loss, no delay | 1 step old | 3 steps old |", "|---|---|---|---|"]
+    for row in rows:
+        plain, *others = ([row["losses"][str(delay)][seed] for seed in seeds] for delay in DELAYS)
         changes = [", ".join(f"{b / a - 1:+.2%}" for a, b in zip(plain, other, strict=True)) for other in others]
         lines.append(
             f"| {row['run']}, {row['optimizer']} | {', '.join(f'{loss:.3f}' for loss in plain)} | {' | '.join(changes)} |"
@@ -340,16 +351,20 @@ def main() -> None:
     """Measure, print, and write the page."""
     parser = parser_of(__doc__, "build/reports/bench_async.json")
     parser.add_argument("--part", choices=("idle", "loss", "picture"), default=None, help="only one of them")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=(0, 1), help="those of earlier runs stay in the report"
+    )
     given = parser.parse_args()
-    settings = Settings(0.002, 0.004, 5, ((2, 2),), 3, 3, (0,)) if given.smoke else Settings()
-    report: dict[str, Any] = {}
+    settings = Settings(0.002, 0.004, 5, ((2, 2),), 3, 3, (0,)) if given.smoke else Settings(seeds=tuple(given.seeds))
+    before = json.loads(given.output.read_text()) if given.output.exists() and not given.smoke else {}
+    report: dict[str, Any] = {part: before[part] for part in ("idle", "loss") if part in before}
     tables: dict[str, list[str]] = {}
     if given.part in (None, "idle"):
         report["idle"] = measure_idle(settings)
         tables["idle"] = idle_table(report["idle"])
     if given.part in (None, "loss"):
-        report["loss"] = measure_loss(settings)
-        tables["loss"] = loss_table(report["loss"], settings)
+        report["loss"] = joined(before.get("loss", []), measure_loss(settings))
+        tables["loss"] = loss_table(report["loss"])
     for lines in tables.values():
         Console(width=140, highlight=False).print("\n".join(lines), markup=False)
     write_report(given.output, report)

@@ -20,6 +20,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import spelled
 
 
@@ -163,7 +164,7 @@ def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HF
 def _poor(config: HFParallelConfig) -> Iterator[str]:
     """Settings of ours that work, and badly."""
     stages, settings = config.pp_size, config.pipeline
-    if stages > 1 and settings.num_microbatches == 1 and settings.schedule != "naive":
+    if stages > 1 and settings.num_microbatches == 1 and settings.schedule not in ("naive", *ASYNCHRONOUS):
         yield (
             f"pipeline.num_microbatches=1 with pp_size={stages}: one stage works at a time, so {(stages - 1) / stages:.0%} of the "
             f"step is idle. Set pipeline.num_microbatches to {2 * stages} or 'auto'."

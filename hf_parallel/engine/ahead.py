@@ -37,7 +37,8 @@ Batches: TypeAlias = list[dict[str, Any]]
 NOT_ANNOUNCED = (
     "a training forward that no data loader announced, with pipeline.schedule={name}: batches of the next steps enter the pipeline "
     "before their call, so stock code alone may stand between the data loader and the model. Leave {methods}, callbacks "
-    "between batches and hooks on the model as the Trainer has them, or set pipeline.schedule to 1f1b."
+    "between batches and hooks on the model as the Trainer has them, and gradient_accumulation_steps as it is within an epoch, or set "
+    "pipeline.schedule to 1f1b."
 )
 
 
@@ -109,7 +110,11 @@ class Ahead:
             mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
         )
         self._group = new_group_of(mesh.shape.groups(lambda d, p, t: (d,)), timeout=mesh.timeout, backend=None)
-        self.attachment.gradients.before_write = self._before_write
+        gradients = self.attachment.gradients
+        gradients.before_write = self._before_write
+        factors = gradients.shown.factors  # compared while the next step runs, so that no rank waits for another here
+        factors.is_late = True
+        gradients.replicas.before_reading.append(factors.judge)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,8 @@ class Ahead:
         extras = {key: value for key, value in batches[0].items() if key in COUNTS}
         for others, count in self.following[len(self._begun) - 1 : self.delay]:
             more = {k: count if k == "num_items_in_batch" else value for k, value in extras.items()}
-            self._begin([{**batch, **more} for batch in others])
+            given = [{key: value for key, value in batch.items() if value is not None} for batch in others]
+            self._begin([{**batch, **more} for batch in given])
         before, self.runtime.before = self.runtime.before, self._seed
         try:
             self.runtime.advance(self._stream, self._program())

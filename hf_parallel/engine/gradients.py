@@ -59,6 +59,8 @@ class GradientSync:
         before_write: Called when an optimizer is about to write to the parameters.
     """
 
+    _foreseen: torch.Tensor | None = None  # sum of the squares of all gradients, before anybody has seen them
+
     def __init__(
         self,
         ledger: Ledger,
@@ -77,7 +79,6 @@ class GradientSync:
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
         self.before_write: Callable[[], None] | None = None
-        self._foreseen: torch.Tensor | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)

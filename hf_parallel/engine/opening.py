@@ -143,8 +143,8 @@ def _staleness(schedule: ScheduleChoice) -> str:
     old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
     return (
         f"{schedule.settings.schedule}: ranks are idle at the begin and the end of an epoch only, but gradients are those of weights "
-        f"that are {old} old: expect next to no loss in fine-tuning at usual learning rates, and a worse loss from scratch (measured in "
-        f"docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
+        f"that are {old} old: expect next to no change of the loss in fine-tuning at small learning rates, and several percent more "
+        f"loss from scratch (measured in docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
     )
 
 

@@ -398,6 +398,8 @@ class PipelineEngine(Engine):
     # -- split ---------------------------------------------------------------------------------------------------
 
     def _split(self, batch: dict[str, Any]) -> PipelineOutput:
+        if self.ahead is not None:
+            raise UnsupportedError(self.ahead.not_announced)
         self.attachment.batch_check.check([batch])
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)

@@ -42,6 +42,8 @@ TWO = [
     case_of("2bw_pp2_evaluates", 2, 4, evaluate=True, metrics=True),
     case_of("2bw_pp2_gpt2", 2, 3, model="gpt2", variable_length=True, loss="func"),
     case_of("2bw_pp2_no_clip", 2, 4, clip=0.0),
+    case_of("2bw_pp2_lora", 2, 4, model="llama_lora"),
+    case_of("2bw_pp2_sgd", 2, 2, arguments={"optim": "sgd"}),
     case_of("pipedream_pp2", 2, 1, schedule="pipedream"),
 ]
 FOUR = [
@@ -57,9 +59,15 @@ def runs_of(cases: list[Case], world_size: int, folder: Path) -> dict[str, dict[
     return run_cases(stock, 1, folder / "stock") | run_cases(cases, world_size, folder / "mesh")
 
 
+def final_of(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the run has saved at its end, of adapters those alone."""
+    (file,) = (Path(run["folder"]) / "final").glob("*model.safetensors")
+    return load_file(file)
+
+
 def compare_final(mine: dict[str, Any], reference: dict[str, Any]) -> None:
     compare(mine, reference)
-    found, expected = (load_file(Path(run["folder"]) / "final" / "model.safetensors") for run in (mine, reference))
+    found, expected = (final_of(run) for run in (mine, reference))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         difference = float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
@@ -79,9 +87,7 @@ def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(tmp_path: 
         shutil.copytree(tmp_path / "whole" / "mesh" / "saved", folder / "saved")
         again = run_cases([resumed], 2, folder)["saved"]
         assert again["history"][-1] == pytest.approx(whole["saved"]["history"][-1], abs=1e-6)
-        final, expected = (
-            load_file(Path(run["folder"]) / "final" / "model.safetensors") for run in (again, whole["saved"])
-        )
+        final, expected = (final_of(run) for run in (again, whole["saved"]))
         for name, tensor in expected.items():
             torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
 
@@ -107,6 +113,12 @@ class Stops(TrainerCallback):
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
 
+        if self.kind == "scales" and state.global_step == 2:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            total = sum(float(gradient.norm()) ** 2 for gradient in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(1.0 / total)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.kind == "hooks":
             next(model.parameters()).register_hook(lambda gradient: gradient * 2)
@@ -122,7 +134,8 @@ class OwnStep(Trainer):
 def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in kinds:
-        trainer = make_trainer(case, Path(folder) / kind, world_size, [Stops(kind)])
+        loss = "subclass" if kind == "own_loss" else ""
+        trainer = make_trainer(dataclasses.replace(case, loss=loss), Path(folder) / kind, world_size, [Stops(kind)])
         if kind == "own_step":
             trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
         try:
@@ -160,21 +173,31 @@ def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_p
     assert found[0]["leaves"] == pytest.approx(expected["leaves"], abs=1e-5)
 
 
+REFUSED = {
+    "freezes": "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training",
+    "hooks": "hooks on 1 parameters .*Remove them",
+    "writes": "weights were changed between the backward pass and optimizer.step.*Change them after the step",
+    "adds_up": "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch",
+    "scales": "all gradients of a stage were multiplied by one number",  # by another on each
+    "steps_again": "a second optimizer.step.*Use one optimizer",
+    "own_loss": "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss",
+    "own_step": "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("refusals")
+    found: dict[str, Any] = run_ranks(
+        losses_with, 2, SMALL, list(REFUSED), str(folder), tmp_path=folder, timeout=240, env=ENV
+    )[0]
+    return found
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("freezes", "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training"),
-        ("hooks", "hooks on 1 parameters .*Remove them"),
-        ("writes", "weights were changed between the backward pass and optimizer.step.*Change them after the step"),
-        ("adds_up", "no optimizer.step.. followed the batches before.*gradient_accumulation_steps"),
-        ("steps_again", "a second optimizer.step.*Use one optimizer"),
-        ("own_step", "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step"),
-    ],
-)
-def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, says: str, tmp_path: Path) -> None:
-    found = run_ranks(losses_with, 2, SMALL, [kind], str(tmp_path), tmp_path=tmp_path, timeout=120, env=ENV)
-    assert re.search(says, str(found[0][kind])), found[0][kind]
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, refusals: dict[str, Any]) -> None:
+    assert re.search(REFUSED[kind], str(refusals[kind])), refusals[kind]
 
 
 @pytest.fixture(scope="module")

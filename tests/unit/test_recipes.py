@@ -50,7 +50,7 @@ def test_every_cpu_recipe_is_named_after_its_layout(name: str) -> None:
     config, (_, accelerate) = load_recipe(name), read_section(find_recipe(name))
     sizes = {"pp": config.pp_size, "dp": config.dp_size(accelerate["num_processes"]), "tp": config.tp_size}
     sizes["sp"] = config.sp_size
-    schedule = config.pipeline.schedule.split("_")[0]
+    schedule = config.pipeline.schedule.removeprefix("pipedream_").split("_")[0]
     variant = [schedule] if config.pp_size > 1 and schedule != "1f1b" else []
     variant += ["sp"] if config.tensor_parallel.sequence_parallel else []
     zero = "deepspeed" if config.zero.engine == "deepspeed" else f"zero{config.zero.stage}"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters, version_of
+from hf_parallel.compat.torch_tools import copy_all
 from hf_parallel.errors import UnsupportedError
 
 
@@ -73,7 +74,8 @@ class WeightVersions:
         """An optimizer writes next: the parameters move to free memory, with the values that they have."""
         free = next(version for version in range(len(self._sets)) if version not in list(self.recent)[1:])
         targets = [leaf.data for leaf in self._sets[free]]
-        torch._foreach_copy_(targets, [parameter.data for parameter in self._parameters])
+        if targets:
+            copy_all(targets, [parameter.data for parameter in self._parameters])
         for parameter, target in zip(self._parameters, targets, strict=True):
             parameter.data = target
         self.recent.append(free)
