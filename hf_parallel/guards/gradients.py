@@ -320,6 +320,8 @@ class ShownGradients:
             if type(gradient) is SharedGradient and gradient.changed is None:
                 taken.append((parameter, parameter.grad, gradient))
         self._stepped = [] if before_backward else taken
+        if self._zero is not None and self._cleared and not before_backward:
+            self._zero.dropped(self._cleared)
         return settled
 
     def show_after_step(self) -> None:
@@ -360,6 +362,7 @@ class ShownGradients:
                 shard.master.grad[piece] = 0.0
                 shard.absent.append(piece)
             return
+        self._cleared.discard(flat.name)
         if piece is not None and piece in shard.absent:
             shard.absent.remove(piece)
         if type(gradient) is not SharedGradient:
