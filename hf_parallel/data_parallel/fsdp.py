@@ -168,6 +168,13 @@ class ShardedModel:
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
         self._gathered.hide()
+        for part in self._hooks.accumulating():
+            if part.grad is not None:
+                raise UnsupportedError(
+                    f"the hook on the accumulated gradient of {_name_of(part)} (register_post_accumulate_grad_hook) with zero.stage: 3 or "
+                    "engine: fsdp2 would see the gradient of this backward pass only: that of earlier passes is averaged over the "
+                    "replicas already. Use parameter.register_hook, or set gradient_accumulation_steps to 1, or zero.stage to 1."
+                )
         self._hooks.follow()
 
     def begin_backward(self) -> None:

@@ -301,7 +301,13 @@ class DirectEngine(Engine):
         return found
 
     def backpropagates(self, loss: torch.Tensor) -> None:
-        """All ranks of a batch must have the same loss: what differs is another step on every shard, or a wrong sum."""
+        """All ranks of a batch must have the same loss: what differs is another step on every shard, or a wrong sum.
+
+        With ZeRO gradients are taken back now: that of a parameter which the loss reads itself may arrive before those of the
+        model's outputs, and would pass for one that user code assigned, which is not averaged.
+        """
+        if self.gradients.replicas.zero is not None:
+            self.gradients.begin_backward()
         if self.mesh.mp_group is not None and loss.numel() == 1:
             self._backwards.lost(loss)
 

@@ -53,7 +53,7 @@ class ShownGradients:
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
-        self._stepped: list[tuple[nn.Parameter, Tensor | None, SharedGradient]] = []  # what a step took away, and left
+        self._stepped: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []  # what a step took away, and left
         self._has_stepped = False
         self._stands = StandIns(self._stand_for)
         self._touched = False
@@ -306,7 +306,8 @@ class ShownGradients:
             return []
         self._active = False
         self._refuse_changed_parts()
-        settled, taken = [], []
+        settled: list[nn.Parameter] = []
+        taken: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
         self._give_room()
         for name, parameter in self._parameters.items():
             gradient, flat = parameter.grad, self._flat.get(name)
@@ -319,7 +320,11 @@ class ShownGradients:
                     settled.append(parameter)
             if type(gradient) is SharedGradient and gradient.changed is None:
                 taken.append((parameter, parameter.grad, gradient))
+            elif flat is not None and gradient is not None and parameter.grad is None:  # laid open, or assigned
+                taken.append((parameter, None, plain_of(gradient)))
         self._stepped = [] if before_backward else taken
+        if self._zero is not None and self._cleared and not before_backward:
+            self._zero.dropped(self._cleared)
         return settled
 
     def show_after_step(self) -> None:
@@ -360,6 +365,7 @@ class ShownGradients:
                 shard.master.grad[piece] = 0.0
                 shard.absent.append(piece)
             return
+        self._cleared.discard(flat.name)
         if piece is not None and piece in shard.absent:
             shard.absent.remove(piece)
         if type(gradient) is not SharedGradient:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ from hf_parallel.trainer.model_folder import whole_state, write_model
 LISTING = "hf_parallel_state.json"
 PARTS = "parts.pt"
 FORMAT = 1
+OURS = re.compile(r"parts\.pt|rank_[0-9]+\.pt|custom_checkpoint_[0-9]+\.pkl|training_state.*|optimizer_[0-9]+")
 
 
 def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
@@ -267,6 +269,12 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
             raise CheckpointError(
                 f"{folder / name} is damaged: its content is not what {LISTING} says. Load another state."
             )
+    read = [name for name in files_of_state(folder) if name not in files]
+    if read or PARTS not in files:
+        raise CheckpointError(
+            f"{folder / (read[0] if read else PARTS)} is not in {LISTING}: no save wrote it there, and it would be read as a part of the "
+            "state. Move it away, or load another state."
+        )
     here = _counts(accelerator)
     for kind, count in counts.items():
         if count != here[kind]:
@@ -277,6 +285,17 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
             )
     _refuse_other_counts(folder, MeshShape(**facts["mesh"]).dp_size, mesh.shape.dp_size, accelerator)
     return facts
+
+
+def files_of_state(folder: Path) -> list[str]:
+    """What lies in a folder under the names of a state, whoever put it there; weights are not looked at."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for top in folder.iterdir()
+        if OURS.fullmatch(top.name)
+        for path in ([top] if top.is_symlink() or not top.is_dir() else top.rglob("*"))
+        if path.is_symlink() or not path.is_dir()
+    )
 
 
 def _refuse_other_counts(folder: Path, saved: int, here: int, accelerator: HFParallelAccelerator) -> None:

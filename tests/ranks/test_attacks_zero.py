@@ -230,6 +230,25 @@ def flattened(parameter: Any) -> None:
     parameter.copy_(parameter.view(-1).view_as(parameter))
 
 
+def skipped(loop: Loop) -> None:
+    """A step without gradients counts for nothing: the moments and their number of steps stay."""
+
+    def drop(step: int) -> None:
+        for parameter in loop.named().values() if step == 1 else ():
+            parameter.grad = None
+
+    trained(loop, drop)
+
+
+def temperature(loop: Loop) -> None:
+    """A parameter that the loss reads past the model: its gradient may be the first to arrive."""
+    loop.model.temperature = torch.nn.Parameter(torch.ones(1))
+    loop.prepare()
+    for step in range(STEPS):
+        loop.accelerator.backward(loop.loss(step) * loop.accelerator.unwrap_model(loop.model).temperature.sum())
+        loop.step()
+
+
 def as_array(parameter: Any) -> None:
     parameter.detach().numpy()[:] *= 0.5
 
@@ -252,7 +271,7 @@ BODIES |= {name: through_groups(change) for name, change in CHANGES.items()}
 BODIES |= {f"{name}_inside": through_groups(change, inner=True) for name, change in CHANGES.items()}
 BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
 BODIES |= {"clamped_last_inside": through_groups(CHANGES["clamped"], STEPS - 1, inner=True)}
-BODIES |= WHOLE | {"resized": resized}
+BODIES |= WHOLE | {"resized": resized, "skipped": skipped, "temperature": temperature}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
 OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
@@ -284,6 +303,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "permuted": {"zero3": "", "zero1": ""},
     "flattened": {"zero3": "aten.view.default on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
     "as_array": {"zero3": "numpy() on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
+    "skipped": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "zero3": "", "pp2": ""},
+    "temperature": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
     "resized": dict.fromkeys(("zero3", "tp2", "pp2", "zero1"), "resize_token_embeddings() was called after"),
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
 }

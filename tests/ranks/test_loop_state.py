@@ -264,6 +264,16 @@ def naming_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         except ParallelError as error:
             found[name] = str(error)
     project.automatic_checkpoint_naming = False
+    accelerator.save_state(f"{folder}/planted")
+    accelerator.wait_for_everyone()
+    listing = Path(folder, "planted", "hf_parallel_state.json")
+    if rank == 0:
+        listed = json.loads(listing.read_text())
+        listed["files"].pop("rank_1.pt")  # of a pickle that nobody vouches for
+        listing.write_text(json.dumps(listed))
+    accelerator.wait_for_everyone()
+    with pytest.raises(ParallelError, match=r"rank_1\.pt is not in hf_parallel_state\.json: no save wrote it there"):
+        accelerator.load_state(f"{folder}/planted")
     calls: list[Any] = []
     accelerator.register_save_state_pre_hook(
         lambda models, weights, where: calls.append((len(models), sorted(weights.pop())[:1], where))
