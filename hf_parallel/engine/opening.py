@@ -142,7 +142,7 @@ def _staleness(schedule: ScheduleChoice) -> str:
     delay = delay_of(schedule.settings.schedule, schedule.pp_size)
     old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
     return (
-        f"{schedule.settings.schedule}: ranks are idle at the begin and the end of an epoch only, but gradients are those of weights "
+        f"{schedule.settings.schedule}: ranks are idle at the beginning and end of an epoch only, but gradients are those of weights "
         f"that are {old} old: expect next to no change of the loss in fine-tuning at small learning rates, and several percent more "
         f"loss from scratch (measured in docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
     )

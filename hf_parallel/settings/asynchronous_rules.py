@@ -16,8 +16,8 @@ TWO_VERSIONS = "pipedream_2bw"
 def asynchronous_problems(
     pipeline: PipelineConfig,
     pp_size: int,
-    tp_size: int,
     *,
+    sequence_parallel: bool,
     zero: ZeroConfig,
     compression: GradientCompressionConfig,
     local_sgd: LocalSgdConfig,
@@ -28,7 +28,7 @@ def asynchronous_problems(
     Args:
         pipeline: With the schedule.
         pp_size: Ranks of the pipeline.
-        tp_size: Ranks that share each layer.
+        sequence_parallel: Whether ranks that share each layer share the sequence too.
         zero: Partition over the replicas.
         compression: Of gradients.
         local_sgd: Local steps.
@@ -48,10 +48,10 @@ def asynchronous_problems(
             "zero.stage to 0 and zero.engine to auto",
         ),
         (
-            tp_size > 1,
-            f"tp_size={tp_size}",
-            "ranks that share a layer would have to be at the same update when they compare what they hold",
-            "tp_size to 1",
+            sequence_parallel,
+            "tensor_parallel.sequence_parallel=true",
+            "it was not compared with one process there",
+            "tensor_parallel.sequence_parallel to false",
         ),
         (
             local_sgd.sync_every > 1,

@@ -167,7 +167,8 @@ class HFParallelConfig(Section):
             *self._uncompiled(),
             *self._without_effect(),
             *asynchronous_problems(
-                *(self.pipeline, self.pp_size, self.tp_size),
+                *(self.pipeline, self.pp_size),
+                sequence_parallel=self.tensor_parallel.sequence_parallel,
                 zero=self.zero,
                 compression=self.gradient_compression,
                 local_sgd=self.local_sgd,

@@ -50,6 +50,14 @@ FOUR = [
     case_of("2bw_pp4_m3", 4, 3, model="llama_8", batch=6),
     case_of("2bw_pp4_m8", 4, 8, model="llama_8"),
     case_of("2bw_pp2_dp2", 2, 4, model="llama_tied", variable_length=True),
+    case_of("2bw_pp2_tp2", 2, 4, model="llama_tied", settings={"tp_size": 2}, variable_length=True),
+    case_of(
+        *("2bw_pp2_tp2_gpt2", 2, 3),
+        model="gpt2",
+        settings={"tp_size": 2},
+        evaluate=True,
+        arguments={"gradient_checkpointing": True},
+    ),
     case_of("pipedream_pp4", 4, 1, model="llama_8", schedule="pipedream"),
 ]
 
