@@ -31,6 +31,7 @@ from hf_parallel.ulysses.exchange import gathered, summed
 # What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
 TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 KNOWN = TOKENS | {"position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
+GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
 RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
 
 
@@ -85,19 +86,14 @@ def share_forward(
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("past_key_values") is not None or given.get("use_cache"):
-            with shared.whole():
-                return forward(**given)
+        if not torch.is_grad_enabled() and (given.get("use_cache") or {*given} & GENERATING):
+            return forward(**given)  # each rank computes whole rows
         refuse_odd_inputs(given, shared.group.size)
         part = _part_of(given, shared)
-        shared.length = part.length
-        local = {n: v for n, v in _local_inputs(given, part, shared).items() if n in given or takes(n)}
         trains = model.training and torch.is_grad_enabled()
-        try:
-            with own_draws(model, shared.group.rank, trains=trains):
-                output = forward(**local)
-        finally:
-            shared.packed = None
+        with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
+            local = _local_inputs(given, part, shared)
+            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
         if output.get("hidden_states") is not None:
             states = output["hidden_states"]
@@ -120,7 +116,7 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
         UnsupportedError: Names the argument.
     """
     odd = [name for name, value in given.items() if isinstance(value, Tensor) and name not in KNOWN]
-    odd += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if given.get(name)]
+    odd += [name for name in ("output_attentions", "output_router_logits", *sorted(GENERATING)) if given.get(name)]
     odd += ["return_dict=False"] if given.get("return_dict") is False else []
     if odd:
         raise UnsupportedError(
