@@ -23,6 +23,7 @@ from transformers.utils.generic import ModelOutput
 from hf_parallel.batches import IGNORED_LABEL, count_targets
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.head.labelled import LabelledOutput
+from hf_parallel.model.samples import output_flags
 from hf_parallel.ulysses.attention import Shared
 from hf_parallel.ulysses.draws import own_draws
 from hf_parallel.ulysses.exchange import gathered, summed
@@ -92,7 +93,7 @@ def share_forward(
         part = _part_of(given, shared)
         trains = model.training and torch.is_grad_enabled()
         with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
-            local = _local_inputs(given, part, shared)
+            local = _local_inputs(model, given, part, shared)
             output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
         if output.get("hidden_states") is not None:
@@ -132,7 +133,7 @@ def _part_of(given: Mapping[str, Any], shared: Shared) -> Part:
     return Part(length, shared.group.rank * size, size)
 
 
-def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[str, Any]:
+def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared: Shared) -> dict[str, Any]:
     """Arguments for this rank: tokens and labels of its part, positions counted from the row's first token."""
     local = {name: part.of(value) if name in TOKENS else value for name, value in given.items()}
     local["use_cache"] = False
@@ -141,7 +142,7 @@ def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[
     if positions is None:
         positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)
     elif "attention_mask" not in given and positions.ndim == 2:
-        local |= _packed(tokens, positions, part, shared)
+        local |= _packed(tokens, positions, shared, keeps_cache=bool(dict(output_flags(model, given))["use_cache"]))
     local["position_ids"] = _counted_on(positions, part)
     if "labels" in given:
         labels = given["labels"]
@@ -154,12 +155,19 @@ def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[
     return local
 
 
-def _packed(tokens: Tensor, positions: Tensor, part: Part, shared: Shared) -> dict[str, Any]:
+def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
     """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
     whole = positions.expand(len(tokens), -1)
     documents = find_packed_sequence_indices(whole)
     if documents is None:
         return {}
+    if keeps_cache:
+        raise UnsupportedError(
+            f"position_ids that begin anew without attention_mask and with use_cache on (the config's default), with "
+            f"sp_size={shared.group.size}: transformers lets these documents see each other with a cache, and keeps them apart "
+            "without one, and parts of rows have none. Set model.config.use_cache to False, or pass an attention_mask of ones for "
+            "documents that see each other."
+        )
     if shared.no_documents:
         raise UnsupportedError(
             f"position_ids of several documents in a row with sp_size={shared.group.size}: {shared.no_documents} Pad rows instead of "
