@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.generic import ModelOutput
 
-from hf_parallel.batches import IGNORED_LABEL, count_targets
+from hf_parallel.compat.private_transformers import IGNORED_LABEL
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.model.samples import output_flags
@@ -151,7 +151,7 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
         local["labels"] = part.of(labels, fill=IGNORED_LABEL)
         local["shift_labels"] = part.of(shifted, fill=IGNORED_LABEL)
         if "num_items_in_batch" not in given:
-            local["num_items_in_batch"] = count_targets({"shift_labels": shifted}, True)
+            local["num_items_in_batch"] = shifted.ne(IGNORED_LABEL).sum()
     return local
 
 
