@@ -129,14 +129,14 @@ def _exchanged(
     repeats = repeats_for(heads, kv_heads, group.size)
     if heads % (kv_heads * repeats) or padded > heads:
         repeats = heads // kv_heads
-    states = (query, *(state.repeat_interleave(repeats, dim=1) for state in (key, value)))
-    if padded > heads:  # heads that attend evenly to nothing and are dropped again
-        states = tuple(F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in states)  # type: ignore[assignment]
+    sent = [query, *(state.repeat_interleave(repeats, dim=1) if repeats > 1 else state for state in (key, value))]
+    if padded > heads:  # heads that attend evenly to all tokens and are dropped again
+        sent = [F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in sent]
     mine = range(group.rank * padded // group.size, (group.rank + 1) * padded // group.size)
     # A mask says how long rows are. Without one no token looks at what comes after it, so not at what fills up a row.
     filled = query.shape[2] * group.size
     length = mask.shape[-1] if isinstance(mask, Tensor) else filled
-    query, key, value = (x[:, :, :length] for x in to_heads(states, group))  # (batch, heads / sp, seq, width)
+    query, key, value = (x[:, :, :length] for x in to_heads(sent, group))  # (batch, heads / sp, seq, width)
     with _of_heads(module, heads, mine, repeats):
         parts = {name: _part(tensor, heads, mine) for name, tensor in named.items()}
         output, _ = own(
