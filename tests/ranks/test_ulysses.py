@@ -39,7 +39,7 @@ TWO_RANKS_LONG = [
     Case("ulysses2_gpt2", model="gpt2", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_sliding", model="sliding", parallel=SP2, **VARIABLE),
     Case("ulysses2_odd_heads", model="uneven", parallel=SP2, **VARIABLE),
-    Case("ulysses2_gpt_oss", model="gpt_oss", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
+    Case("ulysses2_gpt_oss", model="gpt_oss_biased", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_latent", model="deepseek_v3", parallel=SP2, **VARIABLE),
     Case("ulysses2_experts", model="mixtral_plain", parallel=SP2, **VARIABLE),
     Case("ulysses2_lora", model="llama_lora", parallel=SP2, **VARIABLE),
@@ -62,7 +62,7 @@ TWO_RANKS_LONG = [
     Case("ulysses2_saved", parallel={**SP2, "zero": {"stage": 1}}, save=True, **VARIABLE),
 ]
 FOUR_RANKS = [
-    Case("ulysses2_dp2", parallel=SP2, accumulation=2, evaluate=True, **VARIABLE),
+    Case("ulysses2_dp2", parallel=SP2, accumulation=2, **VARIABLE),
     Case("ulysses2_dp2_zero1", model="llama_tied", parallel={**SP2, "zero": {"stage": 1}}, **VARIABLE),
     Case("ulysses2_dp2_zero2", parallel={**SP2, "zero": {"stage": 2}}, accumulation=2, **VARIABLE),
     Case("ulysses2_dp2_zero3", parallel={**SP2, "zero": {"stage": 3}}, accumulation=2, **VARIABLE),
