@@ -43,6 +43,7 @@ PAGES = {
     "dry_run/memory": "memory",
     "dry_run/rank": "dry_run",
     "engine": "trainer",
+    "engine/share_rows": "ulysses",
     "guards": "trainer",
     "mesh": "launching",
     "model": "pipeline",
@@ -55,6 +56,7 @@ PAGES = {
     "trainer/checkpoints": "checkpoints",
     "trainer/resuming": "checkpoints",
     "trainer/saving": "checkpoints",
+    "ulysses": "ulysses",
 }
 MOST = 150  # characters of a message
 

@@ -264,6 +264,7 @@ MODELS = {
     "phi3": phi3,
     "bloom": bloom,
     "gpt_oss": gpt_oss,
+    "gpt_oss_biased": lambda: biased(gpt_oss()),
     "deepseek_v3": deepseek_v3,
     **ADAPTED,
     "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),

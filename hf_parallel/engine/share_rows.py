@@ -12,6 +12,7 @@ from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import may_need_fewer, with_blocks
 from hf_parallel.model.probes import Probes
+from hf_parallel.model.record import unchanged
 from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.ulysses.attention import Shared, share_attention
@@ -46,7 +47,7 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
             "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
         )
-    with probes.running():
+    with probes.running(), unchanged(model):
         shown = _shown_by(model, probes)
         verify_model(shown, shared, probes.check)
         documents = _documents(probes.batch)

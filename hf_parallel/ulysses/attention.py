@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import packed_sequence_compatibility_function
 
+from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.compat.private_transformers import attention_names
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
@@ -31,34 +32,38 @@ KNOWN = ("eager", "sdpa")  # implementations whose masks are made of indices alo
 
 @dataclass
 class Shared:
-    """What a forward pass knows of the whole sequence; one for each model.
+    """What the attention of a model knows of its rows; one for each model.
 
     Args:
         group: The ranks that share the sequence.
         length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
-        is_whole: Whether every rank computes the whole sequence for itself now.
         packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
         no_documents: Why batches of packed documents are refused; "" if they are exact.
     """
 
     group: SequenceGroup
     length: int = 0
-    is_whole: bool = False
     packed: tuple[Tensor, Tensor] | None = None
     no_documents: str = ""
+    _is_running: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         """Names in the registries are of this one."""
         return self
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, attention is that of one process."""
-        before, self.is_whole = self.is_whole, True
+    def running(self, length: int) -> Iterator[None]:
+        """Inside, the model runs on a part of rows that have so many tokens."""
+        self.length, self._is_running = length, True
         try:
             yield
         finally:
-            self.is_whole = before
+            self._is_running, self.packed = False, None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether what attention is given now are parts of rows: it may also be called for whole ones, outside of `running`."""
+        return self._is_running or in_backward_pass()
 
 
 def share_attention(model: nn.Module, shared: Shared) -> Callable[[], None]:
@@ -102,7 +107,7 @@ def _attention(name: str, shared: Shared) -> Attention:
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> Any:
         own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        if shared.is_whole:
+        if not shared.has_parts:
             return own(module, query, key, value, mask, **named)
         return _exchanged(own, shared.group, module, (query, key, value), mask, named)
 
@@ -124,14 +129,14 @@ def _exchanged(
     repeats = repeats_for(heads, kv_heads, group.size)
     if heads % (kv_heads * repeats) or padded > heads:
         repeats = heads // kv_heads
-    states = (query, *(state.repeat_interleave(repeats, dim=1) for state in (key, value)))
-    if padded > heads:  # heads that attend evenly to nothing and are dropped again
-        states = tuple(F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in states)  # type: ignore[assignment]
+    sent = [query, *(state.repeat_interleave(repeats, dim=1) if repeats > 1 else state for state in (key, value))]
+    if padded > heads:  # heads that attend evenly to all tokens and are dropped again
+        sent = [F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in sent]
     mine = range(group.rank * padded // group.size, (group.rank + 1) * padded // group.size)
     # A mask says how long rows are. Without one no token looks at what comes after it, so not at what fills up a row.
     filled = query.shape[2] * group.size
     length = mask.shape[-1] if isinstance(mask, Tensor) else filled
-    query, key, value = (x[:, :, :length] for x in to_heads(states, group))  # (batch, heads / sp, seq, width)
+    query, key, value = (x[:, :, :length] for x in to_heads(sent, group))  # (batch, heads / sp, seq, width)
     with _of_heads(module, heads, mine, repeats):
         parts = {name: _part(tensor, heads, mine) for name, tensor in named.items()}
         output, _ = own(
@@ -180,7 +185,7 @@ def _mask(name: str, shared: Shared) -> Callable[..., Any]:
     own = AttentionMaskInterface()[name]
 
     def mask(q_length: int, kv_length: int, mask_function: Callable[..., Any], **named: Any) -> Any:
-        if shared.is_whole:
+        if not shared.has_parts:
             return own(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **named)
         if shared.packed is not None:
             positions, documents = shared.packed

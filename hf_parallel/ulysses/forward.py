@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.generic import ModelOutput
 
-from hf_parallel.batches import IGNORED_LABEL, count_targets
+from hf_parallel.compat.private_transformers import IGNORED_LABEL
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.head.labelled import LabelledOutput
+from hf_parallel.model.samples import output_flags
 from hf_parallel.ulysses.attention import Shared
 from hf_parallel.ulysses.draws import own_draws
 from hf_parallel.ulysses.exchange import gathered, summed
@@ -31,6 +32,7 @@ from hf_parallel.ulysses.exchange import gathered, summed
 # What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
 TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 KNOWN = TOKENS | {"position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
+GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
 RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
 
 
@@ -85,19 +87,14 @@ def share_forward(
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
         given = {name: value for name, value in given.items() if value is not None}
-        if given.get("past_key_values") is not None or given.get("use_cache"):
-            with shared.whole():
-                return forward(**given)
+        if not torch.is_grad_enabled() and (given.get("use_cache") or {*given} & GENERATING):
+            return forward(**given)  # each rank computes whole rows
         refuse_odd_inputs(given, shared.group.size)
         part = _part_of(given, shared)
-        shared.length = part.length
-        local = {n: v for n, v in _local_inputs(given, part, shared).items() if n in given or takes(n)}
         trains = model.training and torch.is_grad_enabled()
-        try:
-            with own_draws(model, shared.group.rank, trains=trains):
-                output = forward(**local)
-        finally:
-            shared.packed = None
+        with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
+            local = _local_inputs(model, given, part, shared)
+            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
         if output.get("hidden_states") is not None:
             states = output["hidden_states"]
@@ -120,7 +117,7 @@ def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
         UnsupportedError: Names the argument.
     """
     odd = [name for name, value in given.items() if isinstance(value, Tensor) and name not in KNOWN]
-    odd += [name for name in ("output_attentions", "output_router_logits", "logits_to_keep") if given.get(name)]
+    odd += [name for name in ("output_attentions", "output_router_logits", *sorted(GENERATING)) if given.get(name)]
     odd += ["return_dict=False"] if given.get("return_dict") is False else []
     if odd:
         raise UnsupportedError(
@@ -136,7 +133,7 @@ def _part_of(given: Mapping[str, Any], shared: Shared) -> Part:
     return Part(length, shared.group.rank * size, size)
 
 
-def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[str, Any]:
+def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared: Shared) -> dict[str, Any]:
     """Arguments for this rank: tokens and labels of its part, positions counted from the row's first token."""
     local = {name: part.of(value) if name in TOKENS else value for name, value in given.items()}
     local["use_cache"] = False
@@ -145,7 +142,7 @@ def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[
     if positions is None:
         positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)
     elif "attention_mask" not in given and positions.ndim == 2:
-        local |= _packed(tokens, positions, part, shared)
+        local |= _packed(tokens, positions, shared, keeps_cache=bool(dict(output_flags(model, given))["use_cache"]))
     local["position_ids"] = _counted_on(positions, part)
     if "labels" in given:
         labels = given["labels"]
@@ -154,16 +151,23 @@ def _local_inputs(given: Mapping[str, Any], part: Part, shared: Shared) -> dict[
         local["labels"] = part.of(labels, fill=IGNORED_LABEL)
         local["shift_labels"] = part.of(shifted, fill=IGNORED_LABEL)
         if "num_items_in_batch" not in given:
-            local["num_items_in_batch"] = count_targets({"shift_labels": shifted}, True)
+            local["num_items_in_batch"] = shifted.ne(IGNORED_LABEL).sum()
     return local
 
 
-def _packed(tokens: Tensor, positions: Tensor, part: Part, shared: Shared) -> dict[str, Any]:
+def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
     """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
     whole = positions.expand(len(tokens), -1)
     documents = find_packed_sequence_indices(whole)
     if documents is None:
         return {}
+    if keeps_cache:
+        raise UnsupportedError(
+            f"position_ids that begin anew without attention_mask and with use_cache on (the config's default), with "
+            f"sp_size={shared.group.size}: transformers lets these documents see each other with a cache, and keeps them apart "
+            "without one, and parts of rows have none. Set model.config.use_cache to False, or pass an attention_mask of ones for "
+            "documents that see each other."
+        )
     if shared.no_documents:
         raise UnsupportedError(
             f"position_ids of several documents in a row with sp_size={shared.group.size}: {shared.no_documents} Pad rows instead of "

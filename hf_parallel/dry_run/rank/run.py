@@ -144,7 +144,7 @@ def run_dry(job: Job) -> DryRun:
 def axis_of(shape: MeshShape, ranks: list[int]) -> str:
     """What a group of world ranks is along: "tp", "dp+pp" and so on."""
     coordinates = zip(*map(shape.coordinates, ranks), strict=True)
-    return "+".join(name for name, one in zip(("dp", "pp", "tp"), coordinates, strict=True) if len(set(one)) > 1)
+    return "+".join(name for name, one in zip(("dp", "pp", "tp", "sp"), coordinates, strict=True) if len(set(one)) > 1)
 
 
 def _steady(config: HFParallelConfig) -> HFParallelConfig:
