@@ -149,8 +149,9 @@ load-memory: setup  ## measure the memory of loading and saving a model in parts
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py
 
-recipes-page: setup  ## write docs/recipes.md and the memory at the head of each GPU recipe
+recipes-page: setup  ## write docs/recipes.md, and memory and the planner's choice at the head of each GPU recipe
 	$(BIN)/python benchmarks/recipes_page.py
+	$(BIN)/python benchmarks/recipes_planned.py --write
 
 reference-pages: setup  ## write docs/settings.md, docs/cli.md and docs/settings.schema.json from the code
 	$(BIN)/python benchmarks/reference_pages.py

@@ -70,6 +70,7 @@ def test_what_is_written_validates(tmp_path: Path) -> None:
     facts = json.loads(result.output)
     assert (facts["num_processes"], facts["tp_size"], facts["pp_size"]) == (4, 2, 2)
     assert "predicted, not measured" in path.read_text()
+    assert re.search(r"# Change: .*Planned with pipeline\.split: \[[\d, ]+\]\.", path.read_text())
 
 
 def test_a_layout_that_cannot_run_writes_nothing(tmp_path: Path) -> None:

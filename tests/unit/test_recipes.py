@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import recipes_page  # noqa: E402
+import recipes_planned  # noqa: E402
 
 
 ON_CPU = [name for name in list_recipes() if name.startswith("cpu_")]
@@ -83,6 +84,22 @@ def test_every_gpu_recipe_fits_what_it_assumes_and_says_what_it_needs(name: str)
     assert recipes_page.header(name)
     assert recipes_page.with_header(name, text) == text
     assert "use_cpu" not in text
+
+
+@pytest.mark.parametrize("name", sorted(recipes_planned.CLUSTERS))
+def test_a_recipe_is_what_the_planner_chooses_or_says_why_not(name: str) -> None:
+    head = " ".join(line.lstrip("# ") for line in find_recipe(name).read_text().splitlines() if line.startswith("#"))
+    assert " Predicted " in head
+    assert ("This recipe is another: " + recipes_planned.WHY.get(name, "") in head) == (name in recipes_planned.WHY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(recipes_planned.CLUSTERS))
+def test_what_a_recipe_says_of_the_planner_is_what_it_chooses(name: str) -> None:
+    assert recipes_planned.choice(name).is_chosen == (name not in recipes_planned.WHY)
+    text = find_recipe(name).read_text()
+    assert recipes_planned.with_plan(name, text) == text
 
 
 @pytest.mark.parametrize("name", ON_GPU)
