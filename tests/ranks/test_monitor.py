@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import time
@@ -40,13 +42,15 @@ def session_of(trainer: Trainer) -> Any:
 
 
 def measured(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    trainer = trained(folder, settings)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = trained(folder, settings)
     session = session_of(trainer)
     engine = session.engine
     runtime = getattr(engine, "runtime", None)
     session.watchdog.stop()
     return {
         "logs": trainer.state.log_history,
+        "printed": [line for line in printed.getvalue().splitlines() if line.startswith(("{", "step "))],
         "sent": {
             "pp": 0 if runtime is None else runtime.counters.bytes_sent,
             "dp": engine.gradients.replicas.sent_bytes,
@@ -100,6 +104,10 @@ def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> 
         assert entry["monitor/tflops"] == entry["monitor/hardware_tflops"] > 0
         assert "monitor/mfu" not in entry
     assert [[entry for entry in result["logs"] if "loss" in entry] for result in results[1:]] == [logs] * 3
+    console = results[0]["printed"]
+    assert [line.split()[1] for line in console if line.startswith("step ")] == [f"{n}/{STEPS}" for n in (1, 2, 3, 4)]
+    assert not any("monitor/" in line for line in console)
+    assert not any(line.startswith("step ") for result in results[1:] for line in result["printed"])
     report = json.loads((Path(folder) / "hf_parallel_report.json").read_text())
     assert report["layout"] == {"dp_size": 2, "pp_size": 2, "tp_size": 1}
     for rank, result in enumerate(results):
@@ -139,6 +147,8 @@ def test_training_is_the_same_with_and_without_the_monitor(settings: dict[str, A
     for watched, bare in zip(*found, strict=True):
         assert watched["losses"] == bare["losses"]
         assert watched["weights"] == bare["weights"]
+        dicts = [line for line in watched["printed"] if line.startswith("{") and "train_runtime" not in line]
+        assert dicts == [line for line in bare["printed"] if "train_runtime" not in line]
         stock = {key for entry in bare["logs"] for key in entry}
         assert not any(key.startswith("monitor/") for key in stock)
         timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
