@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainerCallback
 
 from hf_parallel.proof.job import Job
@@ -31,15 +33,24 @@ class Watch:
         layout: Whether this process is a rank of the layout; else it is the reference.
         sample: For `HFParallelCallback`.
         parts: Forwards that the reference makes of a batch.
+        ties: Of a perturbed reference.
 
     Attributes:
         callbacks: That the Trainer gets, the layout's among them.
     """
 
     def __init__(
-        self, job: Job, folder: Path, model: nn.Module, *, layout: bool, sample: Any = None, parts: int = 1
+        self,
+        job: Job,
+        folder: Path,
+        model: nn.Module,
+        *,
+        layout: bool,
+        sample: Any = None,
+        parts: int = 1,
+        ties: Ties | None = None,
     ) -> None:
-        self._folder, self._parts = folder, parts
+        self._folder, self._parts, self._ties = folder, parts, ties
         self._recorder = Recorder(folder, job.steps)
         self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
         self._tracer = Tracer(model) if job.trace else None
@@ -64,7 +75,8 @@ class Watch:
         if trainer.args.fp16:
             _cast_on_cpu(trainer)
         try:
-            train()
+            with self._ties or nullcontext():
+                train()
         finally:
             if self._tracer is not None:
                 self._tracer.write(self._folder, {**self._recorder.place(), "parts": self._parts})
@@ -75,12 +87,39 @@ class Watch:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, eps: float, seed: int) -> None:
-    """Move each weight by up to half a unit in its last place."""
+def perturb(model: nn.Module, eps: float, seed: int) -> Ties | None:
+    """Move each weight by up to half a unit in its last place, unless the seed is 0; returns what belongs around the training."""
+    if not seed:
+        return None
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.mul_(1 + eps * (torch.rand(parameter.shape, generator=generator) - 0.5))
+    return Ties(eps, seed)
+
+
+class Ties(TorchFunctionMode):
+    """Moves the scores of a top-k choice, such as a router's, by up to a unit in the last place: those that are as near choose otherwise.
+
+    Args:
+        eps: A unit in the last place.
+        seed: Of the noise.
+    """
+
+    def __init__(self, eps: float, seed: int) -> None:
+        super().__init__()
+        self._eps, self._generator = eps, torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk) or not args or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        scores = args[0]
+        noise = self._eps * (2 * torch.rand(scores.shape, generator=self._generator) - 1)
+        moved = scores.detach().double() * (1 + noise)
+        found = func(moved, *args[1:], **kwargs)
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        return type(found)((scores.gather(dim, found.indices), found.indices))
 
 
 def _cast_on_cpu(trainer: Trainer) -> None:
