@@ -253,6 +253,36 @@ def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) 
         assert entry["monitor/exposed_s/tp"] > 0
 
 
+def sent_by_zero3(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, float]], int, int]:
+    """Logs of a run, and the parameters of its blocks and of the rest."""
+    model = tiny.llama()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    args = TrainingArguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    callbacks = [HFParallelCallback({"zero": {"stage": 3}})]
+    trainer = Trainer(model, args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=callbacks)
+    trainer.train()
+    session_of(trainer).watchdog.stop()
+    blocks = sum(size for name, size in sizes.items() if ".layers." in name)
+    return [entry for entry in trainer.state.log_history if "loss" in entry], blocks, sum(sizes.values()) - blocks
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_bytes_of_zero_3_are_those_of_its_gathers_and_scatters(tmp_path: Path) -> None:
+    found = run_ranks(
+        sent_by_zero3, 2, str(tmp_path / "out"), tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
+    logs, blocks, rest = found[0]
+    assert len(logs) == STEPS
+    # Of each rank: its half of a block twice and of the rest once, and all gradients once, in fp32.
+    handed = 4 * ((2 * blocks + rest) / 2 + blocks + rest)
+    for entry in logs:
+        assert entry["monitor/sent_mb/dp"] == pytest.approx(2 * handed / 1e6, rel=1e-4)
+
+
 class Late(Recorder):
     """On a GPU the last step has not been read when the next one begins."""
 
