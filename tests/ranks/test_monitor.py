@@ -115,8 +115,14 @@ def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> 
             bars = [bar for bar in report["timeline"][what] if bar["rank"] == rank and bar["kind"] in "FBIW"]
             assert sorted(bar["label"] for bar in bars) == sorted(action[1:] for action in result["mine"])
     page = (Path(folder) / "hf_parallel_report.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4  # a step, memory, the tokens of each second, scaling
     assert "http" not in page.replace("http-equiv", "")
+    messages = Counter((m["source"], m["target"], m["label"]) for m in report["timeline"]["messages"])
+    pairs = [(0, 1, "F{} of stage 0"), (1, 0, "B{} of stage 1"), (2, 3, "F{} of stage 0"), (3, 2, "B{} of stage 1")]
+    assert messages == Counter((a, b, label.format(n)) for a, b, label in pairs for n in range(ROWS))
+    assert page.count("class='message'") == len(messages)
+    assert [one["ranks"] for one in report["scaling"]] == [1, 2, 4]
+    assert report["scaling"][0]["speed_up"] == pytest.approx(1.0)
 
 
 @pytest.mark.timeout(300)

@@ -69,7 +69,7 @@ def write_report(
     origin = _origin(records, offsets)
     measured, arrows = _measured(job, records, offsets, origin), _arrows(job, records, offsets, origin)
     planned = _planned(job, measured)
-    drawn = {"planned": planned, "measured": measured, "messages": arrows}
+    drawn: dict[str, Sequence[Arrow | Bar]] = {"planned": planned, "measured": measured, "messages": arrows}
     whole = _content(job, history, settings) | {
         "scaling": [asdict(one) for one in planned_ranks],
         "timeline": {what: [asdict(one) for one in own] for what, own in drawn.items()},
