@@ -99,27 +99,37 @@ def perturb(model: nn.Module, eps: float, seed: int) -> Ties | None:
 
 
 class Ties(TorchFunctionMode):
-    """Moves the scores of a top-k choice, such as a router's, by up to a unit in the last place: those that are as near choose otherwise.
+    """Moves the scores of a top-k choice, such as a router's, by up to a unit in the last place of the largest.
+
+    With an odd seed by noise; with an even one so that all those choose otherwise that are as near as that, since a layout may
+    hit any of them.
 
     Args:
         eps: A unit in the last place.
-        seed: Of the noise.
+        seed: Of the run.
     """
 
     def __init__(self, eps: float, seed: int) -> None:
         super().__init__()
-        self._eps, self._generator = eps, torch.Generator().manual_seed(seed)
+        self._eps, self._turns = eps, seed % 2 == 0
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk) or not args or not args[0].is_floating_point():
             return func(*args, **kwargs)
         scores = args[0]
-        noise = self._eps * (2 * torch.rand(scores.shape, generator=self._generator) - 1)
-        moved = scores.detach().double() * (1 + noise)
-        found = func(moved, *args[1:], **kwargs)
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        return type(found)((scores.gather(dim, found.indices), found.indices))
+        largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
+        moved = scores.detach().double()
+        unit = self._eps * moved.abs().masked_fill(~moved.isfinite(), 0.0).amax(dim, keepdim=True)
+        if self._turns:
+            chosen = func(*args, **kwargs).indices
+            moved = moved.scatter_add(dim, chosen, (-unit if largest else unit).expand_as(chosen))
+        else:
+            moved = moved + unit * (2 * torch.rand(scores.shape, generator=self._generator).to(unit) - 1)
+        indices = func(moved, *args[1:], **kwargs).indices
+        return torch.return_types.topk((scores.gather(dim, indices), indices))
 
 
 def _cast_on_cpu(trainer: Trainer) -> None:

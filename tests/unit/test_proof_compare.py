@@ -16,18 +16,29 @@ from hf_parallel.proof.watch import EPS, Ties, perturb
 
 def test_near_ties_of_a_choice_go_either_way_and_others_stay() -> None:
     near = 0.5 * (1 + 0.2 * EPS["bf16"])
-    scores = torch.tensor([[0.5, near, 0.1], [0.6, 0.3, 0.1]]).repeat(64, 1).requires_grad_()
+    rows = torch.tensor([[0.5, near, float("-inf")], [0.6, 0.3, 0.1]]).repeat(64, 1)
+    scores = rows.clone().requires_grad_()
     with Ties(EPS["bf16"], 1):
         values, chosen = torch.topk(scores, 1, dim=-1)
-        also = scores.topk(k=1).indices
-    assert set(chosen[::2, 0].tolist()) == {0, 1} == set(also[::2, 0].tolist())
+    assert set(chosen[::2, 0].tolist()) == {0, 1}
     assert set(chosen[1::2, 0].tolist()) == {0}
     assert values.equal(scores.gather(-1, chosen))  # what is chosen keeps its score
     values.sum().backward()
     assert scores.grad is not None
     assert scores.grad.sum() == 128
     with Ties(EPS["fp32"], 1):
-        assert torch.topk(scores, 1).indices[::2, 0].eq(1).all()
+        assert torch.topk(rows, 1).indices[::2, 0].eq(1).all()
+
+
+def test_a_run_with_an_even_seed_turns_every_near_tie() -> None:
+    near = 0.5 * (1 + 0.2 * EPS["bf16"])
+    rows = torch.tensor([[0.5, near, 0.1], [0.6, 0.3, 0.1]])
+    with Ties(EPS["bf16"], 2):
+        assert rows.topk(k=1).indices[:, 0].tolist() == [0, 0]
+        assert rows.topk(2, dim=-1).indices.sort().values.tolist() == [[0, 1], [0, 1]]
+        assert torch.topk(-rows, 1, -1, False).indices[:, 0].tolist() == [0, 0]
+        assert torch.topk(rows.T, 1, 0).indices[0].tolist() == [0, 0]
+        assert torch.topk(torch.arange(3), 1).indices.item() == 2
 
 
 def test_only_a_perturbed_run_moves_anything() -> None:
