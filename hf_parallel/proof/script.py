@@ -87,7 +87,8 @@ class _Run:
             )
         self._settle(args)
         _without_dropout(model)
-        ties = perturb(model, EPS["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"], self.perturbed)
+        if self.perturbed:
+            perturb(model, EPS["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"], self.perturbed)
         sees = not self.layout and sees_parts(model)
         rows = args.per_device_train_batch_size // (1 if self.layout else job.replicas)
         parts = compute_in_parts(model, dataclasses.replace(job, script=None, rows=rows)) if sees else 1
@@ -95,7 +96,7 @@ class _Run:
         sample = next((c.sample for c in callbacks if isinstance(c, HFParallelCallback)), None)
         others = [each for each in callbacks if not isinstance(each, HFParallelCallback)]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.watch = Watch(job, self.folder, model, layout=self.layout, sample=sample, parts=parts, ties=ties)
+        self.watch = Watch(job, self.folder, model, layout=self.layout, sample=sample, parts=parts)
         given.arguments["callbacks"] = [*others, *self.watch.callbacks]
         self.trainer = trainer
 

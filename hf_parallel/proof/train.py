@@ -32,9 +32,10 @@ def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = build_model(job)
-    ties = perturb(model, EPS[job.dtype], perturbed)
+    if perturbed:
+        perturb(model, EPS[job.dtype], perturbed)
     parts = 1 if layout or not sees_parts(model) else compute_in_parts(model, job)
-    watch = Watch(job, folder, model, layout=layout, parts=parts, ties=ties)
+    watch = Watch(job, folder, model, layout=layout, parts=parts)
     trainer = Trainer(
         model=model,
         args=_arguments(job, folder, layout=layout),

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.proof.compare import PERTURBED, REFERENCE
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import BEFORE, Recorder
+from hf_parallel.proof.ties import Ties, noise_of
 from hf_parallel.proof.trace import Tracer
 from hf_parallel.trainer.callback import HFParallelCallback
 
@@ -33,7 +34,6 @@ class Watch:
         layout: Whether this process is a rank of the layout; else it is the reference.
         sample: For `HFParallelCallback`.
         parts: Forwards that the reference makes of a batch.
-        ties: Of a perturbed reference.
 
     Attributes:
         callbacks: That the Trainer gets, the layout's among them.
@@ -48,9 +48,11 @@ class Watch:
         layout: bool,
         sample: Any = None,
         parts: int = 1,
-        ties: Ties | None = None,
     ) -> None:
-        self._folder, self._parts, self._ties = folder, parts, ties
+        self._folder, self._parts = folder, parts
+        last = folder.name == f"perturbed{PERTURBED}"  # which is run again when the others have ended
+        noise = noise_of(folder.parent / REFERENCE, folder.parent / "perturbed1") if last else ()
+        self._ties = None if layout else Ties(noise)
         self._recorder = Recorder(folder, job.steps)
         self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
         self._tracer = Tracer(model) if job.trace else None
@@ -74,10 +76,16 @@ class Watch:
             self._tamper.trainer = trainer
         if trainer.args.fp16:
             _cast_on_cpu(trainer)
+        if trainer.args.gradient_checkpointing or any(
+            getattr(module, "gradient_checkpointing", False) is True for module in trainer.model.modules()
+        ):
+            self._ties = None  # a choice that is made again in the backward pass must not be turned otherwise
         try:
             with self._ties or nullcontext():
                 train()
         finally:
+            if self._ties is not None:
+                self._ties.write(self._folder)
             if self._tracer is not None:
                 self._tracer.write(self._folder, {**self._recorder.place(), "parts": self._parts})
         self._recorder.finish()
@@ -87,49 +95,12 @@ class Watch:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, eps: float, seed: int) -> Ties | None:
-    """Move each weight by up to half a unit in its last place, unless the seed is 0; returns what belongs around the training."""
-    if not seed:
-        return None
+def perturb(model: nn.Module, eps: float, seed: int) -> None:
+    """Move each weight by up to half a unit in its last place."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.mul_(1 + eps * (torch.rand(parameter.shape, generator=generator) - 0.5))
-    return Ties(eps, seed)
-
-
-class Ties(TorchFunctionMode):
-    """Moves the scores of a top-k choice, such as a router's, by up to a unit in the last place of the largest.
-
-    With an odd seed by noise; with an even one so that all those choose otherwise that are as near as that, since a layout may
-    hit any of them.
-
-    Args:
-        eps: A unit in the last place.
-        seed: Of the run.
-    """
-
-    def __init__(self, eps: float, seed: int) -> None:
-        super().__init__()
-        self._eps, self._turns = eps, seed % 2 == 0
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.topk, torch.Tensor.topk) or not args or not args[0].is_floating_point():
-            return func(*args, **kwargs)
-        scores = args[0]
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-        largest = args[3] if len(args) > 3 else kwargs.get("largest", True)
-        moved = scores.detach().double()
-        unit = self._eps * moved.abs().masked_fill(~moved.isfinite(), 0.0).amax(dim, keepdim=True)
-        if self._turns:
-            chosen = func(*args, **kwargs).indices
-            moved = moved.scatter_add(dim, chosen, (-unit if largest else unit).expand_as(chosen))
-        else:
-            moved = moved + unit * (2 * torch.rand(scores.shape, generator=self._generator).to(unit) - 1)
-        indices = func(moved, *args[1:], **kwargs).indices
-        return torch.return_types.topk((scores.gather(dim, indices), indices))
 
 
 def _cast_on_cpu(trainer: Trainer) -> None:
