@@ -49,7 +49,7 @@ class Watch:
         sample: Any = None,
         parts: int = 1,
     ) -> None:
-        self._folder, self._parts = folder, parts
+        self._folder, self._parts, self._model = folder, parts, model
         last = folder.name == f"perturbed{PERTURBED}"  # which is run again when the others have ended
         noise = noise_of(folder.parent / REFERENCE, folder.parent / "perturbed1") if last else ()
         self._ties = None if layout else Ties(noise)
@@ -77,7 +77,7 @@ class Watch:
         if trainer.args.fp16:
             _cast_on_cpu(trainer)
         if trainer.args.gradient_checkpointing or any(
-            getattr(module, "gradient_checkpointing", False) is True for module in trainer.model.modules()
+            getattr(module, "gradient_checkpointing", False) is True for module in self._model.modules()
         ):
             self._ties = None  # a choice that is made again in the backward pass must not be turned otherwise
         try:
