@@ -10,11 +10,11 @@ import re
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping
 
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
@@ -175,3 +175,34 @@ def _raised_by_python(error: BaseException) -> bool:
         trace = trace.tb_next
     code = trace.tb_frame.f_code.co_code
     return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def count_traffic(part: Any, count: Callable[[int], None], *, replicates: bool) -> bool:
+    """Count the bytes that this rank hands to collectives for a part of a model that `fully_shard` shards.
+
+    Args:
+        part: The part, an `FSDPModule`.
+        count: Gets the bytes of each collective.
+        replicates: Whether what was scattered is summed over copies as well.
+
+    Returns:
+        Whether it is counted: torch before 2.9 has no place for it.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    except ImportError:
+        return False
+
+    class Gather(DefaultAllGather):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            count(input_tensor.nbytes)
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    class Scatter(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            count(input_tensor.nbytes + (output_tensor.nbytes if replicates else 0))
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    part.set_custom_all_gather(Gather())
+    part.set_custom_reduce_scatter(Scatter())
+    return True

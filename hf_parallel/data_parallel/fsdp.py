@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_parallel.compat.private_collectives import count_traffic
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
     explain_refusals_of_parts,
@@ -140,6 +141,8 @@ class ShardedModel:
             )[:1]
             for module in modules:
                 keep_class_name(module)
+        counted = [count_traffic(part, self._count, replicates=replicate_group is not None) for part in self.parts]
+        self.sent_bytes: int | None = 0 if all(counted) else None
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
@@ -164,6 +167,10 @@ class ShardedModel:
                     {key: value for key, value in vars(old).items() if key not in vars(after[name])}
                 )
                 self._hooks.adopt(after[name], old)
+
+    def _count(self, num_bytes: int) -> None:
+        if self.sent_bytes is not None:
+            self.sent_bytes += num_bytes
 
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""

@@ -153,9 +153,9 @@ class Replicas:
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes that this rank handed to collectives over the replicas so far; None if that is not counted (ZeRO 3)."""
+        """Bytes that this rank handed to collectives over the replicas so far; None if torch has no place to count them (ZeRO 3)."""
         if self.sharded is not None:
-            return None
+            return self.sharded.sent_bytes
         zero = self.zero
         found = zero.gathered_bytes if zero is not None else 0
         if zero is not None and zero.copies is not None:

@@ -215,7 +215,7 @@ def attach_trainer(trainer: Trainer, session: Session) -> None:
     attach_accelerator(accelerator, session)
     _mix_in(trainer)
     if session.config.monitor.records:
-        trainer.add_callback(MonitorCallback(session))
+        trainer.add_callback(MonitorCallback(session, trainer.callback_handler))
     trainer.gather_function = functools.partial(
         accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )

@@ -122,8 +122,13 @@ def chrome_trace(
         events += [about | {"tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(LANES)]
         for step in own:
             for span in step.spans:
+<<<<<<< HEAD
                 peer = _peer(span, placement)
                 target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
+=======
+                peer = peer_of(span, placement)
+                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank)
+>>>>>>> monitor
                 event = {"ph": "X", "cat": span.kind, "pid": rank, "tid": _lane(span.kind)}
                 event |= {"name": name_of(span, several, target), "args": _arguments(span, step.number)}
                 event |= {"ts": 1e6 * (span.start - offset.seconds - origin), "dur": 1e6 * max(0.0, span.seconds)}
@@ -138,8 +143,8 @@ def _arguments(span: Span, step: int) -> dict[str, int]:
     return {name: value for name, value in found.items() if value >= 0}
 
 
-def _peer(span: Span, placement: Sequence[int]) -> int | None:
-    """Pipeline rank at the other end of a message."""
+def peer_of(span: Span, placement: Sequence[int]) -> int | None:
+    """Pipeline rank at the other end of a message; None if it is no message."""
     verb, _, kind = span.kind.rpartition(" ")
     if verb not in ("send", "receive"):
         return None
