@@ -8,8 +8,8 @@ from hf_parallel.compat.private_collectives import record_collectives
 from hf_parallel.compat.private_rendezvous import separate_starts
 from hf_parallel.deepspeed.worker import DEVICE, is_cpu_worker, prepare_deepspeed
 from hf_parallel.logs import quiet_other_ranks, quiet_without_device
-from hf_parallel.machine.interfaces import GLOO, chosen_interface, is_on_several_machines, this_network
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.interfaces import GLOO, chosen_interface, is_on_several_machines, this_network
 from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator, settings_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.machine.interfaces import (
+from hf_parallel.settings.interfaces import (
     Network,
     address_towards,
     chosen_interface,
