@@ -5,6 +5,7 @@ If a test fails here, a run on a cluster waits for ever without a word, or train
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -168,3 +169,109 @@ def test_two_machines_train_what_one_process_does(
         run.start(index)
     assert run.end() == [0, 0], run.outputs()
     assert_same(run.machines.work / "final", one_process(tmp_path / "one", 3))
+
+
+@pytest.mark.parametrize("own_disk", [False, True])
+def test_a_run_is_resumed_from_folders_that_are_shared_or_not(
+    own_disk: bool, machines: Callable[..., Machines], tmp_path: Path
+) -> None:
+    run = Run(machines(own_disk=own_disk), "a stage")
+    for index in range(2):
+        run.start(index, 3, "anew", "save")
+    assert run.end() == [0, 0], run.outputs()
+    for index in range(2):
+        run.start(index, 6, "resume", "save")
+    assert run.end() == [0, 0, 0, 0], run.outputs()
+    assert_same(run.machines.disks[0] / "final", one_process(tmp_path / "one", 6))
+
+
+def test_a_machine_that_starts_late_is_waited_for(machines: Callable[..., Machines], tmp_path: Path) -> None:
+    run = Run(machines(), "a replica")
+    run.start(0)
+    run.until(lambda: len(listeners(run.machines)) > 0)  # the first machine waits
+    time.sleep(10)  # longer than its wait for a heartbeat
+    run.start(1)
+    assert run.end() == [0, 0], run.outputs()
+    assert_same(run.machines.work / "final", one_process(tmp_path / "one", 3))
+
+
+def listeners(machines: Machines) -> str:
+    return machines.sh(0, "ss -Hltn 'sport = 29500'")
+
+
+def test_training_over_a_cable_of_20_ms_is_what_one_process_does(
+    machines: Callable[..., Machines], tmp_path: Path
+) -> None:
+    run = Run(machines(delay_s=0.01, resolves_to="loopback"), "a stage")
+    for index in range(2):
+        run.start(index)
+    assert run.end() == [0, 0], run.outputs()
+    assert_same(run.machines.work / "final", one_process(tmp_path / "one", 3))
+
+
+@pytest.mark.parametrize("layout", ["a stage", "a replica"])
+@pytest.mark.parametrize("lost", ["cut", "killed"])
+def test_both_machines_say_who_is_lost_and_end(layout: str, lost: str, machines: Callable[..., Machines]) -> None:
+    run = Run(machines(), layout)
+    for index in range(2):
+        run.start(index, 2000, "anew", "until cut")
+    run.until(lambda: all((run.machines.work / f"ready{rank}").exists() for rank in range(2)))
+    if lost == "cut":
+        run.machines.cut()
+    else:
+        run.machines.kill(1)
+    assert all(code not in (0, None) for code in run.end(60)), run.outputs()
+    first, second = (run.machines.output(index) for index in range(2))
+    axis = "pp" if layout == "a stage" else "dp"
+    assert f"rank 0 ({axis} 0 of 2) on nodea gave up" in first, first[-3000:]
+    assert re.search(rf"The job waits for: rank 1 \({axis} 1 of 2\) on nodeb\.", first), first[-3000:]
+    assert re.search(rf"rank 1 \({axis} 1 of 2\) on nodeb: silent; last seen: ", first), first[-3000:]
+    assert re.search(r"The settings of rank 0 .* from /.*/mine\.yaml", first), first[-3000:]
+    if lost == "cut":
+        assert "The store of the job on 10.77.0.1 has not answered" in second, second[-3000:]
+        assert f"rank 1 ({axis} 1 of 2) on nodeb gave up" in second, second[-3000:]
+
+
+def test_files_that_differ_are_named_with_their_machines(machines: Callable[..., Machines]) -> None:
+    run = Run(machines(own_disk=True), "a stage")
+    (run.machines.disks[1] / "mine.yaml").write_text(
+        (run.machines.disks[0] / "mine.yaml").read_text().replace("num_microbatches: 4", "num_microbatches: 2")
+    )
+    for index in range(2):
+        run.start(index)
+    assert all(run.end()), run.outputs()
+    for index in range(2):
+        assert re.search(
+            r"rank 1 on nodeb \[.*/mine\.yaml .*\] made another config than rank 0 on nodea \[.*/mine\.yaml ",
+            run.machines.output(index),
+        ), run.outputs()
+
+
+def test_the_doctor_finds_what_is_between_the_machines(machines: Callable[..., Machines]) -> None:
+    run = Run(machines(resolves_to="loopback", delay_s=0.01), "a stage")
+
+    def ask(*ranks: int) -> list[int]:
+        run.running = [
+            run.machines.start(
+                rank,
+                ["-m", "hf_parallel", "doctor", "--peers", "mine.yaml", "--machine-rank", str(rank), "--wait", "8"],
+            )
+            for rank in ranks
+        ]
+        return run.end(60)
+
+    assert ask(0, 1) == [0, 0], run.outputs()
+    for index in range(2):
+        output = run.machines.output(index)
+        assert "machines              2 of 2: nodea (10.77.0.1), nodeb (10.77.0.2)" in output, output
+        assert re.search(r"warning +nodea - nodeb +2\d\.\d\d ms there and back, .* Gbit/s to nodea", output), output
+    assert ask(0) == [1]
+    assert "machine 1 of 2 did not come within 8 s; here are nodea (10.77.0.1)" in run.machines.output(0)
+    assert ask(1) == [1]
+    assert "machine 0 was not reached at 10.77.0.1:29500 for 8 s: the connection was refused" in run.machines.output(1)
+    run.machines.cut()
+    assert ask(1) == [1]
+    assert re.search(
+        r"machine 0 was not reached at 10\.77\.0\.1:29500 for 8 s: nothing answers\n +fix: Open all TCP ports",
+        run.machines.output(1),
+    )
