@@ -343,7 +343,7 @@ def cluster(machines: Callable[..., Machines], tmp_path: Path) -> tuple[Machines
         (tools / name).chmod(0o755)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {"PATH": path, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"])), "HF_HUB_OFFLINE": "1"}
-    yield (
+    return (
         both,
         clean(os.environ) | variables | {"OMP_NUM_THREADS": "1", "SCRIPT": "train.py 8 3 anew train", "PER_NODE": "2"},
     )
