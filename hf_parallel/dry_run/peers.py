@@ -116,7 +116,8 @@ def examine_peers(
 def own_address(network: Network, interface: str | None) -> str:
     """The address at which gloo will listen."""
     found = [each for each in network.addresses.get(interface or "", ()) if not each.startswith("fe80")]
-    return found[0] if found else network.own or "127.0.0.1"
+    here = [each for addresses in network.addresses.values() for each in addresses]
+    return found[0] if found else network.own if network.own in here else "127.0.0.1"
 
 
 def facts_of(accelerate: Mapping[str, Any], network: Network, interface: str | None) -> dict[str, Any]:

@@ -24,10 +24,13 @@ COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "broadcast_object_list",
     "gather",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
 
@@ -40,7 +43,8 @@ class Counted(TrainerCallback):
         self.of_step: Counter[str] = Counter()
         self._inside = threading.local()
         for name in (*COLLECTIVES, "isend", "irecv"):
-            setattr(dist, name, self._counting(name, getattr(dist, name)))
+            if hasattr(dist, name):  # some have another name in other releases of torch
+                setattr(dist, name, self._counting(name, getattr(dist, name)))
 
     def _counting(self, name: str, call: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:

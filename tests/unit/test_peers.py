@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from hf_parallel.settings.interfaces import Network
 
 
 FILE = {"num_machines": 2, "main_process_ip": "nodea", "main_process_port": 29500, "machine_rank": 0}
-NETWORK = Network({"lo": ["127.0.0.1"], "eth0": ["fe80::1", "10.0.0.5"]}, "nodea", "127.0.1.1", None, None)
+NETWORK = Network(
+    {"lo": ["127.0.0.1", "127.0.1.1"], "eth0": ["fe80::1", "10.0.0.5"]}, "nodea", "127.0.1.1", None, None
+)
 
 
 def machine(host: str, **changed: Any) -> dict[str, Any]:
@@ -66,6 +69,9 @@ def test_a_file_that_does_not_say_where_machines_meet_is_refused(changed: dict[s
 def test_the_address_is_the_one_that_gloo_takes() -> None:
     assert own_address(NETWORK, "eth0") == "10.0.0.5"
     assert own_address(NETWORK, None) == "127.0.1.1"
+    assert (
+        own_address(replace(NETWORK, own="10.9.9.9"), None) == "127.0.0.1"
+    )  # of another machine: gloo takes loopback
 
 
 def test_machines_that_did_not_come_are_named_with_what_to_start_there() -> None:
