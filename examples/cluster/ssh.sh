@@ -9,5 +9,5 @@ for RANK in "${!HOSTS[@]}"; do
         accelerate launch --config_file $FILE --machine_rank $RANK $SCRIPT" < /dev/null > "machine$RANK.log" 2>&1 &
     RUNNING+=($!)
 done
-trap 'kill "${RUNNING[@]}" 2> /dev/null' EXIT  # -tt: what runs there ends with the connection
+trap 'kill "${RUNNING[@]}" 2> /dev/null || true' EXIT  # -tt: what runs there ends with the connection
 for _ in "${RUNNING[@]}"; do wait -n; done

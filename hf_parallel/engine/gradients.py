@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import local_of
@@ -262,7 +263,8 @@ class GradientSync:
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
         if self._mesh.mp_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+            totals = rows_of_ranks(total, self._mesh.mp_group)
+            total = totals.amax() if infinite else totals.sum()
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
