@@ -11,8 +11,9 @@ are neighbours on a node and the ranks that run one batch (mp = pp x sp x tp) ar
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -29,13 +30,21 @@ class MeshShape:
         dp_size: Data-parallel replicas.
         pp_size: Ranks of a pipeline; each holds one stage or several.
         tp_size: Tensor-parallel ranks that share each stage.
+<<<<<<< HEAD
         sp_size: Ranks that share the sequence of each row; each holds the weights of all.
+=======
+        hosts: Name of the machine of each rank, if there are several; only for messages.
+>>>>>>> peers
     """
 
     dp_size: int
     pp_size: int
     tp_size: int
+<<<<<<< HEAD
     sp_size: int = 1
+=======
+    hosts: tuple[str, ...] = field(default=(), compare=False)
+>>>>>>> peers
 
     @property
     def world_size(self) -> int:
@@ -75,8 +84,13 @@ class MeshShape:
         return dp_rank * self.mp_size + pp_rank * self.stage_size + sp_rank * self.tp_size + tp_rank
 
     def describe(self, rank: int) -> str:
+<<<<<<< HEAD
         """Text such as `rank 3 (pp 1 of 2, tp 1 of 2)`; axes of size 1 are left out."""
         dp_rank, pp_rank, tp_rank, sp_rank = self.coordinates(rank)
+=======
+        """Text such as `rank 3 (pp 1 of 2, tp 1 of 2) on nodeb`; axes of size 1 and the only machine are left out."""
+        dp_rank, pp_rank, tp_rank = self.coordinates(rank)
+>>>>>>> peers
         parts = [
             f"{name} {index} of {size}"
             for name, index, size in (
@@ -87,7 +101,8 @@ class MeshShape:
             )
             if size > 1
         ]
-        return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
+        place = f" on {self.hosts[rank]}" if self.hosts else ""
+        return (f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}") + place
 
     def axes_of(self, ranks: Sequence[int]) -> str:
         """The axes along which a group of ranks differs, such as `pp, dp`; empty for one rank or none."""
@@ -297,20 +312,55 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
-    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+def hosts_of_ranks() -> tuple[str, ...]:
+    """Name of the machine of each rank; nothing if all are on one. Collective over the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ()
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return tuple(hosts) if len(set(hosts)) > 1 else ()
+
+
+def compare_settings(settings: str, source: str) -> tuple[str, ...]:
+    """Raise unless all ranks have read the same settings; the names of their machines, as `hosts_of_ranks`. Collective.
+
+    Args:
+        settings: This rank's.
+        source: Which file they are from; said where there are several machines, which may have different ones.
 
     Raises:
-        RankMismatchError: Names the ranks that differ from rank 0.
+        RankMismatchError: Names the ranks that differ from rank 0, their machines and files.
+    """
+    hosts = hosts_of_ranks()
+    # The layouts may differ, so no stages are named.
+    compare_over_ranks(
+        "config", settings, lambda rank: f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}", source if hosts else ""
+    )
+    return hosts
+
+
+def compare_over_ranks(what: str, value: str, describe: Callable[[int], str], source: str = "") -> None:
+    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+
+    Args:
+        what: What is compared, in words.
+        value: This rank's.
+        describe: Name of a rank.
+        source: Where this rank has it from.
+
+    Raises:
+        RankMismatchError: Names the ranks that differ from rank 0, and where they have it from.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
+    said = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(said, (value, source))
+    values = [each for each, _ in said]
+    names = [describe(rank) + (f" [{origin}]" if origin else "") for rank, (_, origin) in enumerate(said)]
+    odd = [name for name, other in zip(names, values, strict=True) if other != values[0]]
     if odd:
         raise RankMismatchError(
-            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
+            f"{', '.join(odd)} made another {what} than {names[0]}: {sorted(set(values))}. All ranks must read the "
             "same YAML file, load the same model and run the same versions of torch and transformers."
         )
 

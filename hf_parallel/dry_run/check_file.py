@@ -91,7 +91,7 @@ class _Place:
 
     def _line(self, prefix: str, message: str) -> int:
         """The line of the longest part of the key path that is written in the file, here or in our section; else the first."""
-        found = re.match(r"[A-Za-z_][\w.-]*", message)
+        found = re.match(r"\w[\w.-]*", message)
         for start in dict.fromkeys((prefix, f"{SECTION}.{KEY}.")):
             parts = (start + found[0] if found else start).rstrip(".").split(".")
             own = start.count(".")  # a problem of the file around our section is not a problem of the whole section

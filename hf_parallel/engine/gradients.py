@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import local_of
@@ -288,8 +289,14 @@ class GradientSync:
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
+<<<<<<< HEAD
         if self._mesh.model_group is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.model_group)
+=======
+        if self._mesh.mp_group is not None:
+            totals = rows_of_ranks(total, self._mesh.mp_group)
+            total = totals.amax() if infinite else totals.sum()
+>>>>>>> peers
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.engine.microbatch_loss import Share
 from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.freezing import Freezing
@@ -71,7 +72,8 @@ class LastStage:
         self._digests.put(message[count:-1], batches)
         self._freezing.put(message[-1:])
         with self._watchdog.waiting("waits for the loss of the last stage"):
-            dist.all_reduce(message, group=self._mesh.mp_group)
+            if self._mesh.mp_group is not None:
+                message = rows_of_ranks(message, self._mesh.mp_group).sum(0)
         self._freezing.arrived(message[-1])
         self._digests.arrived(message[count:-1])
         return list(message[:count].float().unbind())

@@ -137,6 +137,8 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
         details: What pydantic says of it, once for each member of a union; the allowed words and bounds stand there.
         default: The setting's.
     """
+    if isinstance(given, list) and len(given) == 1:
+        return nearest_value(given[0], details, default)
     bounds = [detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})]
     if isinstance(given, str):
         words = [word for detail in details for word in _words_of(detail)]
@@ -145,6 +147,9 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
             return near
         if given.lower() in TRUTH and any(detail["type"].startswith("bool") for detail in details):
             return TRUTH[given.lower()]
+        number = re.fullmatch(r"(\d{1,9})\W*", given)
+        if number and any(detail["type"].startswith("int") for detail in details):
+            return max(1, int(number[1]))
     elif given is True and "cpu" in [word for detail in details for word in _words_of(detail)]:
         return "cpu"
     elif (
@@ -203,8 +208,9 @@ def as_mapping(given: object, name: str = "", model: type[Section] | None = None
             return f"Write {name}: {{{key}: {given}}}."
     if isinstance(given, list) and given and all(isinstance(item, Mapping) for item in given):
         return "Remove the dashes before its keys."
-    if isinstance(given, str) and re.fullmatch(r"[a-z_]+ \S+", given):
-        return f"Write {given.replace(' ', ': ')} with a colon."
+    words = re.fullmatch(r"([a-z_]+) *[ =] *(\S+)", given) if isinstance(given, str) else None
+    if words:
+        return f"Write {words[1]}: {words[2]} with a colon."
     return "Write its keys on lines below it, or leave it out."
 
 

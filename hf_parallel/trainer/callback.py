@@ -31,7 +31,7 @@ from hf_parallel.engine.opening import batch_line
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.memory.disk import disk_shortages
-from hf_parallel.mesh import compare_over_ranks, ranks_per_node
+from hf_parallel.mesh import compare_settings, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.accumulation import accumulation_for, accumulation_steps
@@ -148,7 +148,7 @@ class HFParallelCallback(TrainerCallback):
         set_accumulation(trainer, self.config)
         take_over(trainer)
         settings = json.dumps(self.config.to_yaml_section(), sort_keys=True)
-        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
+        compare_settings(settings, self.explanation)
         parameters = num_parameters(trainer)
         nodes = max(1, trainer.args.world_size // ranks_per_node())
         short = disk_shortages(parameters, self.config.zero, nodes)

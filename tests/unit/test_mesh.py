@@ -48,6 +48,8 @@ def test_a_rank_is_described_by_the_axes_that_exist() -> None:
     assert MeshShape(2, 1, 2, 2).describe(6) == "rank 6 (tp 0 of 2, sp 1 of 2, dp 1 of 2)"
     assert MeshShape(1, 4, 1).describe(3) == "rank 3 (pp 3 of 4)"
     assert MeshShape(1, 1, 1).describe(0) == "rank 0"
+    assert MeshShape(1, 2, 1, hosts=("nodea", "nodeb")).describe(1) == "rank 1 (pp 1 of 2) on nodeb"
+    assert MeshShape(1, 2, 1, hosts=("nodea", "nodeb")) == MeshShape(1, 2, 1)
 
 
 def test_a_shape_that_does_not_cover_the_world_is_refused() -> None:
