@@ -30,21 +30,15 @@ class MeshShape:
         dp_size: Data-parallel replicas.
         pp_size: Ranks of a pipeline; each holds one stage or several.
         tp_size: Tensor-parallel ranks that share each stage.
-<<<<<<< HEAD
         sp_size: Ranks that share the sequence of each row; each holds the weights of all.
-=======
         hosts: Name of the machine of each rank, if there are several; only for messages.
->>>>>>> peers
     """
 
     dp_size: int
     pp_size: int
     tp_size: int
-<<<<<<< HEAD
     sp_size: int = 1
-=======
     hosts: tuple[str, ...] = field(default=(), compare=False)
->>>>>>> peers
 
     @property
     def world_size(self) -> int:
@@ -84,13 +78,8 @@ class MeshShape:
         return dp_rank * self.mp_size + pp_rank * self.stage_size + sp_rank * self.tp_size + tp_rank
 
     def describe(self, rank: int) -> str:
-<<<<<<< HEAD
-        """Text such as `rank 3 (pp 1 of 2, tp 1 of 2)`; axes of size 1 are left out."""
-        dp_rank, pp_rank, tp_rank, sp_rank = self.coordinates(rank)
-=======
         """Text such as `rank 3 (pp 1 of 2, tp 1 of 2) on nodeb`; axes of size 1 and the only machine are left out."""
-        dp_rank, pp_rank, tp_rank = self.coordinates(rank)
->>>>>>> peers
+        dp_rank, pp_rank, tp_rank, sp_rank = self.coordinates(rank)
         parts = [
             f"{name} {index} of {size}"
             for name, index, size in (

@@ -8,7 +8,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -289,14 +289,9 @@ class GradientSync:
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
-<<<<<<< HEAD
         if self._mesh.model_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.model_group)
-=======
-        if self._mesh.mp_group is not None:
-            totals = rows_of_ranks(total, self._mesh.mp_group)
+            totals = rows_of_ranks(total, self._mesh.model_group)
             total = totals.amax() if infinite else totals.sum()
->>>>>>> peers
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:

@@ -93,10 +93,6 @@ class Session:
         """
         check_world(config, num_processes)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-<<<<<<< HEAD
-        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size, config.sp_size)
-=======
->>>>>>> peers
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
         hosts = compare_settings(settings, explanation)
         shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size, hosts=hosts)

@@ -188,15 +188,9 @@ def _page(
     planned_ranks: Sequence[Scaled],
 ) -> str:
     shape = job.shape
-<<<<<<< HEAD
     sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
     title = f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
-    names = [shape.describe(rank) for rank in range(min(MOST_ROWS, shape.world_size))]
-    left_out = shape.world_size - len(names)
-=======
-    title = f"tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
     left_out = max(0, shape.world_size - MOST_ROWS)
->>>>>>> monitor
     parts = [
         f"<h1>hf_parallel: {title}</h1>",
         f"<p>{job.told[0].steps:.0f} steps were measured; the first ones may be left out.</p>",

@@ -122,13 +122,8 @@ def chrome_trace(
         events += [about | {"tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(LANES)]
         for step in own:
             for span in step.spans:
-<<<<<<< HEAD
-                peer = _peer(span, placement)
-                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
-=======
                 peer = peer_of(span, placement)
-                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank)
->>>>>>> monitor
+                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
                 event = {"ph": "X", "cat": span.kind, "pid": rank, "tid": _lane(span.kind)}
                 event |= {"name": name_of(span, several, target), "args": _arguments(span, step.number)}
                 event |= {"ts": 1e6 * (span.start - offset.seconds - origin), "dur": 1e6 * max(0.0, span.seconds)}
