@@ -107,14 +107,18 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
-    def begin_backward(self) -> None:
-        """Backward passes begin: what they add can be told from what is reduced."""
+    def begin_backward(self, *, is_first: bool = False) -> None:
+        """Backward passes begin: what they add can be told from what is reduced.
+
+        Args:
+            is_first: Whether they are the first of their step, and begin before the caller's own.
+        """
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)
-        self.arrivals.set_aside()
+        self.arrivals.set_aside(everything=is_first)
 
     def end_schedule(self) -> None:
         """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""
