@@ -112,6 +112,7 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
+<<<<<<< HEAD
     def foresee(self, power: torch.Tensor | None) -> None:
         """The next norm of gradients that no code of users has seen is known before their factor is.
 
@@ -123,12 +124,20 @@ class GradientSync:
     def begin_backward(self) -> None:
         """Backward passes begin: what they add can be told from what is reduced."""
         self._foreseen = None
+=======
+    def begin_backward(self, *, is_first: bool = False) -> None:
+        """Backward passes begin: what they add can be told from what is reduced.
+
+        Args:
+            is_first: Whether they are the first of their step, and begin before the caller's own.
+        """
+>>>>>>> guards
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)
-        self.arrivals.set_aside()
+        self.arrivals.set_aside(everything=is_first)
 
     def end_schedule(self) -> None:
         """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""

@@ -312,7 +312,7 @@ class PipelineEngine(Engine):
             return loss
 
         if arms:
-            self.gradients.begin_backward()
+            self.gradients.begin_backward(is_first=True)
         with self._buffers.watching(len(microbatches) // len(batches), batches), self._hooks.held():
             losses = self.runtime.run(
                 microbatches,
