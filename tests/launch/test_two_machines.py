@@ -378,7 +378,8 @@ def test_the_templates_train(way: str, cluster: tuple[Machines, dict[str, str]],
                 both.sh(index, f"echo {ADDRESSES[0]} train-0.train >> /etc/hosts")
         both.running += [
             subprocess.Popen(
-                both.inside(index, ["bash", "-c", f"cd {both.work} && {command} > machine{index}.log 2>&1"]), env=env
+                both.inside(index, ["bash", "-c", f"cd {both.work} && {{ {command}; }} > machine{index}.log 2>&1"]),
+                env=env,
             )
             for index, command in enumerate(commands)
         ]
