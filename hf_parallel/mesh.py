@@ -118,16 +118,16 @@ class Mesh:
 
     shape: MeshShape
     rank: int
-    tp_group: dist.ProcessGroup | None
-    sp_group: dist.ProcessGroup | None
-    pp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
-    copies_group: dist.ProcessGroup | None
-    dp_shard_group: dist.ProcessGroup | None
-    dp_replicate_group: dist.ProcessGroup | None
-    mp_group: dist.ProcessGroup | None
-    model_group: dist.ProcessGroup | None
     timeout: timedelta
+    tp_group: dist.ProcessGroup | None = None
+    sp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    copies_group: dist.ProcessGroup | None = None
+    dp_shard_group: dist.ProcessGroup | None = None
+    dp_replicate_group: dist.ProcessGroup | None = None
+    mp_group: dist.ProcessGroup | None = None
+    model_group: dist.ProcessGroup | None = None
 
     @classmethod
     def build(

@@ -109,7 +109,7 @@ class Ahead:
         self._tells_early = (
             mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
         )
-        self._group = new_group_of(mesh.shape.groups(lambda d, p, t: (d,)), timeout=mesh.timeout, backend=None)
+        self._group = new_group_of(mesh.shape.groups(lambda d, p, t, s: (d, s)), timeout=mesh.timeout, backend=None)
         gradients = self.attachment.gradients
         gradients.before_write = self._before_write
         factors = gradients.shown.factors  # compared while the next step runs, so that no rank waits for another here

@@ -112,7 +112,6 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
-<<<<<<< HEAD
     def foresee(self, power: torch.Tensor | None) -> None:
         """The next norm of gradients that no code of users has seen is known before their factor is.
 
@@ -121,17 +120,13 @@ class GradientSync:
         """
         self._foreseen = power
 
-    def begin_backward(self) -> None:
-        """Backward passes begin: what they add can be told from what is reduced."""
-        self._foreseen = None
-=======
     def begin_backward(self, *, is_first: bool = False) -> None:
         """Backward passes begin: what they add can be told from what is reduced.
 
         Args:
             is_first: Whether they are the first of their step, and begin before the caller's own.
         """
->>>>>>> guards
+        self._foreseen = None
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()

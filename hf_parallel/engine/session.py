@@ -95,7 +95,8 @@ class Session:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
         hosts = compare_settings(settings, explanation)
-        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size, hosts=hosts)
+        sizes = config.dp_size(world_size), config.pp_size, config.tp_size, config.sp_size
+        shape = MeshShape(*sizes, hosts=hosts)
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))

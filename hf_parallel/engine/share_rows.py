@@ -41,7 +41,7 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
 def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
     """As `check_rows`, and whether rows of several documents are exact, which only matters to batches that have some."""
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         raise PlanError(
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "

@@ -169,7 +169,7 @@ def stage_parts(
     return found
 
 
-def loss_bytes(shape: ModelShape, layout: Layout, tokens: int) -> float:
+def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
     """Bytes of logits and loss of a microbatch: 12 a logit (16 bit, fp32, fp32 gradient and its 16-bit copy).
 
     A loss without logits has those of one tile, the sum of the head's gradient in fp32 and that of the hidden states.

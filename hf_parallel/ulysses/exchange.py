@@ -90,7 +90,8 @@ def _exchanged(rows: Sequence[Tensor], group: SequenceGroup) -> Sequence[Tensor]
     """Exchange several tensors f[sp n] in one message."""
     together = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
     received: Tensor = _Exchange.apply(together.contiguous(), group)  # type: ignore[no-untyped-call]
-    return received.split([row.shape[1] for row in rows], dim=1)
+    parts: Sequence[Tensor] = received.split([row.shape[1] for row in rows], dim=1)
+    return parts
 
 
 def summed(x: Tensor, group: SequenceGroup) -> Tensor:

@@ -140,8 +140,8 @@ def _arrows(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[Of
         peer = peer_of(span, job.choice.placement)
         if peer is None:
             continue
-        dp_rank, _, tp_rank = job.shape.coordinates(rank)
-        other = job.shape.rank_at(dp_rank, peer, tp_rank)
+        dp_rank, _, tp_rank, sp_rank = job.shape.coordinates(rank)
+        other = job.shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
         if verb == "send":
             sent[rank, other, kind, span.number, span.microbatch] = span.start - away - origin
         else:
