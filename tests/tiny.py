@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Phi3Config,
@@ -79,6 +81,20 @@ def mixtral() -> MixtralForCausalLM:
     sizes = {"intermediate_size": 32, "num_hidden_layers": 4, "num_local_experts": 4}
     router = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "eager"}
     return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **router))
+
+
+def mixtral_plain() -> MixtralForCausalLM:
+    """Without the loss that balances experts."""
+    model = mixtral()
+    model.config.output_router_logits = False
+    return model
+
+
+def sliding() -> MistralForCausalLM:
+    """A window of five tokens, shorter than the rows."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 3, "sliding_window": 5}
+    return MistralForCausalLM(MistralConfig(**{**SMALL, "attn_implementation": "sdpa"}, **sizes))
 
 
 def gemma3n() -> Gemma3nForCausalLM:
@@ -247,6 +263,8 @@ MODELS = {
     "gpt2_dropout": lambda: gpt2(dropout_rate=0.2),
     "qwen3": qwen3,
     "mixtral": mixtral,
+    "mixtral_plain": mixtral_plain,
+    "sliding": sliding,
     "gemma3n": gemma3n,
     "mamba": mamba,
     "uneven": uneven,
@@ -256,6 +274,7 @@ MODELS = {
     "phi3": phi3,
     "bloom": bloom,
     "gpt_oss": gpt_oss,
+    "gpt_oss_biased": lambda: biased(gpt_oss()),
     "deepseek_v3": deepseek_v3,
     "qwen3_moe": qwen3_moe,
     **ADAPTED,

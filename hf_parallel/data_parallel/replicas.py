@@ -84,7 +84,7 @@ class Replicas:
             reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
-        group = None if self._steps_locally else self._mesh.dp_group
+        group = None if self._steps_locally else self._mesh.copies_group
         experts = [(name, p) for name, p in named if self._is_expert(name)]
         dense = [(name, p) for name, p in named if not self._is_expert(name)] if experts else named
         self._reducer = GradientReducer(dense, group, self._traffic())
@@ -168,9 +168,9 @@ class Replicas:
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes that this rank handed to collectives over the replicas so far; None if that is not counted (ZeRO 3)."""
+        """Bytes that this rank handed to collectives over the replicas so far; None if torch has no place to count them (ZeRO 3)."""
         if self.sharded is not None:
-            return None
+            return self.sharded.sent_bytes
         zero = self.zero
         found = zero.gathered_bytes if zero is not None else 0
         if zero is not None and zero.copies is not None:
@@ -193,7 +193,7 @@ class Replicas:
 
     def describe(self) -> list[str]:
         """The data-parallel settings in lines for the start of a run; warnings among them."""
-        if self._mesh.dp_group is None:
+        if self._mesh.copies_group is None:
             return []
         lines, settings = [], self._settings
         if settings.zero.stage:
@@ -305,8 +305,8 @@ class Replicas:
 
     @property
     def _share(self) -> float:
-        """Factor of a sum over the replicas that makes it their mean; 1 with local steps, which sum over one replica."""
-        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.dp_size
+        """Factor of a sum over the copies that makes it their mean; 1 with local steps, which sum over one replica."""
+        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.num_copies
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.

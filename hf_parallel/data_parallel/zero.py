@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -223,6 +223,18 @@ class ZeroPartition:
             absent_names |= names if fresh else names & self.absent_names
             shard.absent = found if fresh else [piece for piece in shard.absent if piece in found]
         self._judge_absent(frozenset(absent_names))
+
+    def dropped(self, names: Collection[str]) -> None:
+        """User code has dropped the gradients of these: parts of nothing else have none, so that no step is counted for them."""
+        gone = self.absent_names | frozenset(names)
+        alone: set[str] = set()
+        for shard in self.shards:
+            if gone.issuperset(shard.bucket.names):
+                shard.master.grad, shard.absent = None, []
+            else:
+                alone.update(gone.intersection(shard.bucket.names))
+        if alone - self.absent_names:
+            self._judge_absent(self.absent_names | alone)
 
     def _judge_absent(self, names: frozenset[str]) -> None:
         """Say once when a parameter has a gradient in some steps only."""

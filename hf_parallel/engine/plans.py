@@ -19,6 +19,7 @@ from hf_parallel.engine.plan_shards import Shown, plan_shards
 from hf_parallel.engine.plan_stages import Cut, plan_cut
 from hf_parallel.engine.rank_limits import describe_limits
 from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.share_rows import shared_rows
 from hf_parallel.errors import PlanError, RankMismatchError
 from hf_parallel.expert_parallel.plan import ExpertPlan
 from hf_parallel.guards.start import Start
@@ -34,6 +35,8 @@ from hf_parallel.tensor_parallel.plan.cost import report
 from hf_parallel.tensor_parallel.plan.vocab_plan import WHOLE_LOGITS
 from hf_parallel.tensor_parallel.run.vocab import labelled
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
+from hf_parallel.ulysses.attention import Shared
+from hf_parallel.ulysses.forward import share_forward
 
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Plans:
         prediction: What the cut is expected to cost, None with pp_size 1.
         head: Whether its logits are made for the loss.
         shown: What shards were planned with in place of the whole model; rank 0 knows.
+        rows: What the model knows of rows that its ranks share, None with sp_size 1.
     """
 
     forward: Callable[..., Any]
@@ -69,6 +73,7 @@ class Plans:
     prediction: Prediction | None
     head: HeadPlan
     shown: Shown
+    rows: Shared | None
 
 
 def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = None) -> Plans:
@@ -102,9 +107,9 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
             units = _gathered_units(setup, found, probes, recomputed)
             shown_by = shown.kept if shown.kept is not None or found is None else found.kept
             head = plan_head(setup, probes, shards, shown_by, stand_in)
-    ledger = _ledger(setup, (shards or experts), cut)
+    ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
     return Plans(
-        forward=forward,
+        forward=forward if rows is None else share_forward(model, forward, rows, hides_logits=shape.pp_size == 1),
         tensor_parallel=shards,
         experts=experts,
         cut=cut,
@@ -115,6 +120,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         prediction=_prediction(setup, ledger, cut),
         head=head,
         shown=shown,
+        rows=rows,
     )
 
 

@@ -50,7 +50,7 @@ class HookGuard:
         Raises:
             UnsupportedError: A hook on the accumulated gradient of a parameter of which this rank holds a shard.
         """
-        if self._mesh.copy_group is None:
+        if self._mesh.model_group is None:
             return
         for name in with_hooks(self._parameters.items()):
             self._adapt(name)
@@ -95,7 +95,7 @@ class HookGuard:
         present, version = parameter.grad is not None, version_of(parameter)
         hook(parameter)
         steps = version_of(parameter) != version or (present and parameter.grad is None)
-        if steps and self._mesh.shape.dp_size > 1:
+        if steps and self._mesh.shape.num_copies > 1:
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) updates the parameter or "
                 f"drops its gradient before the {self._mesh.shape.dp_size} replicas have averaged it: each would train another "
@@ -108,6 +108,11 @@ class HookGuard:
         hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
         if not hooks and not after:
             return
+        if self._mesh.sp_group is not None and not all(map(_is_ours, (*hooks.values(), *after.values()))):
+            raise UnsupportedError(
+                f"parameter {name} has gradient hooks with sp_size={self._mesh.shape.sp_size}: they would see the gradient of this "
+                "rank's tokens alone. Remove the hooks and change p.grad in on_pre_optimizer_step, or set sp_size to 1."
+            )
         is_sharded = self._ledger.entries[name].spec is not None
         if is_sharded and after:
             self._refuse_accumulation(name, parameter)

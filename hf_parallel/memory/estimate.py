@@ -121,11 +121,11 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
 
 
 def _native_messages(parameters: float, layout: Layout) -> dict[str, float]:
-    """One bucket that fills and one that travels, summed in fp32."""
+    """Gradients that move into a bucket, which then has them; in 16 bit two buckets, summed in fp32."""
     if layout.num_processes == layout.tp_size * layout.pp_size:
         return {}
-    scale = 2 if layout.precision == "half" else 1
-    return {SENT: min(4 * parameters, 2 * scale * layout.bucket_cap_mb * 2**20)}
+    buckets = 4 if layout.precision == "half" else 1
+    return {SENT: min(4 * parameters, buckets * layout.bucket_cap_mb * 2**20)}
 
 
 def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, element: int) -> dict[str, float]:

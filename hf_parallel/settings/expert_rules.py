@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import PipelineConfig
 
 
@@ -24,6 +25,11 @@ def expert_problems(
         yield (
             f"{name} with tp_size={tp_size} is not available: tensor parallelism distributes experts over its own ranks "
             f"(tensor_parallel.experts). Set tp_size to 1, {instead}."
+        )
+    if pipeline.schedule in ASYNCHRONOUS:
+        yield (
+            f"{name} with pipeline.schedule={pipeline.schedule} is not available: replicas that share experts would have to be at "
+            f"the same update. Set pipeline.schedule to 1f1b, {instead}."
         )
     if pipeline.compile_blocks != "none":
         yield (

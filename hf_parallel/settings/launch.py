@@ -276,7 +276,8 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
         sizes = f"pp {config.pp_size} x dp {dp_size}" if config.pp_size > 1 else f"dp {dp_size}"
         layout = f"{sizes}, experts over ep {config.ep_size} of its ranks, over {world_size} processes"
     else:
-        layout = f"tp {config.tp_size} x pp {config.pp_size} x dp {dp_size} over {world_size} processes"
+        sequence = f" x sp {config.sp_size}" if config.sp_size > 1 else ""
+        layout = f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size} over {world_size} processes"
     return f"{layout}, from {origin}"
 
 

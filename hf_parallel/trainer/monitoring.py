@@ -1,17 +1,32 @@
-"""How a Trainer drives the monitor: a callback of ours, and the iterator of its batches."""
+"""How a Trainer drives the monitor: a callback of ours, the iterator of its batches, and what its console shows."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import CallbackHandler
 
 from hf_parallel.engine.session import Session
 from hf_parallel.monitor.recorder import Recorder
+from hf_parallel.monitor.report.console import PREFIX, line_of
 from hf_parallel.monitor.report.monitor import Monitor
+
+
+SHOWN = (PrinterCallback.on_log, ProgressCallback.on_log)  # what prints all keys of an entry
 
 
 class MonitorCallback(TrainerCallback):
@@ -19,10 +34,11 @@ class MonitorCallback(TrainerCallback):
 
     Args:
         session: The parallel run.
+        handler: Has the callbacks that print to the console.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, handler: CallbackHandler) -> None:
+        self._session, self._handler = session, handler
         self.monitor: Monitor | None = None
 
     def on_train_begin(
@@ -30,6 +46,9 @@ class MonitorCallback(TrainerCallback):
     ) -> None:
         """The model is parallelized by now."""
         session = self._session
+        if session.config.monitor.metrics:
+            for callback in self._handler.callbacks:
+                shorten(callback)
         if session.engine is not None and session.engine.recorder.on:
             self.monitor = Monitor(session.engine, session.config, session.schedule, Path(str(args.output_dir)))
 
@@ -54,6 +73,27 @@ class MonitorCallback(TrainerCallback):
         monitor, self.monitor = self.monitor, None
         if monitor is not None:
             monitor.end()
+
+
+def shorten(callback: TrainerCallback) -> None:
+    """Have a stock callback print what it prints without a monitor, and one line of metrics below it; others stay as they are."""
+    if getattr(type(callback), "on_log", None) not in SHOWN or "on_log" in vars(callback):
+        return
+    stock = callback.on_log
+
+    @functools.wraps(stock)
+    def on_log(
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        if f"{PREFIX}step_s" not in logs:
+            return stock(args, state, control, logs=logs, **kwargs)
+        stock(args, state, control, logs={k: v for k, v in logs.items() if not k.startswith(PREFIX)}, **kwargs)
+        is_printer = isinstance(callback, PrinterCallback)
+        if state.is_local_process_zero if is_printer else state.is_world_process_zero:
+            tqdm.write(line_of(logs, state.global_step, state.max_steps))  # beside a bar, if there is one
+        return None
+
+    vars(callback)["on_log"] = on_log
 
 
 def monitor_of(trainer: Trainer) -> Monitor | None:

@@ -27,6 +27,11 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     found, kind = [], _of_trl(trainer)
     if kind is None:
         return []
+    if config.sp_size > 1:
+        found.append(
+            f"{kind.__name__} with sp_size={config.sp_size}: TRL's losses read single tokens of the whole row from a forward of its own, "
+            "which is not known to be exact on parts of a row. Set sp_size to 1, or train with transformers' Trainer."
+        )
     sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}{f', ep_size={config.ep_size}' if config.ep_size > 1 else ''}"
     axes = "pp_size, tp_size and ep_size" if config.ep_size > 1 else "pp_size and tp_size"
     if config.splits_model and not kind.__module__.startswith(ON_STAGES):

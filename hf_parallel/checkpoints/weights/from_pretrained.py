@@ -52,7 +52,7 @@ def sharded_loading(config: Settings = None, **overrides: Any) -> Iterator[None]
         `with sharded_loading(): model = AutoModelForCausalLM.from_pretrained(name)`
     """
     resolved, _ = resolve_config(config, **overrides)
-    if find_launch().world_size == 1 or resolved.model_parallel_size == 1 or resolved.ep_size > 1:
+    if find_launch().world_size == 1 or resolved.weight_parts == 1 or resolved.ep_size > 1:
         yield
         return
     with replaced_loading(_Loading(resolved).load, _check_files):

@@ -44,7 +44,7 @@ def gather_tensors(
         if wanted is None or wanted(entry):
             mine = held.get(entry.name)
             mine = mine if mine is None else whole_of(plain_of(mine))  # over the replicas, one tensor at a time
-            tensor = _gather_one(entry, mine, mesh, group) if mesh.dp_rank < mesh.shape.ep_size else None
+            tensor = _gather_one(entry, mine, mesh, group) if mesh.copy_rank < mesh.shape.ep_size else None
             if tensor is not None:
                 full[entry.name] = tensor
     return full
