@@ -180,10 +180,9 @@ class ShownGradients:
         mesh = self._mesh
         if self._parts_of is None:
             return [mesh.parts.group if alone else mesh.model_group]
-        return [
-            self._parts_of.shard_group,
-            mesh.tp_group if alone else mesh.mp_group if mesh.shape.ep_size > 1 else mesh.model_group,
-        ]
+        # Replicas that share experts are among those that share the optimizer.
+        whole = mesh.model_group if mesh.ep_group is None else mesh.mp_group
+        return [self._parts_of.shard_group, mesh.tp_group if alone else whole]
 
     def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
         operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
