@@ -27,7 +27,7 @@ from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
-from hf_parallel.trainer.monitoring import Timed, monitor_of
+from hf_parallel.trainer.monitoring import Timed, monitor_of, shorten_screen
 from hf_parallel.trainer.user_code import UserCode, is_users
 
 
@@ -88,6 +88,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 **(monitor.logged() if monitor is not None else {}),
                 **(wire.report() if wire is not None else {}),
             }
+            shorten_screen(self.callback_handler.callbacks)
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_parallel.engine.session import Session
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.monitor.report.monitor import Monitor
+
+
+# What a line on the screen has of ours; trackers, `trainer_state.json` and the report have all of it.
+ON_SCREEN: Final = (
+    "monitor/tokens_per_s",
+    "monitor/step_s",
+    "monitor/bubble",
+    "monitor/memory_gb",
+    "compression/ratio",
+)
 
 
 class MonitorCallback(TrainerCallback):
@@ -60,6 +79,24 @@ def monitor_of(trainer: Trainer) -> Monitor | None:
     """What measures the training of a Trainer that runs now."""
     callbacks = trainer.callback_handler.callbacks
     return next((one.monitor for one in callbacks if isinstance(one, MonitorCallback)), None)
+
+
+def shorten_screen(callbacks: Sequence[TrainerCallback]) -> None:
+    """Let the Trainer's own callbacks that print show few of our numbers; what users and trackers see is whole.
+
+    Args:
+        callbacks: Of a Trainer.
+    """
+    for one in callbacks:
+        if type(one) in (PrinterCallback, ProgressCallback) and "on_log" not in vars(one):
+            vars(one)["on_log"] = partial(_print_few, one.on_log)
+
+
+def _print_few(on_log: Callable[..., None], *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    ours = [name for name in logs or () if name.startswith(("monitor/", "compression/")) and name not in ON_SCREEN]
+    if logs is not None and ours:
+        logs = {name: value for name, value in logs.items() if name not in ours}
+    on_log(*args, logs=logs, **kwargs)
 
 
 class Timed:
