@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/README.md", "](goals.md").replace("](docs/", "](")
+    readme = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("](docs/README.md", "](goals.md")
+        .replace("](docs/", "](")
+    )
     goals = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     files.remove(files.get_file_from_path("README.md"))
     files.append(File.generated(config, "index.md", content=outside(readme, "")))

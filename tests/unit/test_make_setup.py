@@ -30,7 +30,9 @@ def test_the_torch_of_the_active_environment_is_used(tmp_path: Path) -> None:
 
     def made(*arguments: str) -> str:
         command = ["make", "--no-print-directory", "-o", "pyproject.toml", "-o", "setup.py", *arguments]
-        return subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            command, cwd=copy, env=env, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
     (copy / "pyproject.toml").touch()
     (copy / "setup.py").touch()
