@@ -91,8 +91,14 @@ zoo-pp: setup  ## cut every AutoModelForCausalLM type into stages and compare; w
 zoo-tp: setup  ## shard every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_tp.py
 
+zoo-sp: setup  ## share the rows of every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_sp.py $(ARGS)
+
 zoo-lora: setup  ## put LoRA on every AutoModelForCausalLM type, on stages and on ranks, and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_lora.py $(ARGS)
+
+zoo-ep: setup  ## spread the experts of every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_ep.py $(ARGS)
 
 bench-pipeline: setup  ## time the pipeline runtime
 	$(BIN)/python benchmarks/bench_pipeline.py
@@ -102,6 +108,9 @@ bench-host: setup  ## what a deep model costs the host of one pipeline stage
 
 bench-schedules: setup  ## time every schedule against GPipe, and the balanced cut against the even one
 	$(BIN)/python benchmarks/bench_schedules.py
+
+bench-async: setup  ## idle time of schedules that do not drain, and what old weights do to the loss; writes docs/asynchronous.md
+	$(BIN)/python benchmarks/bench_async.py
 
 bench-unequal: setup  ## time the cut for ranks of different speed against the even one, with one rank slowed
 	$(BIN)/python benchmarks/bench_unequal.py
@@ -148,8 +157,9 @@ load-memory: setup  ## measure the memory of loading and saving a model in parts
 memory-page: setup  ## write the tables of docs/memory.md from the arithmetic
 	$(BIN)/python benchmarks/memory_page.py
 
-recipes-page: setup  ## write docs/recipes.md and the memory at the head of each GPU recipe
+recipes-page: setup  ## write docs/recipes.md, and memory and the planner's choice at the head of each GPU recipe
 	$(BIN)/python benchmarks/recipes_page.py
+	$(BIN)/python benchmarks/recipes_planned.py --write
 
 reference-pages: setup  ## write docs/settings.md, docs/cli.md and docs/settings.schema.json from the code
 	$(BIN)/python benchmarks/reference_pages.py

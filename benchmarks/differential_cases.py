@@ -93,6 +93,7 @@ class Setup:
         return dataclasses.replace(self, **changes)
 
 
+EXPERTS = frozenset({"mixtral", "gpt_oss", "deepseek_v3"})
 WITHOUT_POSITIONS = frozenset({"mamba", "bloom"})
 ADDITIVE = frozenset({"", "loss_sum", "loss_token_weights", "loss_focal", "smoothing"}) | frozenset(
     {"patched_token_weights", "patched_z_loss", "ScaledLoss", "EditedLabels", "NewInputs", "Embedded"}
@@ -171,7 +172,17 @@ def draw(seed: int) -> Setup:
     setup = Setup(**values)
     while consistent(setup) != setup:  # one choice rules out another, which may allow a third
         setup = consistent(setup)
-    return setup
+    return with_experts(setup)
+
+
+def with_experts(setup: Setup) -> Setup:
+    """Experts on two replicas each, in most set-ups where that goes with the rest; drawn apart, so that seeds keep what they had."""
+    zero = setup.settings.get("zero", {})
+    fits = setup.model in EXPERTS and setup.tp == 1 and setup.dp % 2 == 0 and setup.resume is None
+    fits = fits and zero.get("stage", 0) <= 1 and not zero.get("overlap_gather")
+    if not fits or random.Random(f"experts {setup.seed}").random() < 0.3:
+        return setup
+    return setup.replaced(settings={**setup.settings, "ep_size": 2})
 
 
 def draw_settings(rng: random.Random, tp: int, pp: int, dp: int) -> dict[str, Any]:

@@ -43,6 +43,8 @@ PAGES = {
     "dry_run/memory": "memory",
     "dry_run/rank": "dry_run",
     "engine": "trainer",
+    "expert_parallel": "experts",
+    "engine/share_rows": "ulysses",
     "guards": "trainer",
     "mesh": "launching",
     "model": "pipeline",
@@ -55,6 +57,7 @@ PAGES = {
     "trainer/checkpoints": "checkpoints",
     "trainer/resuming": "checkpoints",
     "trainer/saving": "checkpoints",
+    "ulysses": "ulysses",
 }
 MOST = 150  # characters of a message
 

@@ -509,3 +509,28 @@ def parameter_left_out_of_the_reduction(trainer: Any) -> None:
         return wrong
 
     GradientSync.reduce = make(GradientSync.reduce)
+
+
+def norm_gradient_of_one_shard(trainer: Any) -> None:
+    if mesh_of(trainer).tp_rank != 1:
+        return
+
+    def halved(gradient: torch.Tensor) -> torch.Tensor:
+        fired()
+        return gradient * 0.5
+
+    blocks_of(trainer)[1].input_layernorm.weight.register_hook(halved)
+
+
+def forward_sum_in_bf16(trainer: Any) -> None:
+    around(
+        linear,
+        "reduce_from_tp",
+        lambda reduce: lambda partial, group, dtype: reduce(partial.bfloat16().to(partial.dtype), group, dtype=dtype),
+    )
+
+
+def scheduler_stepped_twice(trainer: Any) -> None:
+    if mesh_of(trainer).rank == 1:
+        scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        around(scheduler, "step", lambda step: lambda: (step(), step()))

@@ -189,6 +189,15 @@ BUGS = (
         "layers.2.self_attn.q_proj",
         (REDUCTION,),
     ),
+    Bug(
+        "gradient of a norm halved on a shard, activations sharded too",
+        "norm_gradient_of_one_shard",
+        {**TP2, "tensor_parallel": {"sequence_parallel": True}},
+        "layers.1.input_layernorm",
+        (WEIGHT,),
+    ),
+    Bug("all-reduce of a row in bf16", "forward_sum_in_bf16", TP2, "layers.0.self_attn", (FORWARD,)),
+    Bug("learning rate scheduler stepped twice", "scheduler_stepped_twice", DP2, "", (OPTIMIZER,)),
     Bug("a weight of a replica differs", "one_weight_differs", DP2, "layers.1.mlp.up_proj", (FORWARD,)),
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tables import with_tables
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from hf_parallel.dry_run.check_file import Checked, check_file
 from hf_parallel.dry_run.fit import Verdict, accumulation_of, judge, layout_of_file
@@ -49,6 +49,10 @@ LLAMA: dict[str, dict[str, Any]] = {
         "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
     },
 }  # fmt: skip
+EXPERTS = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "tie_word_embeddings": True, "experts_implementation": "eager",
+}  # fmt: skip
 GPT3 = {"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048}
 
 
@@ -57,7 +61,7 @@ class Run:
     """What a recipe is counted for.
 
     Args:
-        model: A key of `LLAMA`, or "GPT-3 175B".
+        model: A key of `LLAMA`, "GPT-3 175B", or the one of experts.
         work: Rows and tokens of one batch of a model copy.
         precision: How the model is loaded and trained.
         gpu_gb: Of a GPU (of RAM for each process on a CPU), in 1e9 bytes.
@@ -82,6 +86,7 @@ LORA_7B = 32 * 16 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
 LORA_13B = 40 * 16 * (4 * (5120 + 5120) + 3 * (5120 + 13824))
 LORA_33B = 60 * 16 * (4 * (6656 + 6656) + 3 * (6656 + 17920))
 ON_A_CPU = Run("SmolLM2 135M", Work(4, 256), "fp32", 16, 32)
+EXPERTS_ON_A_CPU = dataclasses.replace(ON_A_CPU, model="Mixtral of 12 blocks")
 RUNS: dict[str, Run] = {
     "budget_3090": Run("Llama of 48 blocks", Work(1, 2048), "half", 24, 256),
     "budget_3090_7b": Run("Llama 2 7B", Work(1, 2048), "half", 24, 192),
@@ -100,10 +105,12 @@ OVERHEAD = "overhead (not measured)"
 
 
 def run_of(name: str) -> Run:
-    return RUNS.get(name, ON_A_CPU)
+    return RUNS.get(name, EXPERTS_ON_A_CPU if name == "cpu_ep2" else ON_A_CPU)
 
 
 def config_of(run: Run) -> Any:
+    if run.model == EXPERTS_ON_A_CPU.model:
+        return MixtralConfig(**EXPERTS)
     return GPT2Config(**GPT3) if run.model == "GPT-3 175B" else LlamaConfig(**LLAMA[run.model])
 
 

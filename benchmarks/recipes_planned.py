@@ -1,8 +1,14 @@
-"""Prints what the planner chooses for the machines, model and batch of each GPU recipe, beside the recipe's layout."""
+"""What the planner chooses for the machines, model and batch of each GPU recipe, beside the recipe's layout.
+
+Prints it; `--write` also writes it into the head of each recipe, with why the recipe is not that.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +26,7 @@ from hf_parallel.planner.predict import predict
 from hf_parallel.planner.recipe import mapping_of
 from hf_parallel.planner.search import TIE, plan
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import recipes_folder
 
 
 CLUSTERS: Final[dict[str, dict[str, Any]]] = {
@@ -31,6 +38,16 @@ CLUSTERS: Final[dict[str, dict[str, Any]]] = {
     "gpt3_175b_1024gpu": {"nodes": 128, "gpus_per_node": 8, "gpu": "a100_80"},
     "ddp": {"gpus_per_node": 8, "gpu": "a100_40"},
     "ethernet_pp_powersgd": {"nodes": 2, "gpus_per_node": 4, "gpu": "rtx3090", "intra": "pcie", "inter_gbit_s": 10},
+}
+
+# Of recipes that the planner does not choose: why they are as they are.
+WHY: Final[dict[str, str]] = {
+    "budget_3090_lora": "a whole copy on each GPU runs any script as it is, also on one GPU. For speed take that plan.",
+    "llama2_7b_4xa100": "parts of everything leave room for rows four times as long. For speed at 2048 tokens take that plan.",
+    "llama_70b_64xh100": "parts of the parameters leave 50 GB of each GPU for longer rows, and fit GPUs of 40 GB. For speed at 4096 "
+    "tokens take that plan.",
+    "gpt3_175b_1024gpu": "fewer stages and the plain schedule are easier to read and to take up again on other machines.",
+    "ddp": "it shows whole copies, and a script that changes the optimizer runs as it is. Add zero: {stage: 1} for speed.",
 }
 
 
@@ -83,21 +100,50 @@ def choice(name: str) -> Choice:
     return Choice(own, found.step_s, fits, first.spec, first.estimate.step_s)
 
 
-def said(spec: LayoutSpec) -> str:
+def described(spec: LayoutSpec) -> str:
     words = f"tp {spec.tp} x pp {spec.pp} x dp {spec.dp}, ZeRO {spec.zero}, {spec.micro_batch} rows a pass"
-    return f"{words}, {spec.schedule}" if spec.pp > 1 else words
+    again = {"none": "nothing computed again", "full": "blocks computed again"}.get(
+        spec.recompute, "parts computed again"
+    )
+    return f"{words}, {spec.schedule}, {again}" if spec.pp > 1 else f"{words}, {again}"
+
+
+def planned(name: str) -> list[str]:
+    """The lines of the planner in a recipe's file."""
+    found = choice(name)
+    text = f"Predicted {found.step_s:.3g} s a step."
+    if found.first is None:
+        text += " Nothing fits but with parameters and optimizer in RAM, as here: `hf-parallel plan` says so."
+    elif found.is_chosen:
+        text += " It is what `hf-parallel plan` chooses for these machines, this model and batch, or as fast."
+    else:
+        text += f" The first of `hf-parallel plan` is {described(found.first)}: {found.first_s:.3g} s. This recipe is another: {WHY[name]}"
+    return [f"#   {line}" for line in textwrap.wrap(text, 112, subsequent_indent="  ")]
+
+
+def with_plan(name: str, text: str) -> str:
+    """The text of a recipe with the lines of the planner written anew, after those about memory."""
+    block = "# Planner, written by `make recipes-page`:\n" + "".join(f"{line}\n" for line in planned(name))
+    text = re.sub(r"# Planner, written by `make recipes-page`:\n(?:#   .*\n)*", "", text)
+    return re.sub(r"(# Memory, written by `make recipes-page`:\n(?:#   .*\n)*)", lambda found: found[1] + block, text)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the heads of the recipes")
+    writes = parser.parse_args().write
     for name in CLUSTERS:
         found = choice(name)
         kind = "is chosen" if found.is_chosen else "is not chosen"
-        own = f"{said(found.own)}, recompute {found.own.recompute}: {found.step_s:.3g} s, {'fits' if found.fits else 'does not fit'}"
+        own = f"{described(found.own)}: {found.step_s:.3g} s, {'fits' if found.fits else 'does not fit'}"
         first = found.words
         if found.first is not None:
-            first = f"{said(found.first)}, recompute {found.first.recompute}: {found.first_s:.3g} s"
+            first = f"{described(found.first)}: {found.first_s:.3g} s"
         sys.stdout.write(f"{name} {kind}\n  recipe: {own}\n  first plan: {first}\n")
         sys.stdout.flush()
+        if writes:
+            path = recipes_folder() / f"{name}.yaml"
+            path.write_text(with_plan(name, path.read_text(encoding="utf-8")), encoding="utf-8")
     sys.stdout.write(f"not planned, quantised: {', '.join(sorted(RUNS.keys() - CLUSTERS.keys()))}\n")
 
 

@@ -82,7 +82,9 @@ def main() -> int:
             job = RestartJob(Path(folder) / str(number), SECTION, kills_of(source))
             problems = problems_of(job, straight, job.run())
             seconds = job.seconds_until_training() if not problems else []
-            rounds.append({"kills": [vars(kill) for kill in job.kills], "seconds": seconds, "problems": problems})
+            phases = job.phases() if not problems else []
+            kills = [vars(kill) for kill in job.kills]
+            rounds.append({"kills": kills, "seconds": seconds, "phases": phases, "problems": problems})
             print(json.dumps(rounds[-1]), flush=True)
             passed = sum(not each["problems"] for each in rounds)
             report = {"seed": arguments.seed, "passed": passed, "rounds": rounds}

@@ -62,6 +62,11 @@ FURTHER = (
     Cell("dp2", "dp2", "uneven_dropout", exact=True),
     Cell("pp2", "pp2", "uneven_dropout", exact=True),
     Cell("tp2", "tp2", "uneven_dropout", exact=True),
+    *(
+        Cell(saved, resumed, "deepseek_v3", exact=saved == resumed)
+        for saved in ("1", "ep2", "dp4xep2xzero1", "pp2xep2")
+        for resumed in ("1", "ep2", "ep2xzero1", "dp4xep2xzero1", "pp2xep2", "pp2xdp2", "tp2", "zero1")
+    ),
 )
 
 

@@ -66,6 +66,18 @@ def split_rows(batch: Mapping[str, Any], num_microbatches: int) -> list[dict[str
     return microbatches
 
 
+def empty_microbatch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of a batch with labels, none of which count: what it adds to a loss over tokens is zero."""
+    rows = num_rows(batch)
+    first = {
+        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == rows else value
+        for name, value in batch.items()
+    }
+    return first | {
+        name: torch.full_like(first[name], IGNORED_LABEL) for name in ("labels", "shift_labels") if name in first
+    }
+
+
 def count_targets(batch: Mapping[str, Any], shifted: bool) -> torch.Tensor:
     """Number of label positions (0-d int64) that the loss of this batch averages over.
 

@@ -136,20 +136,28 @@ class Heartbeats:
 
     def __init__(self, board: NoticeBoard, rank: int) -> None:
         self.board, self._rank = board, rank
+        self._told: dict[str, Any] = {}
 
     def publish(self, seen: Seen, age: float, bound: float | None, *, last: bool = False) -> None:
         """Tell what this rank does."""
-        self.board.write("heartbeat", json.dumps({**noted(seen, age, bound), "at": time.time(), "last": last}))
+        self._told = {**noted(seen, age, bound), "last": last}
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._told:
+            self.board.write("heartbeat", json.dumps({**self._told, "at": time.time()}))
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Each rank's last line; a rank that writes none any more (stopped, or stuck in foreign code) is marked.
 
-        It also lets ranks that stopped at the same moment write their last line.
+        It also lets ranks that stopped at the same moment write their last line. Meanwhile this rank writes on: another one that
+        reads at the same moment would take it for silent.
         """
         before = latest = self.board.read("heartbeat", STORE_S)
         deadline = time.monotonic() + SILENT_S
         while latest and time.monotonic() < deadline:
             time.sleep(SILENT_S / 16)
+            self._beat()
             latest = self.board.read("heartbeat", STORE_S) or latest
             if all(_is_last(text) or before.get(rank) != text for rank, text in latest.items()):
                 break

@@ -1,9 +1,12 @@
-"""Where a rank stands: its coordinates on the axes dp, pp, tp, and the process groups along them.
+"""Where a rank stands: its coordinates on the axes dp, pp, sp, tp, and the process groups along them.
 
-Ranks are laid out with dp outermost, then pp, then tp innermost, so that tensor-parallel neighbours are neighbours on
-a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguous:
+Ranks are laid out with dp outermost, then pp, then sp, then tp innermost, so that ranks that share layers or a sequence
+are neighbours on a node and the ranks that run one batch (mp = pp x sp x tp) are contiguous:
 
-    rank = dp_rank * (pp_size * tp_size) + pp_rank * tp_size + tp_rank
+    rank = ((dp_rank * pp_size + pp_rank) * sp_size + sp_rank) * tp_size + tp_rank
+
+With experts on several replicas (ep), `ep_size` neighbours on the dp axis share the experts of their stage: each reads its own
+rows, and together they hold one copy of the experts.
 
 `MeshShape` is arithmetic only and can be asked about any rank; `Mesh` adds the process groups of this rank.
 """
@@ -11,8 +14,9 @@ a node and the ranks that hold one copy of the model (mp = pp x tp) are contiguo
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -29,11 +33,17 @@ class MeshShape:
         dp_size: Data-parallel replicas.
         pp_size: Ranks of a pipeline; each holds one stage or several.
         tp_size: Tensor-parallel ranks that share each stage.
+        sp_size: Ranks that share the sequence of each row; each holds the weights of all.
+        ep_size: Neighbouring replicas that share the experts of their stage; divides `dp_size`.
+        hosts: Name of the machine of each rank, if there are several; only for messages.
     """
 
     dp_size: int
     pp_size: int
     tp_size: int
+    sp_size: int = 1
+    ep_size: int = field(default=1, compare=False)  # it changes no rank's place
+    hosts: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def world_size(self) -> int:
@@ -42,41 +52,79 @@ class MeshShape:
 
     @property
     def mp_size(self) -> int:
-        """Ranks that together hold one copy of the model and read the same batch."""
-        return self.pp_size * self.tp_size
+        """Ranks that read the same batch: those that hold one copy of the model, once for each part of the sequence."""
+        return self.pp_size * self.sp_size * self.tp_size
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(dp_rank, pp_rank, tp_rank) of `rank`."""
+    @property
+    def copy_size(self) -> int:
+        """Ranks that together hold one copy of the model, whatever they read."""
+        return self.pp_size * self.tp_size * self.ep_size
+
+    @property
+    def parts_size(self) -> int:
+        """Ranks over which a sharded parameter is spread: those of tp, or those that share the experts."""
+        return self.ep_size if self.ep_size > 1 else self.tp_size
+
+    @property
+    def sharded_by(self) -> str:
+        """The setting that shards parameters, for messages."""
+        return "ep_size" if self.ep_size > 1 else "tp_size"
+
+    def holder(self, pp_rank: int, part: int) -> int:
+        """World rank, in the first copy of the model, of a part of what `pp_rank` holds."""
+        return self.rank_at(part, pp_rank, 0) if self.ep_size > 1 else self.rank_at(0, pp_rank, part)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage that read the same batch; neighbours."""
+        return self.sp_size * self.tp_size
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of the model's weights: of each replica, one for each part of the sequence."""
+        return self.dp_size * self.sp_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by name, as files have them; that of a sequence that is not shared is left out."""
+        sequence = {"sp_size": self.sp_size} if self.sp_size > 1 else {}
+        return {"dp_size": self.dp_size, "pp_size": self.pp_size, "tp_size": self.tp_size} | sequence
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(dp_rank, pp_rank, tp_rank, sp_rank) of `rank`."""
         dp_rank, inside = divmod(rank, self.mp_size)
-        pp_rank, tp_rank = divmod(inside, self.tp_size)
-        return dp_rank, pp_rank, tp_rank
+        pp_rank, inside = divmod(inside, self.stage_size)
+        sp_rank, tp_rank = divmod(inside, self.tp_size)
+        return dp_rank, pp_rank, tp_rank, sp_rank
 
-    def rank_at(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
+    def rank_at(self, dp_rank: int, pp_rank: int, tp_rank: int, sp_rank: int = 0) -> int:
         """World rank at the given coordinates."""
-        return dp_rank * self.mp_size + pp_rank * self.tp_size + tp_rank
+        return dp_rank * self.mp_size + pp_rank * self.stage_size + sp_rank * self.tp_size + tp_rank
 
     def describe(self, rank: int) -> str:
-        """Text such as `rank 3 (pp 1 of 2, tp 1 of 2)`; axes of size 1 are left out."""
-        dp_rank, pp_rank, tp_rank = self.coordinates(rank)
+        """Text such as `rank 3 (pp 1 of 2, tp 1 of 2) on nodeb`; axes of size 1 and the only machine are left out."""
+        dp_rank, pp_rank, tp_rank, sp_rank = self.coordinates(rank)
         parts = [
             f"{name} {index} of {size}"
             for name, index, size in (
                 ("pp", pp_rank, self.pp_size),
                 ("tp", tp_rank, self.tp_size),
+                ("sp", sp_rank, self.sp_size),
                 ("dp", dp_rank, self.dp_size),
             )
             if size > 1
         ]
-        return f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}"
+        place = f" on {self.hosts[rank]}" if self.hosts else ""
+        return (f"rank {rank} ({', '.join(parts)})" if parts else f"rank {rank}") + place
 
     def axes_of(self, ranks: Sequence[int]) -> str:
         """The axes along which a group of ranks differs, such as `pp, dp`; empty for one rank or none."""
         places = [self.coordinates(rank) for rank in ranks if rank < self.world_size]
-        axes = zip(("dp", "pp", "tp"), zip(*places, strict=True), strict=False)
+        axes = zip(("dp", "pp", "tp", "sp"), zip(*places, strict=True), strict=False)
         return ", ".join(axis for axis, coordinates in axes if len(set(coordinates)) > 1)
 
-    def groups(self, key: Callable[[int, int, int], tuple[int, ...]]) -> list[list[int]]:
-        """Partition all ranks by `key(dp_rank, pp_rank, tp_rank)`; each group in ascending rank order."""
+    def groups(self, key: Callable[[int, int, int, int], tuple[int, ...]]) -> list[list[int]]:
+        """Partition all ranks by `key(dp_rank, pp_rank, tp_rank, sp_rank)`; each group in ascending rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(key(*self.coordinates(rank)), []).append(rank)
@@ -84,22 +132,45 @@ class MeshShape:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The ranks over which the sharded parameters of a stage are spread, seen from one of them.
+
+    Args:
+        size: Number of ranks.
+        rank: This rank's place.
+        group: None with one rank.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The mesh seen from one rank. A group is None where its axis has size 1: nothing to communicate.
 
-    The replicas of `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same
-    part of it.
+    The ranks of `copies_group` hold the same weights (dp x sp: without sp it is `dp_group`); gradients are summed over it.
+    Those of `dp_shard_group` share one copy of what ZeRO partitions; `dp_replicate_group` joins those with the same part of
+    it. `mp_group` reads one batch, and the part of it in `model_group` (pp x tp) holds the model once. The replicas of
+    `ep_group` share the experts of their stage, so that `model_group` has several replicas; `expert_group` joins those with the same
+    experts.
     """
 
     shape: MeshShape
     rank: int
-    tp_group: dist.ProcessGroup | None
-    pp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
-    dp_shard_group: dist.ProcessGroup | None
-    dp_replicate_group: dist.ProcessGroup | None
-    mp_group: dist.ProcessGroup | None
     timeout: timedelta
+    tp_group: dist.ProcessGroup | None = None
+    sp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
+    dp_group: dist.ProcessGroup | None = None
+    copies_group: dist.ProcessGroup | None = None
+    dp_shard_group: dist.ProcessGroup | None = None
+    dp_replicate_group: dist.ProcessGroup | None = None
+    mp_group: dist.ProcessGroup | None = None
+    model_group: dist.ProcessGroup | None = None
+    ep_group: dist.ProcessGroup | None = None
+    expert_group: dist.ProcessGroup | None = None
 
     @classmethod
     def build(
@@ -121,9 +192,14 @@ class Mesh:
         """
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if shape.world_size != world_size:
+            sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
             raise ConfigError(
-                f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size} needs {shape.world_size} processes, "
+                f"dp {shape.dp_size} x pp {shape.pp_size} x tp {shape.tp_size}{sequence} needs {shape.world_size} processes, "
                 f"but {world_size} run. Launch {shape.world_size} processes or change tp_size and pp_size."
+            )
+        if shape.dp_size % shape.ep_size:
+            raise ConfigError(
+                f"ep_size={shape.ep_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of {shape.dp_size}."
             )
 
         def group(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
@@ -135,23 +211,30 @@ class Mesh:
                 f"zero.dp_shard_size={shard_size} does not divide the {shape.dp_size} replicas. Set it to a divisor of "
                 f"{shape.dp_size}, or to 'auto'."
             )
-        dp_group = group(shape.groups(lambda d, p, t: (p, t)))
+        dp_group = group(shape.groups(lambda d, p, t, s: (p, t, s)))
+        mp_group = group(shape.groups(lambda d, p, t, s: (d,)))
+        is_shared = shape.sp_size > 1
+        copies_group = group(shape.groups(lambda d, p, t, s: (p, t))) if is_shared else dp_group
         whole = shard_size == shape.dp_size
         return cls(
             shape=shape,
             rank=rank,
-            tp_group=group(shape.groups(lambda d, p, t: (d, p))),
-            pp_group=group(shape.groups(lambda d, p, t: (d, t))),
+            tp_group=group(shape.groups(lambda d, p, t, s: (d, p, s))),
+            sp_group=group(shape.groups(lambda d, p, t, s: (d, p, t))) if is_shared else None,
+            pp_group=group(shape.groups(lambda d, p, t, s: (d, t, s))),
             dp_group=dp_group,
-            dp_shard_group=dp_group if whole else group(shape.groups(lambda d, p, t: (d // shard_size, p, t))),
-            dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t: (d % shard_size, p, t))),
-            mp_group=group(shape.groups(lambda d, p, t: (d,))),
+            copies_group=copies_group,
+            dp_shard_group=copies_group if whole else group(shape.groups(lambda d, p, t, s: (d // shard_size, p, t))),
+            dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t, s: (d % shard_size, p, t, s))),
+            mp_group=mp_group,
+            **{"model_group": group(shape.groups(lambda d, p, t, s: (d, s))) if is_shared else mp_group}
+            | _expert_groups(shape, group),
             timeout=timeout,
         )
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's model replica."""
+        """Index of this rank's replica: of the rows that it reads."""
         return self.shape.coordinates(self.rank)[0]
 
     @property
@@ -163,6 +246,28 @@ class Mesh:
     def tp_rank(self) -> int:
         """Index of this rank's shard inside its stage."""
         return self.shape.coordinates(self.rank)[2]
+
+    @property
+    def ep_rank(self) -> int:
+        """Index of this rank's experts among those of its stage."""
+        return self.dp_rank % self.shape.ep_size
+
+    @property
+    def parts(self) -> Parts:
+        """The ranks over which sharded parameters are spread: those of tp, or those that share the experts."""
+        if self.shape.ep_size > 1:
+            return Parts(self.shape.ep_size, self.ep_rank, self.ep_group)
+        return Parts(self.shape.tp_size, self.tp_rank, self.tp_group)
+
+    @property
+    def sp_rank(self) -> int:
+        """Index of the part of each row that this rank has."""
+        return self.shape.coordinates(self.rank)[3]
+
+    @property
+    def copy_rank(self) -> int:
+        """Index of this rank's copy of the weights, its place in `copies_group`."""
+        return self.dp_rank * self.shape.sp_size + self.sp_rank
 
     def channel_groups(
         self, pairs: Sequence[tuple[int, int]], backend: str | None = None
@@ -182,13 +287,13 @@ class Mesh:
         return {pair: group for pair, group in groups.items() if group is not None}
 
     def holders_group(self, pp_ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:
-        """Group of the pipeline ranks `pp_ranks` at this rank's (dp, tp); None on other ranks.
+        """Group of the pipeline ranks `pp_ranks` at this rank's (dp, tp, sp); None on other ranks.
 
         Collective: every rank must call it with the same `pp_ranks`, in the same order of calls. `backend` is that of the
         group; None for the default group's.
         """
         wanted = set(pp_ranks)
-        lists = self.shape.groups(lambda d, p, t: (d, t) if p in wanted else (-1, d, p, t))
+        lists = self.shape.groups(lambda d, p, t, s: (d, t, s) if p in wanted else (-1, d, p, t, s))
         return new_group_of(lists, timeout=self.timeout, backend=backend)
 
     @cached_property
@@ -205,7 +310,7 @@ class Mesh:
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Another group of the same ranks as `dp_group`; None without replicas. Collective."""
-        return new_group_of(self.shape.groups(lambda d, p, t: (p, t)), timeout=self.timeout)
+        return new_group_of(self.shape.groups(lambda d, p, t, s: (p, t, s)), timeout=self.timeout)
 
     def node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
         """Groups of the replicas on this rank's node, and of those with its place on the other nodes. Collective.
@@ -216,7 +321,7 @@ class Mesh:
         Returns:
             None if there is one node, or if no node has several replicas of a part.
         """
-        inside = self.shape.groups(lambda d, p, t: (self.shape.rank_at(d, p, t) // ranks_per_node, p, t))
+        inside = self.shape.groups(lambda d, p, t, s: (self.shape.rank_at(d, p, t, s) // ranks_per_node, p, t, s))
         sizes = {len(ranks) for ranks in inside}
         if len(inside) == self.shape.mp_size or sizes == {1}:
             return None
@@ -226,13 +331,28 @@ class Mesh:
                 f"replicas ({sorted(sizes)}). Set gradient_compression.topology to flat."
             )
         place = {rank: ranks.index(rank) for ranks in inside for rank in ranks}
-        across = self.shape.groups(lambda d, p, t: (place[self.shape.rank_at(d, p, t)], p, t))
+        across = self.shape.groups(lambda d, p, t, s: (place[self.shape.rank_at(d, p, t, s)], p, t, s))
         groups = [new_group_of(lists, timeout=self.timeout) for lists in (inside, across)]
         return None if groups[0] is None or groups[1] is None else (groups[0], groups[1])
 
     def describe(self) -> str:
         """This rank in words, for messages."""
         return self.shape.describe(self.rank)
+
+
+def _expert_groups(
+    shape: MeshShape, group: Callable[[Sequence[Sequence[int]]], dist.ProcessGroup | None]
+) -> dict[str, dist.ProcessGroup | None]:
+    """The groups of ranks that share experts, of those that have the same ones, and of those that hold one copy."""
+    size = shape.ep_size
+    if size == 1:
+        return {}
+    ep_group = group(shape.groups(lambda d, p, t, s: (d // size, p, t)))
+    return {
+        "ep_group": ep_group,
+        "expert_group": group(shape.groups(lambda d, p, t, s: (d % size, p, t))),
+        "model_group": ep_group if shape.mp_size == 1 else group(shape.groups(lambda d, p, t, s: (d // size,))),
+    }
 
 
 def new_group_of(
@@ -256,20 +376,55 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def compare_over_ranks(what: str, value: str, describe: Callable[[int], str]) -> None:
-    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+def hosts_of_ranks() -> tuple[str, ...]:
+    """Name of the machine of each rank; nothing if all are on one. Collective over the default group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ()
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return tuple(hosts) if len(set(hosts)) > 1 else ()
+
+
+def compare_settings(settings: str, source: str) -> tuple[str, ...]:
+    """Raise unless all ranks have read the same settings; the names of their machines, as `hosts_of_ranks`. Collective.
+
+    Args:
+        settings: This rank's.
+        source: Which file they are from; said where there are several machines, which may have different ones.
 
     Raises:
-        RankMismatchError: Names the ranks that differ from rank 0.
+        RankMismatchError: Names the ranks that differ from rank 0, their machines and files.
+    """
+    hosts = hosts_of_ranks()
+    # The layouts may differ, so no stages are named.
+    compare_over_ranks(
+        "config", settings, lambda rank: f"rank {rank}{f' on {hosts[rank]}' if hosts else ''}", source if hosts else ""
+    )
+    return hosts
+
+
+def compare_over_ranks(what: str, value: str, describe: Callable[[int], str], source: str = "") -> None:
+    """Raise on every rank unless all ranks have the same `value`; collective over the default group.
+
+    Args:
+        what: What is compared, in words.
+        value: This rank's.
+        describe: Name of a rank.
+        source: Where this rank has it from.
+
+    Raises:
+        RankMismatchError: Names the ranks that differ from rank 0, and where they have it from.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    values: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    odd = [describe(rank) for rank, other in enumerate(values) if other != values[0]]
+    said = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(said, (value, source))
+    values = [each for each, _ in said]
+    names = [describe(rank) + (f" [{origin}]" if origin else "") for rank, (_, origin) in enumerate(said)]
+    odd = [name for name, other in zip(names, values, strict=True) if other != values[0]]
     if odd:
         raise RankMismatchError(
-            f"{', '.join(odd)} made another {what} than {describe(0)}: {sorted(set(values))}. All ranks must read the "
+            f"{', '.join(odd)} made another {what} than {names[0]}: {sorted(set(values))}. All ranks must read the "
             "same YAML file, load the same model and run the same versions of torch and transformers."
         )
 

@@ -80,6 +80,7 @@ class Watchdog:
         timeout_s: Longest wait, in seconds, before the job is ended. The job dies at most 2 s later than that.
         floor_s: The same where it is known how long steps take, if they take a tenth of it at most.
         axes_of: Over which axes of the mesh a group of ranks communicates, in words.
+        source: Where the settings of this rank are from; empty if there is nothing to say.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Watchdog:
         timeout_s: float,
         floor_s: float = math.inf,
         axes_of: Callable[[Sequence[int]], str] = lambda ranks: "",
+        source: str = "",
     ) -> None:
         self._store = store
         self._rank = rank
@@ -97,6 +99,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._floor_s = floor_s
         self._axes_of = axes_of
+        self._source = source
         self._line = Line(False, IDLE, time.monotonic())
         self._phase = ""
         self._begins_epoch = False
@@ -322,6 +325,8 @@ class Watchdog:
         )
         axes = self._axes_of(seen.line.awaits or ())
         summary = report(self._names, self._rank, text, age, heartbeats, limit, trouble, axes=axes)
+        if self._source:
+            summary += f"\nThe settings of {name}: {self._source}."
         prefix = record_prefix(os.environ)
         if prefix is not None:
             summary += (

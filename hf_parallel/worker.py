@@ -9,6 +9,7 @@ from hf_parallel.compat.private_rendezvous import separate_starts
 from hf_parallel.deepspeed.worker import DEVICE, is_cpu_worker, prepare_deepspeed
 from hf_parallel.logs import quiet_other_ranks, quiet_without_device
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.interfaces import GLOO, chosen_interface, is_on_several_machines, this_network
 from hf_parallel.settings.launch import USE_CPU_VARIABLE, check_fit, find_launch, has_accelerator, settings_of
 
 
@@ -16,14 +17,16 @@ def prepare_worker() -> None:
     """Make a launched process ready; must run before `TrainingArguments` or `Accelerator` exist.
 
     On a machine without an accelerator, or if the config file says `use_cpu: true`, accelerate is told to use the CPU.
-    The config file is validated, so that a bad one ends the run before any process group exists.
+    The config file is validated, so that a bad one ends the run before any process group exists. With several machines gloo
+    is told which interface leads to the others.
 
     Raises:
-        ConfigError: If the config file that applies is not valid for this launch.
+        ConfigError: If the config file that applies is not valid for this launch, or several interfaces could be meant.
     """
     if "LOCAL_RANK" not in os.environ:
         return
     separate_starts(os.environ)
+    choose_interface()
     quiet_other_ranks(int(os.environ.get("RANK", "0") or 0))
     launch = find_launch()
     config, accelerate = settings_of(launch)
@@ -38,6 +41,18 @@ def prepare_worker() -> None:
         record_collectives(os.environ)
     if config is not None:
         prepare_engine(config)
+
+
+def choose_interface() -> None:
+    """Tell gloo which interface leads to the other machines, if there are any and the host name does not say it.
+
+    Raises:
+        ConfigError: Several could be meant.
+    """
+    if is_on_several_machines(os.environ) and "MASTER_ADDR" in os.environ:
+        interface = chosen_interface(os.environ, this_network(os.environ["MASTER_ADDR"]))
+        if interface is not None:
+            os.environ[GLOO] = interface
 
 
 def prepare_engine(config: HFParallelConfig) -> None:

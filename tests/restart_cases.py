@@ -23,6 +23,7 @@ STEPS = 12
 # A step has 8 rows with any number of replicas.
 SCRIPT = """
 import json, os, signal, sys, time
+import psutil
 import tiny
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_parallel import HFParallelCallback
@@ -35,11 +36,16 @@ def note(**entry):
     with open("diary.jsonl", "a") as file:
         file.write(json.dumps({"at": time.time(), "attempt": attempt, "rank": rank, **entry}) + "\\n")
 
+note(started=psutil.Process().create_time(), imported=True)
+
 def strike():
     note(killed=True, launcher=os.getppid())
     os.kill(os.getpid(), signal.SIGKILL)
 
 class Diary(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        note(trains=True)
+
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         for kill in kills:
             if state.global_step == kill["step"] and kill["where"] == "begin":
@@ -180,6 +186,22 @@ class RestartJob:
         kills = [(entry["at"], entry["attempt"]) for entry in self.diary if "killed" in entry]
         ends = [(entry["at"], entry["attempt"]) for entry in self.diary if "ended" in entry]
         return [round(min(t for t, later in ends if later > attempt) - at, 1) for at, attempt in kills]
+
+    def phases(self) -> list[dict[str, float]]:
+        """What the seconds from each kill until a later attempt has done a step went to, of the slowest rank each."""
+        found = []
+        for kill in (entry for entry in self.diary if "killed" in entry):
+            own = [entry for entry in self.diary if entry["attempt"] == kill["attempt"] + 1]
+            started = max(entry["started"] for entry in own if "started" in entry)
+            imported, trains = (max(e["at"] for e in own if key in e) for key in ("imported", "trains"))
+            first = min(entry["at"] for entry in own if "ended" in entry)
+            moments = {"start": started, "import": imported, "set up": trains, "step": first}
+            before = kill["at"]
+            phases = {}
+            for name, moment in moments.items():
+                phases[name], before = round(moment - before, 1), moment
+            found.append(phases)
+        return found
 
     def first_step(self, attempt: int) -> int:
         """Of the steps that an attempt did, the first."""

@@ -43,7 +43,14 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "gpipe": (2, {**PP2, "schedule": "gpipe"}),
     "zbv": (2, {**PP2, "schedule": "zbv_zero_bubble"}),
 }
-KNOWN = {**LAYOUTS, **SCHEDULES}
+# Experts on several replicas, for models that have some.
+EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"ep_size": 2}),
+    "ep2xzero1": (2, {"ep_size": 2, "zero": {"stage": 1}}),
+    "dp4xep2xzero1": (4, {"ep_size": 2, "zero": {"stage": 1}}),
+    "pp2xep2": (4, {**PP2, "ep_size": 2}),
+}
+KNOWN = {**LAYOUTS, **SCHEDULES, **EXPERTS}
 
 
 @dataclass(frozen=True)

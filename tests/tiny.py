@@ -24,12 +24,16 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 
@@ -77,6 +81,20 @@ def mixtral() -> MixtralForCausalLM:
     sizes = {"intermediate_size": 32, "num_hidden_layers": 4, "num_local_experts": 4}
     router = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "eager"}
     return MixtralForCausalLM(MixtralConfig(**SMALL, **sizes, **router))
+
+
+def mixtral_plain() -> MixtralForCausalLM:
+    """Without the loss that balances experts."""
+    model = mixtral()
+    model.config.output_router_logits = False
+    return model
+
+
+def sliding() -> MistralForCausalLM:
+    """A window of five tokens, shorter than the rows."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 3, "sliding_window": 5}
+    return MistralForCausalLM(MistralConfig(**{**SMALL, "attn_implementation": "sdpa"}, **sizes))
 
 
 def gemma3n() -> Gemma3nForCausalLM:
@@ -159,6 +177,14 @@ def deepseek_v3() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config)
 
 
+def qwen3_moe() -> Qwen3MoeForCausalLM:
+    """Four blocks of five experts, which two ranks cannot share evenly; no auxiliary loss."""
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 16, "num_hidden_layers": 4, "head_dim": 8, "intermediate_size": 32}
+    router = {"num_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **sizes, **router))
+
+
 def lora(model: Any, **options: Any) -> Any:
     """Adapters on a frozen model, all of them other than zero."""
     from peft import LoraConfig, get_peft_model
@@ -237,6 +263,8 @@ MODELS = {
     "gpt2_dropout": lambda: gpt2(dropout_rate=0.2),
     "qwen3": qwen3,
     "mixtral": mixtral,
+    "mixtral_plain": mixtral_plain,
+    "sliding": sliding,
     "gemma3n": gemma3n,
     "mamba": mamba,
     "uneven": uneven,
@@ -246,7 +274,9 @@ MODELS = {
     "phi3": phi3,
     "bloom": bloom,
     "gpt_oss": gpt_oss,
+    "gpt_oss_biased": lambda: biased(gpt_oss()),
     "deepseek_v3": deepseek_v3,
+    "qwen3_moe": qwen3_moe,
     **ADAPTED,
     "llama_lora_dropout": lambda: lora(llama(), lora_dropout=0.2),
     # Adapters of two layers that are two parameters in one memory, each other's transpose.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Case:
     clip: float = 0.5
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     user_optimizer: bool = False
-    loss: str = ""  # "", "func", "func_mean", "subclass"
+    loss: str = ""  # "", "func", "func_mean", "subclass", "penalty"
     metrics: bool = False
     evaluate: bool = False
     save: bool = False
@@ -46,6 +47,7 @@ class Case:
     parallel: dict[str, Any] | None = dataclasses.field(default_factory=dict)  # None: stock data parallelism
     device: str = "cpu"
     reference: int = 1  # processes of the stock run it must equal
+    delay: int = 0  # updates by which the stock run's gradients are made of older weights
 
 
 def compute_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -69,6 +71,15 @@ class LossOnLogits(Trainer):
         outputs = model(**inputs)
         loss = compute_loss_func(outputs, labels, num_items_in_batch)
         loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
+
+
+class Penalised(Trainer):
+    """A penalty on all weights, as a user writes it."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -125,13 +136,34 @@ class Snapshots(TrainerCallback):
         )
 
 
+class Delayed(TrainerCallback):
+    """The one-process run of an asynchronous schedule: W(t + 1) = W(t) - f(gradient of window t at W(t - delay))."""
+
+    def __init__(self, delay: int) -> None:
+        self.versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.versions.append([p.detach().clone() for p in model.parameters()])
+        self.load(model, 0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.load(model, -1)
+
+    @torch.no_grad()
+    def load(self, model: Any, version: int) -> None:
+        for parameter, value in zip(model.parameters(), self.versions[version], strict=True):
+            parameter.copy_(value)
+
+
 def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
     """The whole gradient of every partitioned parameter; collective."""
     found = {}
     for shard in zero.shards:
-        parts = [torch.empty_like(shard.master) for _ in range(zero.shard_group.size())]
-        torch.distributed.all_gather(parts, shard.master.grad, group=zero.shard_group)
-        whole = torch.cat(parts)
+        whole = shard.master.grad
+        if shard.sharers is not None:
+            parts = [torch.empty_like(shard.master) for _ in range(shard.sharers.size())]
+            torch.distributed.all_gather(parts, shard.master.grad, group=shard.sharers)
+            whole = torch.cat(parts)
         for key, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
             found[key] = whole[start : start + param.numel()].view_as(param)
     return found
@@ -140,7 +172,7 @@ def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
 def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerCallback] | None = None) -> Trainer:
     model = tiny.MODELS[case.model]()
     parallel = case.parallel or {}
-    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1)
+    mesh = parallel.get("pp_size", 1) * parallel.get("tp_size", 1) * parallel.get("sp_size", 1)
     replicas = max(1, world_size // mesh)
     data = tiny.rows(case.count, case.variable_length)
     arguments = TrainingArguments(
@@ -172,11 +204,13 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
     if case.user_optimizer:
         options["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), None)
     callbacks = list(extra or [])
+    if case.delay and case.parallel is None:
+        callbacks.append(Delayed(case.delay))
     if world_size > 1 and case.parallel is not None:
         from hf_parallel import HFParallelCallback
 
         callbacks.append(HFParallelCallback({}, **case.parallel))
-    kind = LossOnLogits if case.loss == "subclass" else Trainer
+    kind = {"subclass": LossOnLogits, "penalty": Penalised}.get(case.loss, Trainer)
     return kind(
         model=model,
         args=arguments,

@@ -85,7 +85,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
             if not as_json:
                 typer.echo(guide(model, cluster, plans[0].spec))
         if write is not None:
-            _write(write, model, plans[0])
+            _write(write, model, plans[0], seq)
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -130,8 +130,9 @@ def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, globa
     return Plan(layout, found, cluster, spec, links=traffic(profile_of(model), cluster, spec, seq_len))
 
 
-def _write(path: Path, model: str, plan: Plan) -> None:
+def _write(path: Path, model: str, plan: Plan, seq_len: int) -> None:
     from hf_parallel.cli.recipe_file import accelerate_settings, write_recipe
+    from hf_parallel.planner.predict import blocks_of_stages
     from hf_parallel.planner.recipe import PRECISIONS, rows_of, settings_of
 
     spec, cluster, found = plan.spec, plan.cluster, plan.estimate
@@ -140,11 +141,13 @@ def _write(path: Path, model: str, plan: Plan) -> None:
         cluster.num_gpus, PRECISIONS[spec.dtype], cluster.gpu == "cpu", nodes=cluster.nodes
     )
     machines = " --machine_rank RANK --main_process_ip IP" if cluster.nodes > 1 else ""
+    counts = list(blocks_of_stages(model, cluster, spec, seq_len))
+    cut = f" Planned with pipeline.split: {counts}." if spec.pp > 1 else ""
     head = (
         f"# Assumes: {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}; {Path(model).name}; "
         f"{spec.global_batch} rows of an optimizer step.\n"
         f"# Launch:  accelerate launch --config_file {path.name}{machines} SCRIPT.py\n"
-        f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned.\n"
+        f"# Change:  TrainingArguments(per_device_train_batch_size={rows_of(spec)}) is what was planned.{cut}\n"
         f"# Planned: {found.step_s:.3g} s a step ({found.low_s:.3g} to {found.high_s:.3g}), "
         f"{found.total_bytes / 1e9:.1f} GB of {plan.limit_bytes / 1e9:.1f}; predicted, not measured.\n"
     )

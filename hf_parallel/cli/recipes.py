@@ -55,6 +55,7 @@ def facts(name_or_path: str) -> dict[str, Any]:
     processes = accelerate.get("num_processes")
     found: dict[str, Any] = {"name": path.stem, "path": str(path), "num_processes": processes}
     found |= {"tp_size": checked.tp_size, "pp_size": checked.pp_size, "dp_size": None}
+    found |= {"sp_size": checked.sp_size} if checked.sp_size > 1 else {}
     if isinstance(processes, int) and processes > 0:
         found["dp_size"] = checked.dp_size(processes)
     found["layout"] = _layout(checked, found["dp_size"])
@@ -70,7 +71,8 @@ def facts(name_or_path: str) -> dict[str, Any]:
 def _layout(config: HFParallelConfig, dp_size: int | None) -> str:
     if config.layout == "auto":
         return "auto"
-    return f"tp {config.tp_size} x pp {config.pp_size} x dp {dp_size or '(processes / tp / pp)'}"
+    sequence = f" x sp {config.sp_size}" if config.sp_size > 1 else ""
+    return f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size or '(processes / tp / pp)'}"
 
 
 def _also(config: HFParallelConfig, precision: object) -> list[str]:

@@ -22,6 +22,7 @@ from hf_parallel.pipeline_parallel.schedule.actions import (
     read_schedule,
     required_send_window,
 )
+from hf_parallel.pipeline_parallel.schedule.asynchronous import several_steps
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES, build_schedule
 from hf_parallel.pipeline_parallel.schedule.show import (
     columns_per_unit,
@@ -31,11 +32,13 @@ from hf_parallel.pipeline_parallel.schedule.show import (
     write_trace,
 )
 from hf_parallel.pipeline_parallel.schedule.simulate import Simulation, peak_activations, peak_live, simulate
-from hf_parallel.settings.schedule_names import SHORT_NAMES
+from hf_parallel.settings.asynchronous_rules import too_few
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS, SHORT_NAMES
 
 
 Content = TypeVar("Content")
 MAX_PASSES: Final = 100_000
+SHOWN_STEPS: Final = 4  # of a schedule that does not drain
 DEFAULT_RANKS, DEFAULT_MICROBATCHES = 4, 8
 
 
@@ -54,7 +57,7 @@ def schedule(  # noqa: PLR0913 - each is an option
     microbatches: Annotated[int | None, typer.Option(help="Microbatches.  [default: 8, or the file's]")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--schedule", help=f"May be repeated: {', '.join([*SCHEDULES, *SHORT_NAMES])}."),
+        typer.Option("--schedule", help=f"May be repeated: {', '.join([*SCHEDULES, *ASYNCHRONOUS, *SHORT_NAMES])}."),
     ] = None,
     stages_per_rank: Annotated[
         int | None, typer.Option(help="Stages a rank, for the schedules that leave it open.")
@@ -135,9 +138,21 @@ def _schedules(
     full = [SHORT_NAMES.get(name, name) for name in names or ([] if found else ["1f1b"])]
     open_ones = [name for name in full if name in SCHEDULES and SCHEDULES[name].fixed_stages_per_rank is None]
     for name in full:
+        if name in ASYNCHRONOUS:
+            found |= _asynchronous(name, pp, microbatches)
+            continue
         stages = stages_per_rank if name in open_ones or not open_ones else None
         found[name] = build_schedule(name, pp, microbatches, stages_per_rank=stages)
     return found
+
+
+def _asynchronous(name: str, pp: int, microbatches: int) -> dict[str, list[list[Action]]]:
+    """One optimizer step shows nothing of a pipeline that does not drain: several, under a title that says so."""
+    steps, count = (microbatches, 1) if name == "pipedream" else (SHOWN_STEPS, microbatches)
+    found = too_few(count, pp) if name == "pipedream_2bw" else []
+    if found:
+        raise ConfigError(found[0])
+    return {f"{name}, {steps} steps of {count}": several_steps(name, pp, count, steps)}
 
 
 def _simulated(actions: list[list[Action]], times: _Times) -> Simulation:

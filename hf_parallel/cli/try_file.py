@@ -23,6 +23,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import gpus
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import find_recipe, read_recipe
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
 SCRIPT: Final = Path(__file__).with_name("ten_steps.py")
@@ -118,7 +119,8 @@ def judge(
     largest = max((abs(a - b) / max(abs(b), 1e-9) for a, b in pairs), default=math.inf)
     finite = all(math.isfinite(loss) for loss in ours["losses"])
     tolerance = TOLERANCES.get(str(accelerate.get("mixed_precision") or "no").lower(), TOLERANCES["no"])
-    lossy = config.gradient_compression.method != "none" or config.local_sgd.sync_every > 1
+    is_late = config.pipeline.schedule in ASYNCHRONOUS
+    lossy = config.gradient_compression.method != "none" or config.local_sgd.sync_every > 1 or is_late
     if met != processes:
         text, ok = (
             f"{met} of {processes} processes trained together. See docs/launching.md: each of the others trained alone.",
@@ -130,7 +132,8 @@ def judge(
         first = abs(pairs[0][0] - pairs[0][1]) / max(abs(pairs[0][1]), 1e-9)
         ok = first <= tolerance
         text = f"{processes} processes trained together; the first loss differs by {first:.1e} of itself from that of one process"
-        text += f", the later ones by {largest:.1e} (compressed gradients or local steps are not exact)"
+        why = "gradients of older weights" if is_late else "compressed gradients or local steps"
+        text += f", the later ones by {largest:.1e} ({why} are not exact)"
     else:
         ok = largest <= tolerance
         text = (

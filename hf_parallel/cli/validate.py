@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,11 @@ from hf_parallel.memory.report import GB, describe
 from hf_parallel.memory.shape import shape_of
 from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.settings.recipes import find_recipe
+
+
+if TYPE_CHECKING:
+    from hf_parallel.memory.record import Checkpoint
+    from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
 DTYPES = ("fp32", "half", "autocast")
@@ -101,12 +106,22 @@ def _answer(path: Path, request: _Request) -> tuple[Checked, Verdict | None]:
     if request.model is not None:
         gpu_bytes = machine.gpu_bytes if request.gpu_gb is None else request.gpu_gb * GB
         host_bytes = machine.ram_bytes if request.host_gb is None else request.host_gb * GB
-        shape = shape_of(request.model, layout_of_file(checked, request.dtype).precision)
+        layout = layout_of_file(checked, request.dtype)
+        shape = shape_of(request.model, layout.precision, _checkpoint_of(layout.recompute))
         shape = dataclasses.replace(shape, adapters=request.adapters, block_bits=request.bits)
         verdict = judge(checked, shape, work, gpu_bytes, host_bytes, request.dtype)
         errors, warnings = [*errors, *verdict.errors], list(verdict.warnings)
     found = [Finding("error", text) for text in errors] + [Finding("warning", text) for text in warnings]
     return dataclasses.replace(checked, findings=(*found, *checked.findings)), verdict
+
+
+def _checkpoint_of(how: ActivationCheckpointingConfig) -> Checkpoint | None:
+    """What must be recorded; the memory of whole blocks that run again follows from a step without it."""
+    if how.products is None:
+        return None
+    from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch
+
+    return checkpoint_of(how)
 
 
 def _print(checked: Checked, verdict: Verdict | None, as_json: bool) -> None:
@@ -124,7 +139,10 @@ def _print(checked: Checked, verdict: Verdict | None, as_json: bool) -> None:
 def layout_text(checked: Checked) -> str:
     """The sizes of a valid file."""
     facts = _sizes(checked)
-    return f"tp {facts['tp_size']} x pp {facts['pp_size']} x dp {facts['dp_size'] or '(processes / tp / pp)'}"
+    sequence = f" x sp {facts['sp_size']}" if facts.get("sp_size") else ""
+    return (
+        f"tp {facts['tp_size']} x pp {facts['pp_size']}{sequence} x dp {facts['dp_size'] or '(processes / tp / pp)'}"
+    )
 
 
 def _sizes(checked: Checked) -> dict[str, Any]:
@@ -132,6 +150,7 @@ def _sizes(checked: Checked) -> dict[str, Any]:
     sizes: dict[str, Any] = {"num_processes": processes, "tp_size": None, "pp_size": None, "dp_size": None}
     if checked.config is not None:
         sizes |= {"tp_size": checked.config.tp_size, "pp_size": checked.config.pp_size}
+        sizes |= {"sp_size": checked.config.sp_size} if checked.config.sp_size > 1 else {}
         if isinstance(processes, int) and processes > 0 and not checked.errors:
             sizes["dp_size"] = checked.config.dp_size(processes)
     return sizes

@@ -48,7 +48,6 @@ OF_OPTIMIZER = {
     "load_state_dict": "state_dict",
     "state_dict": "",
     "step": "closure",
-    "zero_grad": "set_to_none",
 }
 OF_SCHEDULER = {"step": "args kwargs"}
 

@@ -10,11 +10,11 @@ import re
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Callable, Mapping, MutableMapping
 
     from torch import Tensor
     from torch.distributed import ProcessGroup, Work
@@ -114,6 +114,18 @@ def all_gather_flat(whole: Tensor, mine: Tensor, group: ProcessGroup) -> Work | 
     return work
 
 
+def rows_of_ranks(mine: Tensor, group: ProcessGroup) -> Tensor:
+    """Few numbers of every rank of a group, `mine` f[n] of each as a row of f[N n]; waits for them.
+
+    An all-reduce of gloo sends two messages one after the other for each of these (torch 2.13): twice the wait over a slow network.
+    """
+    rows = mine.reshape(1, -1).repeat(group.size(), 1)
+    work = all_gather_flat(rows.view(-1), mine.reshape(-1), group)
+    if work is not None:
+        work.wait()
+    return rows
+
+
 def reduce_scatter_flat(mine: Tensor, whole: Tensor, group: ProcessGroup) -> Pending | None:
     """Begin to sum the ranks' `whole`, f[N n], of which each rank gets its part, f[n], in `mine`.
 
@@ -175,3 +187,34 @@ def _raised_by_python(error: BaseException) -> bool:
         trace = trace.tb_next
     code = trace.tb_frame.f_code.co_code
     return code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def count_traffic(part: Any, count: Callable[[int], None], *, replicates: bool) -> bool:
+    """Count the bytes that this rank hands to collectives for a part of a model that `fully_shard` shards.
+
+    Args:
+        part: The part, an `FSDPModule`.
+        count: Gets the bytes of each collective.
+        replicates: Whether what was scattered is summed over copies as well.
+
+    Returns:
+        Whether it is counted: torch before 2.9 has no place for it.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    except ImportError:
+        return False
+
+    class Gather(DefaultAllGather):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            count(input_tensor.nbytes)
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    class Scatter(DefaultReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            count(input_tensor.nbytes + (output_tensor.nbytes if replicates else 0))
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    part.set_custom_all_gather(Gather())
+    part.set_custom_reduce_scatter(Scatter())
+    return True

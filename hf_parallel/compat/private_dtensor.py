@@ -5,11 +5,14 @@ All of these change DTensors of the whole process: the calls are the user's, on 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from hf_parallel.errors import UnsupportedError
 
@@ -18,6 +21,21 @@ DRAWS = (
     *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_", "bernoulli", "native_dropout"),
     *("exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
 )
+
+# Changed in place by an element of another tensor at the same place.
+ELEMENTWISE = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_", "masked_fill_")
+MIXED = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "mm",
+    "bmm",
+    "addmm",
+    "embedding",
+    "where",
+)  # with plain tensors torch refuses them
+INDEXED = ("index_put_", "index_fill_", "index_copy_", "index_add_", "masked_scatter_", "scatter_", "index")
 
 
 def whole_numbers_of_parts() -> None:
@@ -92,6 +110,105 @@ def whole_draws_of_parts() -> None:
         for func in (getattr(packet, overload) for overload in packet.overloads()):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 handlers.setdefault(func, draw)
+
+
+def whole_indices_of_parts() -> None:
+    """Let `p[mask] = 0`, `p[rows] = new` and `p[rows]` be those of the whole where torch refuses them for parts; collective then."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
+
+    def index(func: Any, args: Any, kwargs: Any) -> Any:
+        handlers.pop(func, None)  # while the stock one runs
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, UnsupportedError):
+            first = args[0]
+            if not isinstance(first, DTensor):
+                raise
+        finally:
+            handlers[func] = index
+        whole = pytree.tree_map_only(DTensor, lambda part: part.full_tensor(), (args, kwargs))
+        found = func(*whole[0], **whole[1])
+        if not func._schema.is_mutable:
+            return found
+        first._local_tensor.copy_(_part_of(found, first)._local_tensor)
+        return first
+
+    for func in _overloads(INDEXED):
+        handlers.setdefault(func, index)
+
+
+def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
+    """Let plain tensors change parts element by element (`p.mul_(mask)`), and say what to do about what torch refuses.
+
+    Args:
+        name_of: The parameter that a part, or its gradient, belongs to.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    steps = ("unwrap_to_op_info", "_propagate_op_sharding_dispatch_slow_path")
+    if "unwrap_to_op_info" in vars(dispatcher):
+        return
+    if not all(hasattr(dispatcher, step) for step in steps):
+        raise UnsupportedError("this torch does not tell how it shares out tensors: install torch >= 2.11,<2.14")
+
+    def explained(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def run(op: Any, args: Any, *others: Any, **kwargs: Any) -> Any:
+            try:
+                return stock(op, args, *others, **kwargs)
+            except RuntimeError as error:
+                parts = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor)]
+                names = [name for part in parts if (name := name_of(part))]
+                _refuse(str(op), f"parameter {names[0]}" if names else "a parameter or gradient", parts, error)
+
+        return run
+
+    for step in steps:
+        setattr(dispatcher, step, explained(getattr(dispatcher, step)))
+    handlers: Any = dispatcher._custom_op_handlers
+    for func in _overloads((*ELEMENTWISE, *MIXED)):
+        handlers.setdefault(func, explained(_with_plain(handlers)))
+
+    def numpy(part: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("numpy()", f"parameter {name}" if (name := name_of(part)) else "a parameter or gradient", [part], None)
+
+    DTensor.numpy = numpy  # type: ignore[assignment]
+
+
+def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
+    """A function of torch on parts where plain tensors beside them are wholes, of which each rank takes its part."""
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        first, changes = args[0], func._schema.is_mutable and isinstance(args[0], DTensor)
+        if changes and any(map(_is_plain, args[1:])):
+            args = [first, *(_part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
+        handler = handlers.pop(func, None)  # while the stock one runs; None in another thread's call
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if handler is not None:
+                handlers[func] = handler
+
+    return run
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1
+
+
+def _overloads(names: Sequence[str]) -> Iterator[Any]:
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        yield from (getattr(packet, overload) for overload in packet.overloads() if not overload.endswith("out"))
+
+
+def _refuse(what: str, where: str, parts: Sequence[Tensor], error: Exception | None) -> NoReturn:
+    shape = f" of shape {tuple(parts[0].shape)}" if parts else ""
+    reason = f" torch says: {str(error).splitlines()[0][:200]}" if error is not None else ""
+    raise UnsupportedError(
+        f"{what} on {where}{shape} with zero.stage: 3 or engine: fsdp2: ranks share out its rows, and torch does not compute this from "
+        "parts. On every rank take the whole (new = p.full_tensor()), compute with it, and write it back under torch.no_grad() "
+        f"(p.copy_(new)); change modules before training; or set zero.stage to 1 or 2 of the native engine.{reason}"
+    ) from error
 
 
 def _part_of(whole: Tensor, like: Any) -> Any:

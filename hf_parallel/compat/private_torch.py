@@ -242,6 +242,10 @@ class HookCarrier:
         if accumulation_hooks(old):
             self._accumulation[id(new)] = accumulation_hooks(old)
 
+    def accumulating(self) -> list[Any]:
+        """Parts whose hooks on accumulated gradients see the gradient of one backward pass: that of the gathered parameter."""
+        return [sharded for _, _, sharded in self._pairs if self._accumulation.get(id(sharded))]
+
     def follow(self) -> None:
         """A training forward pass begins; collective where hooks were registered before the first."""
         for part, held, sharded in self._pairs:

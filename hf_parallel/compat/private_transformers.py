@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from types import MethodType
@@ -61,6 +62,28 @@ def indivisible_modules(model: Any) -> set[str]:
 def attention_of(config: Any) -> str:
     """The attention implementation that a model of this config has: "sdpa", "eager" or another one's name."""
     return str(config._attn_implementation)
+
+
+def attention_names(model: nn.Module) -> list[tuple[Callable[[str], None], str]]:
+    """For each config of a transformers model: what sets the name of its attention implementation, and the name now.
+
+    Modules get configs of their own first, so that the name does not reach other models made of the same config.
+    """
+    name, memo = "_attn_implementation_internal", dict[int, Any]()
+    for module in model.modules():
+        own = vars(module)
+        if own.get("config") is not None and name in vars(own["config"]):
+            own["config"] = copy.deepcopy(own["config"], memo)
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if config is not None and name in vars(config):
+            found.setdefault(id(config), config)
+
+    def sets(config: Any) -> Callable[[str], None]:
+        return lambda value: vars(config).update({name: value})
+
+    return [(sets(config), vars(config)[name] or "eager") for config in found.values()]
 
 
 @contextlib.contextmanager

@@ -41,6 +41,12 @@ def add_all(targets: list[Tensor], others: list[Tensor]) -> None:
     torch._foreach_add_(targets, others)
 
 
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements one after the other, of one type and device, in one kernel; of a single tensor perhaps a view."""
+    found: Tensor = torch._utils._flatten_dense_tensors(tensors)
+    return found
+
+
 def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     """`tensor.mul_(factor)` for each, in a few kernels."""
     torch._foreach_mul_(tensors, factor)

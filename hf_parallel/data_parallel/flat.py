@@ -93,6 +93,7 @@ class FlatShard:
             host memory where the optimizer is.
         start: First element of the part.
         slots: Where the parameters are in `flat`, in their shapes.
+        sharers: The ranks that have the other parts; None if there are none.
         host_gradient: Host memory for the part's gradient, where the optimizer is there.
         counted: Elements of the part that this rank counts in norms, with a mask where it counts some of them.
         absent: Elements of the part that had no gradient on any rank.
@@ -107,6 +108,7 @@ class FlatShard:
     master: nn.Parameter
     start: int
     slots: list[Tensor]
+    sharers: dist.ProcessGroup | None = None
     host_gradient: Tensor | None = None
     counted: list[tuple[slice, Tensor | None]] = field(default_factory=list)
     absent: list[slice] = field(default_factory=list)
@@ -229,12 +231,12 @@ def place_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 
 @torch.no_grad()
-def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = None) -> FlatShard:
+def flatten(bucket: Bucket, group: dist.ProcessGroup | None, host: HostMemory | None = None) -> FlatShard:
     """Move the parameters of a bucket into one buffer; each `p.data` becomes a place in it, so parameters keep identity.
 
     Args:
         bucket: Its layout.
-        group: Ranks that share its parts.
+        group: Ranks that share its parts; None for this rank alone.
         host: Where the optimizer's copy of this rank's part is to be; None leaves it next to the parameters.
     """
     kind = bucket.kind
@@ -248,17 +250,16 @@ def flatten(bucket: Bucket, group: dist.ProcessGroup, host: HostMemory | None = 
         param.data = slot
         slots.append(slot)
     allow_foreach(FlatParameter)
-    length = bucket.numel // group.size()
-    start = group.rank() * length
+    length = bucket.numel // (1 if group is None else group.size())
+    start = 0 if group is None else group.rank() * length
     shard = flat[start : start + length]  # (elements / ranks,), a view
     dtype = torch.promote_types(kind.dtype, torch.float32)  # of the optimizer, whatever gradients travel in
     if host is not None:
         master, host_gradient = (host.empty(length, dtype) for _ in range(2))
-        return FlatShard(
-            bucket, kind.group, flat, shard, FlatParameter(master.copy_(shard)), start, slots, host_gradient
-        )
+        copied = FlatParameter(master.copy_(shard))
+        return FlatShard(bucket, kind.group, flat, shard, copied, start, slots, group, host_gradient)
     mine = shard.to(dtype).data  # `.data`: writes to the buffer by a gather do not count as changes of the part
-    return FlatShard(bucket, kind.group, flat, shard, FlatParameter(mine), start, slots)
+    return FlatShard(bucket, kind.group, flat, shard, FlatParameter(mine), start, slots, group)
 
 
 def counted_pieces(

@@ -23,10 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_parallel.compat.private_collectives import count_traffic
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
+    explain_refusals_of_parts,
     mark_rows_of_parts,
     whole_draws_of_parts,
+    whole_indices_of_parts,
     whole_numbers_of_parts,
 )
 from hf_parallel.compat.private_torch import HookCarrier, keep_class_name, own_parameters, writes_arguments
@@ -115,6 +118,8 @@ class ShardedModel:
         exchangeable_data_of_parts()
         mark_rows_of_parts(CopiedRows)
         whole_draws_of_parts()
+        whole_indices_of_parts()
+        explain_refusals_of_parts(_name_of)
         self.model, self.device, self.offload = model, device, offload != "none"
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
@@ -136,6 +141,8 @@ class ShardedModel:
             )[:1]
             for module in modules:
                 keep_class_name(module)
+        counted = [count_traffic(part, self._count, replicates=replicate_group is not None) for part in self.parts]
+        self.sent_bytes: int | None = 0 if all(counted) else None
         for name, module in model.named_modules():
             if any(parameter is not None for parameter in own_parameters(module).values()):
                 _NAMES[module] = name
@@ -161,9 +168,20 @@ class ShardedModel:
                 )
                 self._hooks.adopt(after[name], old)
 
+    def _count(self, num_bytes: int) -> None:
+        if self.sent_bytes is not None:
+            self.sent_bytes += num_bytes
+
     def begin_forward(self) -> None:
         """A training forward pass begins: hooks on parameters that were registered since run in its backward pass."""
         self._gathered.hide()
+        for part in self._hooks.accumulating():
+            if part.grad is not None:
+                raise UnsupportedError(
+                    f"the hook on the accumulated gradient of {_name_of(part)} (register_post_accumulate_grad_hook) with zero.stage: 3 or "
+                    "engine: fsdp2 would see the gradient of this backward pass only: that of earlier passes is averaged over the "
+                    "replicas already. Use parameter.register_hook, or set gradient_accumulation_steps to 1, or zero.stage to 1."
+                )
         self._hooks.follow()
 
     def begin_backward(self) -> None:
@@ -248,6 +266,17 @@ def _refuse_parts(module: nn.Module, args: object) -> None:
                 f"forward, where its {key} is sharded over {parameter.device_mesh.size()} replicas and not gathered. Call it inside of the "
                 "model's forward (pass input_ids in place of inputs_embeds made from the embedding), or set zero.stage to 1."
             )
+
+
+def _name_of(part: Tensor) -> str | None:
+    """The parameter whose part, or whose gradient's part, lies in the memory of a tensor."""
+    memory = local_of(part).untyped_storage().data_ptr()
+    for module, prefix in _NAMES.items():
+        for key, parameter in own_parameters(module).items():
+            for one in (parameter, None if parameter is None else parameter.grad):
+                if isinstance(one, DTensor) and local_of(one).untyped_storage().data_ptr() == memory:
+                    return f"{prefix}.{key}".removeprefix(".")
+    return None
 
 
 def _takes_one_dtype(modules: Sequence[nn.Module], device: torch.device) -> bool:

@@ -58,12 +58,18 @@ class Replicas:
         # What local steps send has no warm-up.
         self._warm_up = WarmUp(settings.compression, None if self._steps_locally else self.wire)
         self._reducer: GradientReducer | None = None
+        self._experts: GradientReducer | None = None
         self.lay_out()
 
     @property
     def partitions(self) -> bool:
         """Whether an optimizer will be, or is, partitioned."""
         return self._settings.zero.stage > 0 and self._mesh.dp_shard_group is not None
+
+    @property
+    def _reducers(self) -> list[GradientReducer]:
+        """What reduces gradients that are not partitioned."""
+        return [reducer for reducer in (self._reducer, self._experts) if reducer is not None]
 
     @property
     def reduces_every_backward(self) -> bool:
@@ -74,12 +80,20 @@ class Replicas:
         """Make the buckets for the parameters that are trained now."""
         if self.sharded is not None:
             return
-        if self._reducer is not None:
-            self._reducer.close()
+        for reducer in self._reducers:
+            reducer.close()
         taken = frozenset(self.zero.names) if self.zero is not None else frozenset()
         named = [(name, p) for name, p in self._parameters.items() if name not in taken]
-        group = None if self._steps_locally else self._mesh.dp_group
-        self._reducer = GradientReducer(named, group, self._traffic())
+        group = None if self._steps_locally else self._mesh.copies_group
+        experts = [(name, p) for name, p in named if self._is_expert(name)]
+        dense = [(name, p) for name, p in named if not self._is_expert(name)] if experts else named
+        self._reducer = GradientReducer(dense, group, self._traffic())
+        # Over fewer replicas, by the same factor: an expert's gradient is the sum over all tokens that reached it.
+        self._experts = GradientReducer(experts, self._mesh.expert_group, self._traffic()) if experts else None
+
+    def _is_expert(self, name: str) -> bool:
+        """Whether replicas have different parts of a parameter."""
+        return self._mesh.shape.ep_size > 1 and self._ledger.entries[name].spec is not None
 
     def relay(self, frozen: Sequence[str], unfrozen: Sequence[str]) -> None:
         """Make the buckets again after parameters were frozen or unfrozen.
@@ -126,14 +140,14 @@ class Replicas:
         """How gradients are sent. Tied parameters are summed over their stages first, so their buckets wait for that."""
         data_parallel, wire = self._settings.data_parallel, self.wire
 
-        def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool]:
+        def kind(name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], bool, bool, bool]:
             """Parameters of different kinds do not share a bucket. Tied parameters wait for other stages. And if one
             compressed block held a shard beside common values, ranks would decode the common values differently.
             """
             entry = self._ledger.entries[name]
             holders = entry.holders if len(entry.holders) > 1 else ()
             lossy = wire is not None and not wire.keeps_dense(name, parameter.shape)
-            return holders, lossy, lossy and entry.spec is None
+            return holders, lossy, lossy and entry.spec is None, self._is_expert(name)
 
         return Traffic(
             bucket_bytes=int(data_parallel.bucket_cap_mb * 2**20),
@@ -141,6 +155,7 @@ class Replicas:
             late=lambda kind: isinstance(kind, tuple) and bool(kind[0]),
             overlaps=self._settings.overlaps and data_parallel.overlap,
             wire=wire,
+            sharers=lambda name: self._mesh.expert_group if self._is_expert(name) else self._mesh.dp_shard_group,
             waiting=self._settings.waiting,
             dtype=getattr(torch, data_parallel.reduce_dtype),
             recorder=self._settings.recorder,
@@ -153,18 +168,19 @@ class Replicas:
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes that this rank handed to collectives over the replicas so far; None if that is not counted (ZeRO 3)."""
+        """Bytes that this rank handed to collectives over the replicas so far; None if torch has no place to count them (ZeRO 3)."""
         if self.sharded is not None:
-            return None
+            return self.sharded.sent_bytes
         zero = self.zero
         found = zero.gathered_bytes if zero is not None else 0
         if zero is not None and zero.copies is not None:
             found += zero.copies.counters.bytes
         if self.wire is not None:
             return found + self.wire.meter.wire_bytes
-        found += zero.wire.counters.bytes if zero is not None else 0
+        wires = [zero.wire, *zero.wires.values()] if zero is not None else []
+        found += sum(wire.counters.bytes for wire in wires)
         found += self.local.sent_bytes if self.local is not None else 0
-        return found + (self._reducer.counters.bytes if self._reducer is not None else 0)
+        return found + sum(reducer.counters.bytes for reducer in self._reducers)
 
     def plan_steps(self, total: int, done: int) -> None:
         """Set the number of optimizer steps of the run, of which the warm-up of a compression is a share.
@@ -177,7 +193,7 @@ class Replicas:
 
     def describe(self) -> list[str]:
         """The data-parallel settings in lines for the start of a run; warnings among them."""
-        if self._mesh.dp_group is None:
+        if self._mesh.copies_group is None:
             return []
         lines, settings = [], self._settings
         if settings.zero.stage:
@@ -186,7 +202,11 @@ class Replicas:
             where = (
                 ", updated in host memory" if self.sharded is None and settings.zero.offload_optimizer == "cpu" else ""
             )
-            lines.append(f"zero stage {settings.zero.stage}: {what} in {size} parts{where}" + self._describe_sharded())
+            ep_size = self._mesh.shape.ep_size
+            experts = f", of experts in {size // ep_size}" if ep_size > 1 else ""
+            lines.append(
+                f"zero stage {settings.zero.stage}: {what} in {size} parts{experts}{where}" + self._describe_sharded()
+            )
         if self._steps_locally:
             lines.append(f"local steps: replicas synchronise every {settings.local_sgd.sync_every} optimizer steps")
         if self.wire is not None:
@@ -285,8 +305,8 @@ class Replicas:
 
     @property
     def _share(self) -> float:
-        """Factor of a sum over the replicas that makes it their mean; 1 with local steps, which sum over one replica."""
-        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.dp_size
+        """Factor of a sum over the copies that makes it their mean; 1 with local steps, which sum over one replica."""
+        return 1.0 if self._steps_locally else 1.0 / self._mesh.shape.num_copies
 
     def arm(self, factor: float | None, *, last: bool) -> None:
         """A backward pass begins; the reduction of a bucket may start as soon as the bucket is complete.
@@ -299,8 +319,8 @@ class Replicas:
         share = None if factor is None else factor * self._share
         if self.zero is not None and (last or self.zero.stage == 2):
             self.zero.arm(share)
-        if self._reducer is not None and last:
-            self._reducer.arm(share)
+        for reducer in self._reducers if last else []:
+            reducer.arm(share)
 
     def accumulate(self, factor: float) -> None:
         """After a backward pass that is not the last of its step: ZeRO-2 keeps no whole gradients until the next one."""
@@ -311,9 +331,10 @@ class Replicas:
     def reduce(self, factor: float) -> None:
         """Once per optimizer step: every gradient becomes `factor` x its mean over the replicas."""
         self._warm_up.choose()
-        for reducer in (self.zero, self._reducer):
-            if reducer is not None:
-                reducer.reduce(factor * self._share)
+        if self.zero is not None:
+            self.zero.reduce(factor * self._share)
+        for reducer in self._reducers:
+            reducer.reduce(factor * self._share)
 
     def let_others_look(self, others: bool) -> None:
         """Set whether user code may read or change parameters between two forward passes; then they are gathered at once."""

@@ -90,6 +90,8 @@ class Traffic:
         late: Whether the buckets of a kind must not be started before the reduction is asked for.
         overlaps: Start buckets during backward passes that are announced.
         wire: What sums the buckets; None for exact sums.
+        sharers: Name of a parameter -> the ranks that share its gradient and its update with this one, None for nobody; those
+            of one kind have the same. None: all ranks do.
         waiting: Context for waits on other ranks outside of a reduction.
         dtype: Of the sums; gradients of wider parameters keep theirs.
         recorder: Keeps when buckets were under way.
@@ -100,6 +102,7 @@ class Traffic:
     late: Callable[[Hashable], bool] = lambda kind: False
     overlaps: bool = False
     wire: Wire | None = None
+    sharers: Callable[[str], dist.ProcessGroup | None] | None = None
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
     dtype: torch.dtype = torch.float32
     recorder: Recorder = field(default_factory=silent)

@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5: P_os (stage 1) an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +98,10 @@ class ZeroPartition:
         buckets = lay_out(
             taken, traffic.bucket_bytes, kind=kind_of, align=ALIGN, multiple=ALIGN * size, dtype=traffic.dtype
         )
-        self.shards = [flatten(bucket, shard_group, host) for bucket in buckets]
+        sharers = traffic.sharers or (lambda name: shard_group)
+        groups = [sharers(bucket.names[0]) for bucket in buckets]
+        self.wires = {group: PlainWire(group) for group in groups if group not in (None, shard_group)}
+        self.shards = [flatten(bucket, group, host) for bucket, group in zip(buckets, groups, strict=True)]
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
@@ -193,8 +196,15 @@ class ZeroPartition:
             flat, present = bucket.pack(flagged=False)
             if self.wire.lossy and self._factor != 1.0:
                 flat.mul_(self._factor)
-            mine, wait = self.wire.reduce_scatter(flat, bucket)
+            mine, wait = self._summed(index, flat)
         self._under_way.append((mine, present, wait))
+
+    def _summed(self, index: int, flat: Tensor) -> tuple[Tensor, Wait]:
+        """Begin to sum a bucket over the ranks that share it; this rank's part."""
+        bucket, group = self._buckets[index], self.shards[index].sharers
+        if group is None:
+            return flat, lambda: None
+        return self.wires.get(group, self.wire).reduce_scatter(flat, bucket)
 
     def _over_copies(self, replicas: Wire, parts: Sequence[Tensor]) -> None:
         """Sum the parts of this rank over the copies of the optimizer state."""
@@ -213,6 +223,18 @@ class ZeroPartition:
             absent_names |= names if fresh else names & self.absent_names
             shard.absent = found if fresh else [piece for piece in shard.absent if piece in found]
         self._judge_absent(frozenset(absent_names))
+
+    def dropped(self, names: Collection[str]) -> None:
+        """User code has dropped the gradients of these: parts of nothing else have none, so that no step is counted for them."""
+        gone = self.absent_names | frozenset(names)
+        alone: set[str] = set()
+        for shard in self.shards:
+            if gone.issuperset(shard.bucket.names):
+                shard.master.grad, shard.absent = None, []
+            else:
+                alone.update(gone.intersection(shard.bucket.names))
+        if alone - self.absent_names:
+            self._judge_absent(self.absent_names | alone)
 
     def _judge_absent(self, names: frozenset[str]) -> None:
         """Say once when a parameter has a gradient in some steps only."""
@@ -285,8 +307,10 @@ class ZeroPartition:
         for shard in self.shards:
             if shard.is_copy:
                 shard.shard.copy_(shard.master, non_blocking=True)
+            if shard.sharers is None:
+                continue
             self.gathered_bytes += shard.shard.nbytes
-            works.append(all_gather_flat(shard.flat, shard.shard, self.shard_group))
+            works.append(all_gather_flat(shard.flat, shard.shard, shard.sharers))
         self._prints = self._fingerprints()
         self.note()
         if self.late is not None:

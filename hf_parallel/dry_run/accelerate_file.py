@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeGuard
 
@@ -63,6 +64,10 @@ def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
             "LOCAL_MACHINE."
         )
     yield from _switch_problems(accelerate)
+    gpus = accelerate.get("gpu_ids")
+    if gpus is not None and not isinstance(gpus, str):
+        text = ",".join(str(one) for one in gpus) if isinstance(gpus, list) else str(gpus)
+        yield f"gpu_ids={shown(gpus)}: expected all, or numbers in one text. Set gpu_ids to '{text[:80]}'."
     yield from _process_problems(accelerate)
     yield from _machine_problems(accelerate)
     yield from _precision_problems(accelerate)
@@ -91,6 +96,7 @@ def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     machines, rank, port = (accelerate.get(key) for key in ("num_machines", "machine_rank", "main_process_port"))
     if port is not None and not (_is_whole(port) and 0 <= port < 1 << 16):
         yield f"main_process_port={shown(port)}: expected an integer from 0 to 65535. Set main_process_port to 29500."
+    yield from _address_problems(accelerate.get("main_process_ip"), machines if _is_whole(machines) else 1)
     if not (_is_whole(machines) and machines > 1):
         return
     if not accelerate.get("main_process_ip"):
@@ -104,9 +110,34 @@ def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
             "main_process_port to 29500, or another that is free on machine 0."
         )
     if rank is not None and not (_is_whole(rank) and 0 <= rank < machines):
+        meant = number(rank)
         yield (
             f"machine_rank={shown(rank)} with num_machines={machines}: machines count from 0 to {machines - 1}. Set machine_rank "
-            f"to {min(max(rank, 0), machines - 1) if _is_whole(rank) else 0}."
+            f"to {min(max(meant, 0), machines - 1) if _is_whole(meant) else 0}{', without quotes' if isinstance(rank, str) else ''}."
+        )
+
+
+def _address_problems(address: object, machines: int) -> Iterator[str]:
+    """An address that accelerate would pass on as it is, and nobody finds."""
+    if address is None:
+        return
+    if not isinstance(address, str):
+        yield f"main_process_ip={spelled(address)}: expected one name or address, as text. Set main_process_ip to that of machine 0."
+    elif "$" in address or "{" in address:
+        yield (
+            f"main_process_ip={shown(address)}: YAML replaces no variables. Write the name of machine 0, or give it, with "
+            "--num_machines, to accelerate launch instead."
+        )
+    elif re.fullmatch(r"[^:]+:\d+", address):
+        host, _, port = address.rpartition(":")
+        yield (
+            f"main_process_ip={shown(address)}: the port stands in a key of its own. Set main_process_ip to {host[:80]}, and "
+            f"main_process_port to {port[:5]}."
+        )
+    elif machines > 1 and (address == "localhost" or address.startswith("127.")):
+        yield (
+            f"main_process_ip={shown(address)} with num_machines={machines}: each machine would wait for itself. Set main_process_ip "
+            "to the address of machine 0 in the network that joins the machines."
         )
 
 
@@ -157,7 +188,7 @@ def _as_integer(key: str, value: object) -> str:
     meant = number(value)
     if isinstance(meant, int | float) and not isinstance(meant, bool) and math.isfinite(meant):
         return f"Set {key} to {max(1, round(meant))}, {'a number without quotes' if isinstance(value, str) else 'a whole number'}."
-    return f"Set {key} to a number without quotes."
+    return f"Set {key} to a number{' without quotes' if isinstance(value, str) else ''}."
 
 
 def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import spelled
 
 
@@ -91,7 +92,7 @@ class _Place:
 
     def _line(self, prefix: str, message: str) -> int:
         """The line of the longest part of the key path that is written in the file, here or in our section; else the first."""
-        found = re.match(r"[A-Za-z_][\w.-]*", message)
+        found = re.match(r"\w[\w.-]*", message)
         for start in dict.fromkeys((prefix, f"{SECTION}.{KEY}.")):
             parts = (start + found[0] if found else start).rstrip(".").split(".")
             own = start.count(".")  # a problem of the file around our section is not a problem of the whole section
@@ -165,7 +166,7 @@ def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HF
 def _poor(config: HFParallelConfig) -> Iterator[str]:
     """Settings of ours that work, and badly."""
     stages, settings = config.pp_size, config.pipeline
-    if stages > 1 and settings.num_microbatches == 1 and settings.schedule != "naive":
+    if stages > 1 and settings.num_microbatches == 1 and settings.schedule not in ("naive", *ASYNCHRONOUS):
         yield (
             f"pipeline.num_microbatches=1 with pp_size={stages}: one stage works at a time, so {(stages - 1) / stages:.0%} of the "
             f"step is idle. Set pipeline.num_microbatches to {2 * stages} or 'auto'."
@@ -188,10 +189,13 @@ def _fit(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> None:
     check_accelerate(config, accelerate if whole else {**accelerate, "num_processes": -1})
 
 
+SIZES = ("tp_size", "pp_size", "sp_size")
+
+
 def _sizes_only(section: Mapping[str, Any] | None) -> HFParallelConfig:
     """What is left of invalid settings, so that the rest of the file can be checked against it."""
     try:
-        return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in ("tp_size", "pp_size")})
+        return HFParallelConfig.from_mapping({k: v for k, v in (section or {}).items() if k in SIZES})
     except ConfigError:
         return HFParallelConfig()
 

@@ -74,7 +74,7 @@ def examine() -> list[Check]:
     }
     folders = {"here": Path.cwd(), "model cache": _cache_folder()}
     return [
-        *version_checks(supported_versions(), _version),
+        *version_checks(supported_versions(), package_version),
         *gpu_checks(found, torch.version.cuda, has_driver=shutil.which("nvidia-smi") is not None),
         *link_checks(found, free_gpu_bytes(len(found)), nvml_links(), peers=peer_access(len(found))),
         *core_checks(cores(), len(found), os.environ.get("OMP_NUM_THREADS")),
@@ -94,7 +94,8 @@ def supported_versions() -> dict[str, SpecifierSet]:
     return {one.name: one.specifier for one in needed if one.marker is None and one.specifier}
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """The installed version of a package, None without it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -223,12 +224,13 @@ def network_checks(
     else:
         fix = "Train on this machine only, or bring an interface up."
         yield Check("network", "warning", "no interface is up but loopback", fix)
-    if address is None:
-        fix = "export GLOO_SOCKET_IFNAME=lo for one machine, else the interface between the machines; or add the name to /etc/hosts."
-        yield Check("host name", "error", "it does not resolve: gloo cannot connect processes", fix)
-    elif address.startswith("127.") and speeds:
-        fix = f"export GLOO_SOCKET_IFNAME={next(iter(speeds))} for runs on several machines."
-        yield Check("host name", "warning", f"it resolves to {address}, which other machines cannot reach", fix)
+    if address is None or (address.startswith("127.") and speeds):
+        place = "does not resolve" if address is None else f"resolves to {address}"
+        fix = (
+            "For runs on several machines import hf_parallel first in the script, which tells gloo the interface that leads to "
+            f"machine 0; or export GLOO_SOCKET_IFNAME={next(iter(speeds), 'lo')}, or add this machine's address to /etc/hosts."
+        )
+        yield Check("host name", "warning", f"it {place}, which other machines cannot reach", fix)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         yield from _interface_checks(variable, environment.get(variable, ""), [*speeds, "lo"])
 

@@ -102,7 +102,10 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
     mesh, watchdog, schedule = attachment.mesh, attachment.watchdog, cut.schedule
     kind, device = schedule.settings.transport, attachment.device
     backend = "gloo" if kind == "host" and device.type != "cpu" else None
-    awaited = [(mesh.shape.rank_at(mesh.dp_rank, pp_rank, mesh.tp_rank),) for pp_rank in range(mesh.shape.pp_size)]
+    awaited = [
+        (mesh.shape.rank_at(mesh.dp_rank, pp_rank, mesh.tp_rank, mesh.sp_rank),)
+        for pp_rank in range(mesh.shape.pp_size)
+    ]
     groups = mesh.channel_groups(neighbour_pairs(schedule.placement), backend)
     runtime = PipelineRuntime(
         stages.by_index,
@@ -122,4 +125,5 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         programs=Programs(schedule, mesh.pp_rank),
         num_microbatches=schedule.num_microbatches,
         loss_kind=cut.loss_kind,
+        schedule=schedule.settings.schedule,
     )

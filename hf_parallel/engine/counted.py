@@ -11,15 +11,18 @@ from hf_parallel.mesh import Mesh
 
 
 class Counted:
-    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first tensor-parallel rank.
+    """What this rank counts of its parameters: tied ones count on their owner, whole ones on the first of the ranks that share the rest.
 
     Args:
         ledger: The model's ledger.
         mesh: This rank's mesh.
+        replicas_add_up: Whether what is counted is summed over all replicas, each of which has other parts of it (ZeRO).
     """
 
-    def __init__(self, ledger: Ledger, mesh: Mesh) -> None:
+    def __init__(self, ledger: Ledger, mesh: Mesh, *, replicas_add_up: bool = False) -> None:
         self._ledger, self._mesh = ledger, mesh
+        # Of the replicas that share experts one counts the rest.
+        self._counts_whole = mesh.tp_rank == 0 and (replicas_add_up or mesh.ep_rank == 0)
 
     def _ranges(self, name: str, parameter: nn.Parameter, *, own: bool = False) -> list[tuple[int, int]] | None:
         """(start, length) along the sharded dim of what this rank counts in the norm; None for all of a parameter."""
@@ -27,8 +30,8 @@ class Counted:
         if entry.owner != self._mesh.pp_rank and not own:
             return []
         if entry.spec is None:
-            return None if self._mesh.tp_rank == 0 else []
-        pieces = entry.spec.counted(self._mesh.shape.tp_size, self._mesh.tp_rank)
+            return None if self._counts_whole else []
+        pieces = entry.spec.counted(self._mesh.parts.size, self._mesh.parts.rank)
         return None if sum(length for _, length in pieces) == parameter.shape[entry.spec.dim] else pieces
 
     def of_model(self, name: str, parameter: nn.Parameter) -> bool | torch.Tensor:

@@ -33,12 +33,12 @@ from hf_parallel.guards.batches import SharedBatch
 from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.meeting import meeting_of_copy
 from hf_parallel.guards.part_hooks import PartHooks
+from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
-from hf_parallel.tensor_parallel.run.vocab import LabelledOutput
 from hf_parallel.watchdog import Watchdog
 
 
@@ -159,7 +159,7 @@ class Engine:
         A single copy has no other to reduce with: what its own ranks share is summed as ever, so that a loop may step inside
         (accelerate's `LocalSGD` does).
         """
-        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.dp_size > 1
+        before, self._holds_back = self._holds_back, self._holds_back or self.mesh.shape.num_copies > 1
         try:
             yield
         finally:
@@ -186,11 +186,13 @@ class Engine:
         self.model.forward = forward
         vars(self.model)["no_sync"] = self.no_sync
         if self.gradients.replicas.partitions:
+            vars(self.model)["resize_token_embeddings"] = _refuse_resize
             vars(self.model)["zero_grad"] = functools.partial(
                 _zero_grad, self.model.zero_grad, self.gradients.replicas
             )
-        if self.mesh.shape.mp_size > 1 or self.gradients.replicas.sharded is not None:
+        if self.mesh.shape.copy_size > 1 or self.gradients.replicas.sharded is not None:
             vars(self.model)["__deepcopy__"] = _refuse_copy
+            vars(self.model)["resize_token_embeddings"] = _refuse_resize
             vars(self.model)["save_pretrained"] = _whole_only(getattr(self.model, "save_pretrained", None))
         else:
             vars(self.model)["__deepcopy__"] = functools.partial(_copy_whole, self.model, patched)
@@ -299,8 +301,14 @@ class DirectEngine(Engine):
         return found
 
     def backpropagates(self, loss: torch.Tensor) -> None:
-        """Under tp all ranks must have the same loss: what differs is another step on every shard."""
-        if self.mesh.tp_group is not None and loss.numel() == 1:
+        """All ranks of a batch must have the same loss: what differs is another step on every shard, or a wrong sum.
+
+        With ZeRO gradients are taken back now: that of a parameter which the loss reads itself may arrive before those of the
+        model's outputs, and would pass for one that user code assigned, which is not averaged.
+        """
+        if self.gradients.replicas.zero is not None:
+            self.gradients.begin_backward()
+        if self.mesh.mp_group is not None and loss.numel() == 1:
             self._backwards.lost(loss)
 
     @contextlib.contextmanager
@@ -317,7 +325,7 @@ class DirectEngine(Engine):
             if self._gives_gradients_away():
                 return
             self._begun = self.recorder.mark()
-        if self.mesh.tp_group is not None and gradient.is_floating_point():
+        if self.mesh.mp_group is not None and gradient.is_floating_point():
             self._backwards.scaled(gradient) if gradient.ndim == 0 else self._backwards.arrived(gradient)
         self.end_pass_later()
 
@@ -333,8 +341,8 @@ class DirectEngine(Engine):
         self._pass = 0 if self.ends_step else self._pass + 1
 
     def compare_step(self) -> None:
-        """Compare the losses of tensor-parallel ranks; one stage alone has nobody else to compare with."""
-        if self.mesh.tp_group is not None:
+        """Compare the losses of the ranks that read the same batch."""
+        if self.mesh.mp_group is not None:
             self._shared_batch.end_step()
             self._backwards.agree_later()
 
@@ -357,6 +365,13 @@ def _whole_only(save_pretrained: Callable[..., Any] | None) -> Callable[..., Any
         return save_pretrained(*args, **kwargs)
 
     return save
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "resize_token_embeddings() was called after the model was prepared, with pp_size or tp_size above 1 or with ZeRO: ranks hold "
+        "parts of the embedding or of its optimizer's state. Call it before trainer.train() or accelerator.prepare()."
+    )
 
 
 def _copy_whole(model: nn.Module, patched: Callable[..., Any] | None, memo: dict[int, Any]) -> nn.Module:

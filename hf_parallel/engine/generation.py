@@ -37,7 +37,8 @@ def install_generate(engine: Engine) -> None:
     base = base_model(engine.model)
     own: Callable[..., Any] | None = getattr(base, "generate", None)
     shares_parameters = engine.gradients.replicas.sharded is not None
-    if own is None or (engine.mesh.shape.mp_size == 1 and not shares_parameters):
+    meets_replicas = shares_parameters or engine.mesh.shape.ep_size > 1
+    if own is None or (engine.mesh.shape.mp_size == 1 and not meets_replicas):
         return
 
     @functools.wraps(own)
@@ -45,7 +46,7 @@ def install_generate(engine: Engine) -> None:
         if engine.mesh.shape.mp_size > 1:
             engine.gathers.meet("model.generate()", ADVICE)
             _share_random_state(engine)
-        if shares_parameters:  # transformers knows of its own wrappers only
+        if meets_replicas:  # transformers knows of its own wrappers only
             kwargs["synced_gpus"] = True
         with contextlib.ExitStack() as stack:
             if isinstance(engine, PipelineEngine):

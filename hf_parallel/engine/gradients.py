@@ -8,7 +8,7 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import queue_after_backward
 from hf_parallel.compat.torch_tools import scale_all
 from hf_parallel.data_parallel.fsdp import local_of
@@ -33,7 +34,7 @@ from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
 from hf_parallel.guards.states import guard_states, shown_states
-from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.guards.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -56,7 +57,10 @@ class GradientSync:
 
     Attributes:
         in_window: Whether the last backward pass was not the last of its step.
+        before_write: Called when an optimizer is about to write to the parameters.
     """
+
+    _foreseen: torch.Tensor | None = None  # sum of the squares of all gradients, before anybody has seen them
 
     def __init__(
         self,
@@ -68,12 +72,15 @@ class GradientSync:
         self._ledger = ledger
         self._parameters = dict(parameters)
         self._mesh = mesh
-        self._counted = Counted(ledger, mesh)
+        partitions = settings.zero.stage > 0 and mesh.dp_shard_group is not None
+        self._counted = Counted(ledger, mesh, replicas_add_up=partitions)
         # `fully_shard` reduces in every backward pass, and adds to what is reduced itself.
         self.arrivals = Arrivals(list(self._parameters.values()) if settings.sharded is None else [])
         self._weights: WeightGuard | None = None
+        self._num_holders = {id(p): len(ledger.entries[name].holders) for name, p in self._parameters.items()}
         self._shown_parts: ShownOptimizer | None = None
         self.in_window = False
+        self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
@@ -106,14 +113,27 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
-    def begin_backward(self) -> None:
-        """Backward passes begin: what they add can be told from what is reduced."""
+    def foresee(self, power: torch.Tensor | None) -> None:
+        """The next norm of gradients that no code of users has seen is known before their factor is.
+
+        Args:
+            power: Sum of the squares of all gradients of the model (0-d, float64); None if it is not known.
+        """
+        self._foreseen = power
+
+    def begin_backward(self, *, is_first: bool = False) -> None:
+        """Backward passes begin: what they add can be told from what is reduced.
+
+        Args:
+            is_first: Whether they are the first of their step, and begin before the caller's own.
+        """
+        self._foreseen = None
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_backward()
         self.shown.take_between()
         for parameter in self.shown.take_back(before_backward=True):
             self.arrivals.note(parameter)
-        self.arrivals.set_aside()
+        self.arrivals.set_aside(everything=is_first)
 
     def end_schedule(self) -> None:
         """Backward passes ran inside a forward call: the caller sees no gradients of them before its own backward."""
@@ -132,7 +152,7 @@ class GradientSync:
         parameter, zero = self._parameters[name], self.replicas.zero
         reduced = self.arrivals.take_aside(parameter)
         mine = [s for s in zero.shards if any(p is parameter for p in s.bucket.params)] if zero is not None else []
-        averaged = reduced is not None and self._mesh.shape.dp_size > 1
+        averaged = reduced is not None and self._mesh.shape.num_copies > 1
         if averaged or any(shard.master.grad is not None for shard in mine):
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) would see the gradient of "
@@ -159,8 +179,16 @@ class GradientSync:
             self.replicas.accumulate(factor)
             if self.replicas.zero is not None:  # stage 2 has taken them: user code between two batches sees them again
                 self.shown.show()
-        elif self._mesh.mp_group is not None and self.replicas.sharded is None:
-            self.shown.show_between()
+        elif self.replicas.sharded is None:
+            self._join()
+            if self._mesh.model_group is not None:
+                self.shown.show_between()
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """What the step before left, where nobody has cleared it, and what this one has brought are one gradient again."""
+        self.arrivals.join(self._num_holders)
+        self.shown.join_parts(self._num_holders)
 
     def reduce(self, factor: float) -> None:
         """After the last backward pass of a step: gradients become `factor` x their sum over holders, averaged over dp.
@@ -174,11 +202,13 @@ class GradientSync:
         with self._trained_so_far():
             self._reduce_shared()
             self.replicas.reduce(factor)
+        if self._foreseen is not None:
+            self._foreseen = self._foreseen * factor**2
         zero, sharded = self.replicas.zero, self.replicas.sharded
         self.arrivals.settle(shard.master for shard in (zero.shards if zero is not None else ()))
         if sharded is not None:
             self.arrivals.settle(self._parameters.values())
-            if self._mesh.mp_group is not None:
+            if self._mesh.model_group is not None:
                 queue_after_backward(self._parts.remember)  # after `fully_shard` has put its last gradients there
         else:
             self.shown.show()
@@ -250,20 +280,30 @@ class GradientSync:
             return self._norm(norm_type)
 
     def _norm(self, norm_type: float) -> torch.Tensor:
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and norm_type == 2.0:
+            return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
         operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-        total = self._power_sum(
-            [g for n, p in self._parameters.items() for g in self._counted.gradients(n, p)], norm_type
-        )
+        total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.model_group
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
+            if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
+                parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
+                group = self._mesh.mp_group
             dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
             dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
-        if self._mesh.mp_group is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.mp_group)
+        if group is not None:
+            totals = rows_of_ranks(total, group)
+            total = totals.amax() if infinite else totals.sum()
         return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def _gradients_beside_parts(self) -> list[torch.Tensor]:
+        """What this rank counts of the gradients that are not partitioned."""
+        shown, parameters = self.shown, self._parameters.items()
+        return [g for n, p in parameters if shown.is_first(n) for g in self._counted.gradients(n, p)]
 
     def _power_sum(self, gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Sum of the magnitudes to the power of `norm_type`, or the largest (0-d, float64)."""
@@ -328,6 +368,7 @@ class GradientSync:
         if self.replicas.zero is not None:
             self.shown.partition(self.replicas.zero)
             self._guard_states(optimizer)
+            clears_both(optimizer, self.shown.cleared)
         hooks.settle()
         return hooks
 
@@ -402,6 +443,8 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
+        if self.before_write is not None:
+            self.before_write()
 
     def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
         if treats_elements_alone(optimizer):
@@ -410,11 +453,12 @@ class GradientSync:
         if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
             kind += f" of {type(optimizer).__module__}"
         sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
+        by = self._mesh.shape.sharded_by
         if sharded:
             raise UnsupportedError(
-                f"optimizer {kind} with tp_size={self._mesh.shape.tp_size}: its update may use norms or factors of "
+                f"optimizer {kind} with {by}={self._mesh.parts.size}: its update may use norms or factors of "
                 f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
-                f"{known_names()}, or tp_size 1."
+                f"{known_names()}, or {by} 1."
             )
         if self.replicas.partitions:
             raise UnsupportedError(

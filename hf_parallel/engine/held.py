@@ -53,14 +53,24 @@ def places_of(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str
     return {name: places[id(buffer)] for name, buffer in buffers.items()}
 
 
-def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, tp_size: int) -> Holding:
-    """What tp rank 0 of a pipeline rank keeps of a model that is still whole."""
+def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copies: int = 1) -> Holding:
+    """What the first rank of a pipeline stage keeps of a model that is still whole.
+
+    Args:
+        model: It.
+        ledger: Its ledger.
+        pp_rank: Of the rank.
+        parts: Ranks over which sharded parameters are spread.
+        copies: How many times as much of their optimizer state it keeps as of the other parameters' where replicas share both.
+    """
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     sizes: list[tuple[int, int, bool]] = []
+    more = 0
     for entry in ledger.held_by(pp_rank, "param"):
         count = math.prod(entry.shape)
         if entry.spec is not None:
-            count = count // entry.spec.full_size * entry.spec.local_size(tp_size, 0)
+            count = count // entry.spec.full_size * entry.spec.local_size(parts, 0)
+            more += (copies - 1) * count * entry.dtype.itemsize * (entry.name in trained)
         sizes.append((count, count * entry.dtype.itemsize, entry.name in trained))
     learned = sum(size for _, size, trains in sizes if trains)
-    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * learned)
+    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * (learned + more))

@@ -9,12 +9,13 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.engine.microbatch_loss import Share
 from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.freezing import Freezing
@@ -47,8 +48,9 @@ class LastStage:
     ) -> None:
         self._mesh, self.device, self._watchdog = mesh, device, watchdog
         self._is_here = runtime.has_last_stage
+        self._speaks = mesh.tp_rank == mesh.sp_rank == 0  # for the ranks of its stage, which have the same results
         # World rank of the last stage of this rank's pipeline.
-        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank)
+        self._source = mesh.shape.rank_at(mesh.dp_rank, runtime.placement[-1], mesh.tp_rank, mesh.sp_rank)
         self._digests, self._freezing = digests, freezing
 
     def share_losses(
@@ -64,16 +66,50 @@ class LastStage:
         count = len(batches)
         # f[batches + digests + 1], summed over the ranks: each writes its own slots and leaves zeros in the others.
         message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
-        if self._mesh.tp_rank == 0:
+        if self._speaks:
             for loss, share in zip(losses, shares, strict=False):  # empty on all but the last stage
                 message[share.batch] += loss.double()
         self._digests.put(message[count:-1], batches)
         self._freezing.put(message[-1:])
         with self._watchdog.waiting("waits for the loss of the last stage"):
-            dist.all_reduce(message, group=self._mesh.mp_group)
+            if self._mesh.mp_group is not None:
+                message = rows_of_ranks(message, self._mesh.mp_group).sum(0)
         self._freezing.arrived(message[-1])
         self._digests.arrived(message[count:-1])
         return list(message[:count].float().unbind())
+
+    def send_losses(
+        self,
+        losses: Sequence[Any],
+        shares: Sequence[Share],
+        batches: Sequence[dict[str, Any]],
+        power: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> Callable[[], tuple[list[torch.Tensor], torch.Tensor]]:
+        """As `share_losses`, while this rank goes on; what waits for the losses, and for the sum of `power` over the ranks.
+
+        Args:
+            losses: Of each microbatch; empty where the last stage is not.
+            shares: Of each microbatch.
+            batches: What this rank has read.
+            power: What this rank counts of another sum (0-d).
+            group: The model copy; nothing else is sent over it, because ranks may come here in different steps.
+        """
+        count = len(batches)
+        message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
+        for loss, share in zip(losses if self._mesh.tp_rank == 0 else (), shares, strict=False):
+            message[share.batch] += loss.double()
+        self._digests.put(message[count:-1], batches)
+        message[-1] = power
+        work = dist.all_reduce(message, group=group, async_op=True)
+
+        def wait() -> tuple[list[torch.Tensor], torch.Tensor]:
+            with self._watchdog.waiting("waits for the loss of the last stage"):
+                work.wait()
+            self._digests.arrived(message[count:-1])
+            return list(message[:count].float().unbind()), message[-1]
+
+        return wait
 
     def broadcast_named(self, tensors: Mapping[str, torch.Tensor], note: Any) -> tuple[dict[str, torch.Tensor], Any]:
         """Tensors of the last stage by name, and what it says about them, on every rank; collective over the pipeline.
@@ -113,7 +149,7 @@ class LastStage:
             logits: torch.Tensor | None = None
             if parts:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
-                if self._mesh.tp_rank == 0:
+                if self._speaks:
                     double = int(logits.dtype is torch.float64)
                     header[:4] = torch.tensor([double, *logits.shape], device=header.device)
             self._digests.put(header[4:-1], [batch])

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from hf_parallel.batches import count_targets, num_rows, split_rows
+from hf_parallel.batches import count_targets, empty_microbatch, num_rows, split_rows
 from hf_parallel.compat.private_transformers import loss_functions
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 
@@ -55,9 +55,13 @@ class MicrobatchLoss:
         kind: How its own loss may be computed (see `loss_kind.judge_loss`).
         num_microbatches: Parts a batch is cut into, at most its rows.
         shifted: Whether the first label of a row is no target of the model's own loss.
+        fills_up: Whether batches with fewer rows get empty microbatches: replicas that share experts run equally many.
     """
 
-    def __init__(self, model: nn.Module, kind: LossKind, num_microbatches: int, *, shifted: bool) -> None:
+    def __init__(
+        self, model: nn.Module, kind: LossKind, num_microbatches: int, *, shifted: bool, fills_up: bool = False
+    ) -> None:
+        self._fills_up = fills_up
         self._model, self._kind = model, kind
         self._num_microbatches, self._shifted = num_microbatches, shifted
         self._judged = loss_functions(model)
@@ -95,7 +99,8 @@ class MicrobatchLoss:
 
     def num_parts(self, batch: dict[str, Any]) -> int:
         """Microbatches of a batch with labels."""
-        return 1 if self.takes_whole_batches else min(self._num_microbatches, num_rows(batch))
+        rows = self._num_microbatches if self._fills_up else num_rows(batch)
+        return 1 if self.takes_whole_batches else min(self._num_microbatches, rows)
 
     def cut(self, index: int, batch: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Share]]:
         """Microbatches of a batch with labels, each with its part in the loss.
@@ -109,7 +114,9 @@ class MicrobatchLoss:
             return
         whole = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
         total, num_items = self._counts(whole, batch.get("num_items_in_batch"))
-        for microbatch in self.split(whole):
+        parts = self.split(whole)
+        missing_parts = self.num_parts(batch) - len(parts)
+        for part, microbatch in enumerate([*parts, *(empty_microbatch(whole) for _ in range(missing_parts))]):
             labels = microbatch.get("labels")
             weight: float | torch.Tensor = 1.0
             missing: torch.Tensor | None = None
@@ -121,8 +128,8 @@ class MicrobatchLoss:
             else:
                 if self._kind == "sum_and_extra":
                     # c / (N w) + a, times w, is c / N + a w: the sum stays, the extra term is averaged over the rows.
-                    weight = num_rows(microbatch) / num_rows(whole)
-                microbatch["num_items_in_batch"] = num_items if weight == 1.0 else num_items * weight
+                    weight = num_rows(microbatch) / num_rows(whole) if part < len(parts) else 0.0
+                microbatch["num_items_in_batch"] = num_items if weight in (0.0, 1.0) else num_items * weight
             yield microbatch, Share(index, labels, num_items, weight, missing)
 
     def _counts(self, whole: dict[str, Any], given: Any) -> tuple[Any, Any]:

@@ -12,7 +12,10 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction, predict
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
+from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
 MAX_NAMED = 4  # stages that are named one by one
@@ -38,7 +41,7 @@ def opening(
         compared: Whether the planned parts were compared with the whole model.
     """
     how = "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
-    how = "ready" if plans.cut is None and plans.tensor_parallel is None else how
+    how = "ready" if plans.cut is None and plans.tensor_parallel is None and plans.experts is None else how
     details = "details with HF_PARALLEL_LOG=debug"
     if setup.config.monitor.report:
         details += ", and in hf_parallel_report.html of output_dir after training"
@@ -54,7 +57,9 @@ def opening(
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:
     """What each pipeline rank will keep of the model, which is still whole."""
     shape = setup.mesh.shape
-    return [holding_of(setup.model, plans.ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+    # Of experts fewer replicas have copies, so each keeps a larger part.
+    copies = shape.ep_size if setup.config.zero.stage else 1
+    return [holding_of(setup.model, plans.ledger, rank, shape.parts_size, copies) for rank in range(shape.pp_size)]
 
 
 def _stages(plans: Plans) -> list[str]:
@@ -76,6 +81,8 @@ def _stages(plans: Plans) -> list[str]:
 
 
 def _shards(plans: Plans) -> list[str]:
+    if plans.experts is not None:
+        return [plans.experts.describe()]
     if plans.tensor_parallel is None:
         return []
     share = plans.tensor_parallel.coverage()
@@ -97,6 +104,9 @@ def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: S
     states = fullest.weights, fullest.gradients, fullest.optimizer
     shared = states_with_zero(states, zero, setup.mesh.dp_shard_group)
     terms = dict(zip(("weights", "gradients", "Adam"), shared, strict=True))
+    schedule = setup.config.pipeline.schedule
+    if schedule in ASYNCHRONOUS:
+        terms["older weights"] = terms["weights"] * delay_of(schedule, setup.config.pp_size)
     offloaded = [
         name for name, key in (("Adam", zero.offload_optimizer), ("weights", zero.offload_param)) if key != "none"
     ]
@@ -125,12 +135,25 @@ def _gb(size: float) -> str:
 def _idle(plans: Plans, prediction: Prediction) -> str:
     """The bubble, and what twice the microbatches would leave of it."""
     cut, count = plans.cut, prediction.num_microbatches
+    if cut is not None and cut.schedule.settings.schedule in ASYNCHRONOUS:
+        return _staleness(cut.schedule)
     text = f"expected: ranks are idle for {prediction.bubble:.0%} of a step of {count} microbatches"
     if cut is None or cut.schedule.settings.schedule == "csv":
         return text
     held = [rank.holding for rank in prediction.ranks]
     other = predict(cut.stages, cut.bounds, cut.costs, cut.schedule.training(2 * count), held)
     return f"{text} ({cut.schedule.settings.schedule}); num_microbatches: {2 * count} would leave {other.bubble:.0%}"
+
+
+def _staleness(schedule: ScheduleChoice) -> str:
+    """What an asynchronous schedule costs, which no other one does."""
+    delay = delay_of(schedule.settings.schedule, schedule.pp_size)
+    old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
+    return (
+        f"{schedule.settings.schedule}: ranks are idle at the beginning and end of an epoch only, but gradients are those of weights "
+        f"that are {old} old: expect next to no change of the loss in fine-tuning at small learning rates, and several percent more "
+        f"loss from scratch (measured in docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
+    )
 
 
 def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) -> str:
@@ -145,6 +168,8 @@ def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) ->
     lossy = []
     if config.gradient_compression.method != "none":
         lossy.append(f"gradients are sent as {config.gradient_compression.method}")
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        lossy.append("gradients are those of older weights")
     if config.local_sgd.sync_every > 1:
         lossy.append(f"replicas meet every {config.local_sgd.sync_every} steps")
     equal = f"not those of one process: {' and '.join(lossy)}" if lossy else "those of one process with these rows"

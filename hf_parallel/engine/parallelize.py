@@ -23,6 +23,7 @@ from hf_parallel.engine.opening import holdings_of, opening
 from hf_parallel.engine.plans import agree, make_plans, summary
 from hf_parallel.engine.self_check import check_plans
 from hf_parallel.engine.setup import Setup
+from hf_parallel.engine.share_rows import check_rows, share_rows
 from hf_parallel.engine.transform import (
     checkpoint_activations,
     compile_blocks,
@@ -31,6 +32,7 @@ from hf_parallel.engine.transform import (
     shard_layers,
     shard_over_replicas,
     shard_sequence,
+    spread_experts,
 )
 from hf_parallel.engine.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
@@ -98,6 +100,7 @@ def parallelize(
         warn_of_waste(setup, plans.ledger)
     with told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
         compared = late.stand_in is None and probes is not None and check_plans(setup, plans, probes)
+        check_rows(setup, plans.rows, probes)
     holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 
     # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
@@ -107,7 +110,9 @@ def parallelize(
     stages = cut_into_stages(setup, plans)
     checkpoint_activations(setup, plans, sequence)
     shard_layers(setup, plans, stages)
+    spread_experts(setup, plans)
     defer_head(setup, plans)
+    share_rows(setup, plans.rows)
     with told_if_slow(partial(_tell, setup, "reads the weights")):
         late.read(plans.ledger)
     replicas = shard_over_replicas(setup, plans.units, compute_dtype)
@@ -131,4 +136,6 @@ def _tell(setup: Setup, doing: str) -> None:
 
 def needs_probes(config: HFParallelConfig) -> bool:
     """Whether anything has to be found out by running the model."""
-    return config.tp_size > 1 or config.works_on_blocks or config.zero.shards_parameters
+    return (
+        config.tp_size * config.sp_size * config.ep_size > 1 or config.works_on_blocks or config.zero.shards_parameters
+    )

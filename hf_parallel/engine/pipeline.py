@@ -16,14 +16,15 @@ Extents: B rows of a batch, m microbatches, S positions, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.engine.ahead import Ahead
 from hf_parallel.engine.autograd_nodes import logits_node, loss_node
 from hf_parallel.engine.direct import Attachment, Engine
 from hf_parallel.engine.last_stage import LastStage
@@ -43,7 +44,9 @@ from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.runtime import PhaseState, PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
 
 class PipelineEngine(Engine):
@@ -55,9 +58,11 @@ class PipelineEngine(Engine):
         programs: This rank's actions, by number of microbatches.
         num_microbatches: Parts a batch is cut into, at most its rows.
         loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
+        schedule: Its name; one that does not drain the pipeline has windows of several steps in it.
 
     Attributes:
         generated: Whether `model.generate()` ran.
+        ahead: Runs the windows of a pipeline that does not drain; None of one that does.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class PipelineEngine(Engine):
         programs: Programs,
         num_microbatches: int,
         loss_kind: LossKind,
+        schedule: str = "1f1b",
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
@@ -80,7 +86,8 @@ class PipelineEngine(Engine):
             *(self.model, attachment.ledger, attachment.parameters, self.mesh), self.gradients.replicas
         )
         self._programs = programs
-        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=loss_shifts_labels(self.model))
+        shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1
+        self._loss = MicrobatchLoss(self.model, loss_kind, num_microbatches, shifted=shifted, fills_up=fills_up)
         self._window: Window | None = None
         self._factors = WindowFactors()
         self._seed = 1.0
@@ -102,6 +109,11 @@ class PipelineEngine(Engine):
             take_reduced=self.gradients.take_reduced,
         )
         self._direct = self._watch_direct()
+        self.ahead: Ahead | None = None
+        if schedule in ASYNCHRONOUS:
+            delay = delay_of(schedule, self.mesh.shape.pp_size)
+            parts = attachment, runtime, self._last_stage, self._loss, self.seeds
+            self.ahead = Ahead(*parts, name=schedule, delay=delay)
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self.generated = False
@@ -120,19 +132,27 @@ class PipelineEngine(Engine):
         return frozenset(name for name, entry in entries.items() if len(entry.holders) == size)
 
     def _common_seed(self) -> int:
-        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy."""
+        """Where dropout starts: this process's seed, the same on all ranks of a model copy, another on each copy and part of a sequence."""
         seed = torch.tensor(torch.initial_seed() % 2**63, device=self.attachment.device)
         first = self.mesh.shape.rank_at(self.mesh.dp_rank, 0, 0)
         dist.broadcast(seed, src=first, group=self.mesh.mp_group)
-        return int(seed) + self.mesh.dp_rank
+        return int(seed) + self.mesh.copy_rank
 
     # -- what the Trainer side sets ------------------------------------------------------------------------------
 
-    def begin_window(self, batches: list[dict[str, Any]]) -> None:
+    def begin_window(
+        self, batches: list[dict[str, Any]], following: Sequence[tuple[list[dict[str, Any]], Any]] = ()
+    ) -> None:
         """The next training forwards are these batches: run them as the microbatches of one schedule.
 
         Only where stock code alone stands between here and the model: the first call runs all of them as they are then.
+
+        Args:
+            batches: Of this optimizer step.
+            following: Of the next ones, as far as they may be in the pipeline with these, and what each is divided by.
         """
+        if self.ahead is not None:
+            self.ahead.following = list(following)
         self._factors.forget()  # a window that training broke off leaves nothing behind
         self._window = Window(batches)
 
@@ -201,6 +221,8 @@ class PipelineEngine(Engine):
     # -- fused ---------------------------------------------------------------------------------------------------
 
     def _fused(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
+        if self.ahead is not None:
+            return self._fused_ahead(self.ahead, batch)
         begun = self._window is not None and self._window.has_begun
         # A hook sees the gradient of one batch, and may update what the next one uses.
         hooked = not begun and self._ask_for_hooks()
@@ -210,6 +232,25 @@ class PipelineEngine(Engine):
             return PipelineTrainingOutput(loss=self._computed(loss, None))
         self._window = None
         return self._fused_batch(batch)
+
+    def _fused_ahead(self, ahead: Ahead, batch: dict[str, Any]) -> PipelineTrainingOutput:
+        """A batch of a window in a pipeline that does not drain."""
+        ahead.refuse_hooks(self._hooks.hooked)
+        if self._window is None or not self._window.holds(batch):
+            raise UnsupportedError(ahead.not_announced)
+
+        def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+            self._direct.stop()
+            self.gradients.begin_forward()
+            self.gradients.begin_backward()
+            count = sum(map(self._loss.num_parts, batches)) // len(batches)
+            with self._buffers.watching(count, batches):
+                losses = ahead.run(batches)
+            self.gradients.end_schedule()
+            return losses
+
+        self._seed = 1.0
+        return PipelineTrainingOutput(loss=self._computed(self._window.next_loss(batch, run), None))
 
     def _fused_batch(self, batch: dict[str, Any]) -> PipelineTrainingOutput:
         """A batch that user code has handled, and whose outputs it may read."""
@@ -272,7 +313,7 @@ class PipelineEngine(Engine):
             return loss
 
         if arms:
-            self.gradients.begin_backward()
+            self.gradients.begin_backward(is_first=True)
         with self._buffers.watching(len(microbatches) // len(batches), batches), self._hooks.held():
             losses = self.runtime.run(
                 microbatches,
@@ -358,6 +399,8 @@ class PipelineEngine(Engine):
     # -- split ---------------------------------------------------------------------------------------------------
 
     def _split(self, batch: dict[str, Any]) -> PipelineOutput:
+        if self.ahead is not None:
+            raise UnsupportedError(self.ahead.not_announced)
         self.attachment.batch_check.check([batch])
         batch.pop("labels", None)
         batch.pop("num_items_in_batch", None)
@@ -436,7 +479,7 @@ class PipelineEngine(Engine):
 
     def _outputs_of(self, microbatches: list[dict[str, Any]]) -> list[Any]:
         """Forward of all microbatches without autograd; the outputs on the last stage, else empty."""
-        with self._buffers.beside():
+        with self._buffers.beside(), nullcontext() if self.ahead is None else self.ahead.aside():
             return self.runtime.run(microbatches, self._programs.forwards(len(microbatches)), backward=False)
 
 

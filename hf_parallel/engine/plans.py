@@ -13,12 +13,15 @@ from typing import Any
 
 from hf_parallel.activation_checkpointing.recompute import groups_for
 from hf_parallel.engine.held import holding_of
+from hf_parallel.engine.plan_experts import spread_over
 from hf_parallel.engine.plan_head import HeadPlan, plan_head
 from hf_parallel.engine.plan_shards import Shown, plan_shards
 from hf_parallel.engine.plan_stages import Cut, plan_cut
 from hf_parallel.engine.rank_limits import describe_limits
 from hf_parallel.engine.setup import Setup, StandIn
+from hf_parallel.engine.share_rows import shared_rows
 from hf_parallel.errors import PlanError, RankMismatchError
+from hf_parallel.expert_parallel.plan import ExpertPlan
 from hf_parallel.guards.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import compare_over_ranks
@@ -32,6 +35,8 @@ from hf_parallel.tensor_parallel.plan.cost import report
 from hf_parallel.tensor_parallel.plan.vocab_plan import WHOLE_LOGITS
 from hf_parallel.tensor_parallel.run.vocab import labelled
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
+from hf_parallel.ulysses.attention import Shared
+from hf_parallel.ulysses.forward import share_forward
 
 
 logger = logging.getLogger(__name__)
@@ -45,6 +50,7 @@ class Plans:
         forward: The genuine forward of the model, as it is when it is parallelized; it keeps logits local in training
             where the vocabulary is sharded.
         tensor_parallel: Roles and shard layouts, None with tp_size 1.
+        experts: How they are spread over replicas, None with ep_size 1.
         cut: The pipeline stages, None with pp_size 1.
         stack: Name of the list of blocks; "" where nobody had to know it.
         recomputed: Groups of its blocks that are checkpointed together.
@@ -53,10 +59,12 @@ class Plans:
         prediction: What the cut is expected to cost, None with pp_size 1.
         head: Whether its logits are made for the loss.
         shown: What shards were planned with in place of the whole model; rank 0 knows.
+        rows: What the model knows of rows that its ranks share, None with sp_size 1.
     """
 
     forward: Callable[..., Any]
     tensor_parallel: TPPlan | None
+    experts: ExpertPlan | None
     cut: Cut | None
     stack: str
     recomputed: list[range]
@@ -65,6 +73,7 @@ class Plans:
     prediction: Prediction | None
     head: HeadPlan
     shown: Shown
+    rows: Shared | None
 
 
 def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = None) -> Plans:
@@ -80,7 +89,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
     """
     model, shape = setup.model, setup.mesh.shape
     forward: Callable[..., Any] = model.forward
-    shards, found, cut, shown, head = None, None, None, Shown(), HeadPlan()
+    shards, found, cut, shown, head, experts = None, None, None, Shown(), HeadPlan(), None
     recomputed: list[range] = []
     units: tuple[tuple[str, ...], ...] = ()
     if probes is not None:
@@ -90,16 +99,19 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
                 shards, shown = plan_shards(setup, probes, stand_in, partial(_blocks_that_show, setup, found, probes))
                 # A pipeline's last stage knows that the logits are parts; nobody else sees them.
                 forward = labelled(model, forward, hides_logits=shape.pp_size == 1)
+            if shape.ep_size > 1:
+                experts = spread_over(setup, probes, stand_in)
             if found is not None and shape.pp_size > 1:
                 cut = plan_cut(setup, found, probes, stand_in, shards)
             recomputed = _recomputed(setup, found, cut)
             units = _gathered_units(setup, found, probes, recomputed)
             shown_by = shown.kept if shown.kept is not None or found is None else found.kept
             head = plan_head(setup, probes, shards, shown_by, stand_in)
-    ledger = _ledger(setup, shards, cut)
+    ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
     return Plans(
-        forward=forward,
+        forward=forward if rows is None else share_forward(model, forward, rows, hides_logits=shape.pp_size == 1),
         tensor_parallel=shards,
+        experts=experts,
         cut=cut,
         stack="" if found is None else found.stack,
         recomputed=recomputed,
@@ -108,6 +120,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
         prediction=_prediction(setup, ledger, cut),
         head=head,
         shown=shown,
+        rows=rows,
     )
 
 
@@ -162,7 +175,7 @@ def _gathered_units(
     return tuple(tuple(f"{found.stack}.{index}" for index in unit) for unit in units)
 
 
-def _ledger(setup: Setup, shards: TPPlan | None, cut: Cut | None) -> Ledger:
+def _ledger(setup: Setup, shards: TPPlan | ExpertPlan | None, cut: Cut | None) -> Ledger:
     def holds(pp_rank: int, name: str) -> bool:
         return cut is None or cut.holds(pp_rank, name)
 
@@ -175,7 +188,7 @@ def _prediction(setup: Setup, ledger: Ledger, cut: Cut | None) -> Prediction | N
     if cut is None:
         return None
     shape = setup.mesh.shape
-    holdings = [holding_of(setup.model, ledger, rank, shape.tp_size) for rank in range(shape.pp_size)]
+    holdings = [holding_of(setup.model, ledger, rank, shape.parts_size) for rank in range(shape.pp_size)]
     speeds = cut.limits.stage_speeds(cut.schedule.placement)
     return predict(cut.stages, cut.bounds, cut.costs, cut.schedule.typical(), holdings, speeds)
 
@@ -210,7 +223,7 @@ def agree(plans: Plans, setup: Setup, start: Start) -> None:
     cut = plans.cut
     mine = [
         plans.ledger.fingerprint(),
-        plans.tensor_parallel.fingerprint() if plans.tensor_parallel else "",
+        *(plan.fingerprint() if plan else "" for plan in (plans.tensor_parallel, plans.experts)),
         ""
         if cut is None
         else "|".join([cut.stages.fingerprint(), str(cut.bounds), str(cut.schedule.stages_of_ranks), cut.loss_kind]),

@@ -118,7 +118,13 @@ def stage_memory(setup: Setup, plan: PipelinePlan, shards: TPPlan | None, limits
     """What the stages need of `limits`: this rank's shards of the weights, gradients, Adam's two states, activations."""
     specs, zero = shards.shard_specs() if shards is not None else {}, setup.config.zero
     shape = setup.mesh.shape
-    replicas = 1 if not zero.stage else shape.dp_size if zero.dp_shard_size == "auto" else zero.dp_shard_size
+    replicas = (
+        1
+        if not zero.stage
+        else shape.num_copies
+        if zero.dp_shard_size == "auto"
+        else zero.dp_shard_size * shape.sp_size
+    )
 
     def bytes_of(name: str, parameter: nn.Parameter) -> float:
         count, spec = parameter.numel(), specs.get(name)

@@ -19,7 +19,7 @@ from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.mesh import Mesh, MeshShape, compare_over_ranks
+from hf_parallel.mesh import Mesh, MeshShape, compare_settings
 from hf_parallel.settings.launch import check_world
 from hf_parallel.watchdog import Watchdog
 
@@ -93,9 +93,10 @@ class Session:
         """
         check_world(config, num_processes)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        shape = MeshShape(config.dp_size(world_size), config.pp_size, config.tp_size)
         settings = json.dumps(config.to_yaml_section(), sort_keys=True)
-        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")  # the layouts may differ, so no stages
+        hosts = compare_settings(settings, explanation)
+        sizes = config.dp_size(world_size), config.pp_size, config.tp_size, config.sp_size
+        shape = MeshShape(*sizes, ep_size=config.ep_size if world_size > 1 else 1, hosts=hosts)
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
@@ -107,7 +108,8 @@ class Session:
         )
         store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]
-        watchdog = Watchdog(store, mesh.rank, names, limit, config.monitor.hang_floor_s, shape.axes_of)
+        source = explanation if hosts else ""
+        watchdog = Watchdog(store, mesh.rank, names, limit, config.monitor.hang_floor_s, shape.axes_of, source)
         watchdog.start()
         if mesh.rank == 0:
             backend = f" by {dist.get_backend()}" if dist.is_initialized() else ""

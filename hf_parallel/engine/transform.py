@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,6 +19,7 @@ from hf_parallel.data_parallel.host import pins
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
+from hf_parallel.expert_parallel.apply import apply_expert_parallel
 from hf_parallel.head.defer import defer_logits
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
@@ -126,6 +128,14 @@ def shard_layers(setup: Setup, plans: Plans, stages: Stages | None) -> None:
         reduces_in_fp32=setup.config.tensor_parallel.reduces_in_fp32,
         defers_logits=plans.head.is_deferred,
     )
+
+
+def spread_experts(setup: Setup, plans: Plans) -> None:
+    """Each of the replicas that share the experts keeps its part of those that this rank holds."""
+    mesh = setup.mesh
+    if plans.experts is not None and mesh.ep_group is not None:
+        holds = partial(plans.ledger.holds, mesh.pp_rank)
+        apply_expert_parallel(setup.model, plans.experts, mesh.ep_group, mesh.ep_rank, holds)
 
 
 def defer_head(setup: Setup, plans: Plans) -> None:

@@ -79,7 +79,7 @@ def prepare_late_weights(setup: Setup) -> LateWeights:
         return LateWeights(setup, None, None)
     unread.check(setup.config)
     unread.begin(setup.model)
-    blueprint = _blueprint(setup)
+    blueprint = _blueprint(setup) if setup.mesh.sp_group is None else None  # rows are tried on the values
     if blueprint is None:
         unread.fill(setup.model, None, setup.mesh, setup.device)
     return LateWeights(setup, unread, None if blueprint is None else _stand_in(blueprint))
@@ -99,7 +99,7 @@ def begin_alike_on_all(setup: Setup) -> Start:
 def warn_of_waste(setup: Setup, ledger: Ledger) -> None:
     """Say what this rank held of a model loaded whole."""
     held = sum(p.nbytes for p in setup.model.parameters())
-    spare = held - holding_of(setup.model, ledger, setup.mesh.pp_rank, setup.mesh.shape.tp_size).weights
+    spare = held - holding_of(setup.model, ledger, setup.mesh.pp_rank, setup.mesh.shape.parts_size).weights
     if setup.reports and spare > WASTE_WORTH_A_WARNING:
         logger.warning(
             "hf_parallel: each rank loaded the whole model (%.1f GB), this one %.1f GB for nothing. Load it with "
@@ -159,8 +159,10 @@ def _refuse_unlike_files(setup: Setup, ledger: Ledger) -> None:
     mesh = setup.mesh
     parameters, buffers = held_tensors(setup.model, ledger, mesh.pp_rank)
     held: dict[str, torch.Tensor] = {**parameters, **buffers}
+    experts = {name for name in held if mesh.shape.ep_size > 1 and ledger.entries[name].spec is not None}
     shared = {
-        "the replicas": (mesh.dp_group, list(held)),
+        "the replicas": (mesh.copies_group, [name for name in held if name not in experts]),
+        "the replicas with the same experts": (mesh.expert_group, list(filter(experts.__contains__, held))),
         "the tensor-parallel ranks": (mesh.tp_group, [name for name in held if ledger.entries[name].spec is None]),
         "the stages that share it": (mesh.pp_group, [entry.name for entry in ledger if len(entry.holders) > 1]),
     }

@@ -36,7 +36,7 @@ class CommonWeights:
         arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
 
     Attributes:
-        names: The slots: parameters that several stages hold, then one name for those that all tensor-parallel ranks hold.
+        names: The slots: parameters that several stages hold, then one name for those that all ranks of a stage hold.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CommonWeights:
         self._mesh, self._arriving = mesh, arriving
         self.names = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         held = [[parameters[name]] if name in parameters else [] for name in self.names]
-        copies = [name for name in parameters if mesh.tp_group is not None and ledger.entries[name].spec is None]
-        if mesh.tp_group is not None:
+        copies = [name for name in parameters if mesh.shape.stage_size > 1 and ledger.entries[name].spec is None]
+        if mesh.shape.stage_size > 1:
             self.names.append(copies[-1] if copies else "")
             held.append([parameters[name] for name in copies[-COPIES:]])
         self._slots = [_Slot(parameters) for parameters in held]
@@ -74,10 +74,10 @@ class CommonWeights:
             RankMismatchError: Names a parameter and the ranks that differ; on every rank.
         """
         for index, name in enumerate(self.names):
-            is_copy = self._mesh.tp_group is not None and index == len(self.names) - 1
-            size = self._mesh.shape.tp_size
+            is_copy = self._mesh.shape.stage_size > 1 and index == len(self.names) - 1
+            size = self._mesh.shape.stage_size
             for one in range(len(slots) // size if is_copy else size):
-                # Copies: the tensor-parallel ranks of a stage. Else: the stages of a tensor-parallel rank.
+                # Copies: the ranks of a stage. Else: the stages of a tensor-parallel rank.
                 ranks = range(one * size, (one + 1) * size) if is_copy else range(one, len(slots), size)
                 values = {rank: slots[rank][index] for rank in ranks if slots[rank][index]}
                 if len(set(values.values())) > 1:

@@ -8,7 +8,7 @@ reduced must not be stepped on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +30,24 @@ class Arrivals:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
 
-    def set_aside(self) -> None:
+    def set_aside(self, *, everything: bool = False) -> None:
         """Backward passes begin: take away the gradients that are reduced, so that what arrives can be told from them.
 
         One that was changed since (a loss beside the model's adds to it) counts as arrived.
+
+        Args:
+            everything: Nothing of this step can have arrived: all that is there was left, or assigned, and is not reduced again.
         """
         self._hidden = []  # of a pass that nobody wanted
         reduced, self._reduced = self._reduced, {}
-        for parameter in self._parameters if reduced else ():
+        for parameter in self._parameters if reduced or everything else ():
             gradient = parameter.grad
             reference, version = reduced.get(id(parameter), (None, 0))
-            if gradient is None or reference is None:
+            if gradient is None or (reference is None and not everything):
                 continue
             self._ready.discard(id(parameter))
-            if reference() is gradient and version_of(gradient) == version:
+            unchanged = reference is not None and reference() is gradient and version_of(gradient) == version
+            if everything or unchanged:
                 self._aside.append((parameter, gradient))
                 parameter.grad = None
 
@@ -71,6 +75,18 @@ class Arrivals:
         for parameter, gradient in aside:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             self.note(parameter)
+
+    def join(self, holders: Mapping[int, int]) -> None:
+        """Between two batches of a step, where user code may change the one sum that it sees: all of it is reduced with what follows.
+
+        Args:
+            holders: Id of a parameter -> how many stages hold it: they add up what each has.
+        """
+        aside, self._aside = self._aside, []
+        for parameter, gradient in aside:
+            shared = holders[id(parameter)]
+            own = gradient if shared == 1 else gradient.div_(shared)
+            parameter.grad = own if parameter.grad is None else own.add_(parameter.grad)
 
     def take_aside(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient that was set aside of one parameter: from here on it is the caller's."""

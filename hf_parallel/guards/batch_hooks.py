@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.compat.private_torch import with_hooks
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.hooks import Hook, HookGuard
@@ -68,8 +69,7 @@ class BatchHooks:
             words += [count[one] if count is not None else ABSENT for count in counts]
             words += [-count[one] if count is not None else ABSENT for count in counts]
         said = torch.tensor(words, dtype=torch.int32)
-        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-        anywhere, *rest = said.tolist()
+        anywhere, *rest = rows_of_ranks(said, self._group).amax(0).tolist()
         size, self._agreed = len(counts), {}
         for index, name in enumerate(self._everywhere):
             most, negated, most_after, negated_after = rest[index::size]

@@ -186,12 +186,12 @@ class SharedBatch:
         self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
         self._looked = True
         self._under_way: tuple[Tensor, dist.Work | torch.cuda.Event] | None = None
-        self._size, self._rank = mesh.shape.tp_size, mesh.tp_rank
+        self._size, self._rank = mesh.shape.stage_size, mesh.rank % mesh.shape.stage_size
         self._message = torch.empty(self._size, 0, dtype=torch.int64)
         self._cells = self._message.numpy()
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
-        """Before a forward pass; collective over the tensor-parallel ranks: four numbers each.
+        """Before a forward pass; collective over the ranks of the stage: four numbers each.
 
         Args:
             batch: What the model is called with.
@@ -201,7 +201,7 @@ class SharedBatch:
         Raises:
             RankMismatchError: On every rank, naming those that differ; for a pass that is not judged yet, too.
         """
-        if self._mesh.tp_group is None:
+        if self._mesh.mp_group is None:
             return
         self.settle()
         self._looked = looks
@@ -212,7 +212,7 @@ class SharedBatch:
         return self._common.digests() if self._looked else [0 for _ in self._common.names]
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
-        size, rank, group = self._size, self._rank, self._mesh.tp_group
+        size, rank, group = self._size, self._rank, self._mesh.mp_group
         waits = shapes != self._shapes  # for the others, before it runs the model
         numbers = [*numbers, int(waits)]
         if self._device.type == "cuda":

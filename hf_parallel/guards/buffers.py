@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_torch import own_buffers, version_of
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, meeting_of_replicas
+from hf_parallel.guards.untouched import Untouched
 from hf_parallel.mesh import Mesh
 
 
@@ -49,9 +50,10 @@ class MovingBuffers:
         self._is_due = True
         # Without walking over the modules: a buffer that user code registers is one of the whole model, or beside others.
         tables = [own_buffers(module) for module in model.modules()]
-        self._tables = [tables[0], *filter(None, tables[1:])] if mesh.dp_group is not None else []
+        self._tables = [tables[0], *filter(None, tables[1:])] if mesh.copies_group is not None else []
         self._begun: dict[str, State] = {}  # at the beginning of the pass before, while passes are watched
-        self._left: dict[tuple[int, str], tuple[Tensor, int]] = {}  # at the end of the pass before
+        self._left = Untouched(self._tables)  # since the end of the pass before
+        self._has_left = False
         self._late: dict[int, Tensor] = {}  # written to between later passes, by id
         self._meeting = meeting_of_replicas(mesh, PATIENCE_S)
 
@@ -88,25 +90,34 @@ class MovingBuffers:
             }
             moved += [name for name in numbers if now.get(name) not in {numbers[name], *lengths}]
             self._agree(moved, num_passes)
-        self._left = self._now()
+        self._leave()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Around a forward pass that trains nothing: what it writes is not written by user code."""
         yield
-        self._left = self._now()
+        self._leave()
+
+    def _leave(self) -> None:
+        """A forward pass is over: what it wrote is not written by user code."""
+        if self._tables and (self._begun or not self._has_left or self._left.is_written):
+            self._left.take()
+            self._has_left = True
 
     def _look_between(self) -> None:
         """Find what was written since the pass before; collective over the replicas if there may be something."""
-        if self._mesh.dp_group is None or not self.sends or not self._left:
+        if self._mesh.copies_group is None or not self.sends or not self._has_left:
             return
         if self._begun:
             states = self._states()
             self._share([name for name, state in states.items() if _differs(self._begun.get(name), state)])
             return
-        for key, state in self._now().items():
-            if key not in self._left or self._left[key][0] is not state[0] or self._left[key][1] != state[1]:
-                self._late[id(state[0])] = state[0]
+        found = self._left.written() if self._left.is_written else []
+        if self._is_due or found or self._moving:  # which forward passes write to: then all are taken anew after each
+            found += self._left.rewritten()
+        if found:
+            self._late |= {id(buffer): buffer for buffer in found}
+            self._left.take()
         if self._late and self._is_due:
             self._share_late()
 
@@ -123,18 +134,9 @@ class MovingBuffers:
 
     def _share(self, moved: list[str]) -> None:
         """Over the replicas: what any of them has written to moves."""
-        everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.dp_size)]
-        dist.all_gather_object(everyone, moved, group=self._mesh.dp_group)
+        everyone: list[list[str]] = [[] for _ in range(self._mesh.shape.num_copies)]
+        dist.all_gather_object(everyone, moved, group=self._mesh.copies_group)
         self._moving = sorted({*self._moving, *(name for names in everyone for name in names)})
-
-    def _now(self) -> dict[tuple[int, str], tuple[Tensor, int]]:
-        """Table and key -> the buffer and how often it was written to."""
-        return {
-            (index, key): (buffer, version_of(buffer))
-            for index, table in enumerate(self._tables)
-            for key, buffer in table.items()
-            if buffer is not None
-        }
 
     def _numbers(self) -> dict[str, float]:
         """Plain numbers that modules have, by name."""
@@ -170,18 +172,20 @@ class MovingBuffers:
             )
         shape = self._mesh.shape
         mine = [
-            set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank)])
+            set(everyone[shape.rank_at(replica, self._mesh.pp_rank, self._mesh.tp_rank, part)])
             for replica in range(shape.dp_size)
+            for part in range(shape.sp_size)
         ]
         self._moving = sorted(set.union(set(self._moving), *mine))
 
     @torch.no_grad()
     def _send(self) -> None:
-        group = self._mesh.dp_group
+        group = self._mesh.copies_group
         if group is None:
             return
         for name in self._moving:
             dist.broadcast(self._model.get_buffer(name), group=group, group_src=0)
+        self._left.take()
 
 
 def _moved(before: State | None, now: State) -> bool:

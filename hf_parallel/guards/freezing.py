@@ -54,7 +54,7 @@ class Freezing:
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         self.group = mesh.pp_group
         if mesh.pp_group is not None and "gloo" not in dist.get_backend(mesh.pp_group):
-            lists = mesh.shape.groups(lambda d, p, t: (d, t))
+            lists = mesh.shape.groups(lambda d, p, t, s: (d, t, s))
             self.group = new_group_of(lists, timeout=mesh.timeout, backend="gloo")
         self._trained = self._now()
         self._to_freeze: list[nn.Parameter] = []  # trained until the other stages know

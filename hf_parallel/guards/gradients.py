@@ -20,6 +20,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
 from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
+from hf_parallel.guards.stand_ins import StandIns
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
@@ -47,20 +48,20 @@ class ShownGradients:
         self._waiting = waiting
         self.factors = StageFactors(mesh)
         self._flat: dict[str, FlatGradient] = {}
+        self._cleared: set[str] = set()  # whose gradients in parts user code has dropped since the last reduction
         self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
         self._zero: ZeroPartition | None = None
         self._active = False
         self._between = False
-        self._stepped: list[tuple[nn.Parameter, Tensor | None, SharedGradient]] = []  # what a step took away, and left
+        self._stepped: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []  # what a step took away, and left
         self._has_stepped = False
-        # Of each parameter in this step: later batches add to the same gradient, which keeps its stand-in.
-        self._stands: list[tuple[str, nn.Parameter, Tensor | None, SharedGradient | None]] = []
+        self._stands = StandIns(self._stand_for)
         self._touched = False
         self._summands = frozenset(name for name in parameters if len(ledger.entries[name].holders) > 1)
         # Asked of every parameter in every step.
         self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
         shards = (name for name in parameters if ledger.entries[name].spec is not None)
-        self._shards = frozenset(shards if mesh.tp_group is not None else ())
+        self._shards = frozenset(shards if mesh.parts.group is not None else ())
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -69,15 +70,22 @@ class ShownGradients:
         return name in self._owned
 
     def is_shard(self, name: str) -> bool:
-        """Whether tensor-parallel ranks hold different parts of a parameter."""
+        """Whether ranks hold different shards of a parameter."""
         return name in self._shards
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
         """What this rank counts of a gradient that is not partitioned."""
         counted = self.counted(name, parameter)
-        first = self._parts_of is None or self._parts_of.shard_group.rank() == 0
         values = gradient * counted if isinstance(counted, Tensor) else gradient
-        return power_sum([values] if first and counted is not False else [], norm_type, parameter.device)
+        counts = self.is_first(name) and counted is not False
+        return power_sum([values] if counts else [], norm_type, parameter.device)
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the one, of those over which powers are summed, that counts what several have of a gradient."""
+        is_expert = name in self._shards and self._mesh.shape.ep_size > 1
+        if self._parts_of is None:
+            return is_expert or self._mesh.ep_rank == 0
+        return self._parts_of.shard_group.rank() < (self._mesh.shape.ep_size if is_expert else 1)
 
     def taken(self, names: Sequence[str]) -> None:
         """User code takes numbers of gradients, perhaps to add them up."""
@@ -102,9 +110,9 @@ class ShownGradients:
                 self.factors.settle(self._power_now)
 
     def sharded_dim(self, name: str) -> int | None:
-        """Along which dimension tensor-parallel ranks hold parts of a parameter."""
+        """Along which dimension ranks hold shards of a parameter."""
         spec = self._ledger.entries[name].spec
-        return spec.dim if spec is not None and self._mesh.tp_group is not None else None
+        return spec.dim if spec is not None and self._mesh.parts.group is not None else None
 
     def full_size(self, name: str) -> int:
         """Extent of that dimension in the whole parameter; 0 of one that is not sharded."""
@@ -114,14 +122,14 @@ class ShownGradients:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that is sharded as the parameter is."""
         spec = self._ledger.entries[name].spec
-        return whole if spec is None else spec.shard(whole, self._mesh.shape.tp_size, self._mesh.tp_rank)
+        return whole if spec is None else spec.shard(whole, self._mesh.parts.size, self._mesh.parts.rank)
 
     def assemble(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded as the parameter is; collective over tp."""
-        spec, group = self._ledger.entries[name].spec, self._mesh.tp_group
+        """The whole of a tensor that is sharded as the parameter is; collective over the ranks with its shards."""
+        spec, group = self._ledger.entries[name].spec, self._mesh.parts.group
         if spec is None or group is None:
             return local
-        size = self._mesh.shape.tp_size
+        size = self._mesh.parts.size
         shards = []
         for rank in range(size):
             shape = list(local.shape)
@@ -140,17 +148,19 @@ class ShownGradients:
             return
         mine = shard.master.grad if shard.master.grad is not None else torch.zeros_like(shard.master)
         mine = mine.to(shard.shard.device)
-        parts = [torch.empty_like(mine) for _ in range(zero.shard_group.size())]
-        with self._waiting("waits for the other parts of a gradient that user code reads"):
-            dist.all_gather(parts, mine, group=zero.shard_group)
-        flat = torch.cat(parts)
+        flat = mine
+        if shard.sharers is not None:
+            parts = [torch.empty_like(mine) for _ in range(shard.sharers.size())]
+            with self._waiting("waits for the other parts of a gradient that user code reads"):
+                dist.all_gather(parts, mine, group=shard.sharers)
+            flat = torch.cat(parts)
         for name, param, start in zip(shard.bucket.names, shard.bucket.params, shard.bucket.offsets, strict=True):
             self._flat[name].gathered = flat[start : start + param.numel()].view_as(param).to(param.dtype)
 
     def own(self, powers: Tensor, norm_type: float) -> Tensor:
         """Norms of single gradients from what ranks count of them; collective."""
         powers = powers.clone()
-        groups = [self._parts_of.shard_group if self._parts_of is not None else None, self._mesh.tp_group]
+        groups = self._groups(alone=True)
         return root(self._summed(powers, groups, norm_type), norm_type)
 
     def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
@@ -163,11 +173,16 @@ class ShownGradients:
         if not alone:
             powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
         together = powers.max() if math.isinf(norm_type) else powers.sum()
-        groups = [
-            self._parts_of.shard_group if self._parts_of is not None else None,
-            self._mesh.tp_group if alone else self._mesh.mp_group,
-        ]
-        return root(self._summed(together, groups, norm_type), norm_type)
+        return root(self._summed(together, self._groups(alone=alone), norm_type), norm_type)
+
+    def _groups(self, *, alone: bool) -> list[dist.ProcessGroup | None]:
+        """The groups over which powers are summed, for the whole model or for what this rank's stage has."""
+        mesh = self._mesh
+        if self._parts_of is None:
+            return [mesh.parts.group if alone else mesh.model_group]
+        # Replicas that share experts are among those that share the optimizer.
+        whole = mesh.model_group if mesh.ep_group is None else mesh.mp_group
+        return [self._parts_of.shard_group, mesh.tp_group if alone else whole]
 
     def _summed(self, powers: Tensor, groups: Sequence[dist.ProcessGroup | None], norm_type: float) -> Tensor:
         operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -197,25 +212,20 @@ class ShownGradients:
             if name not in absent:
                 flat.parameter.grad = SharedGradient.of(flat.parameter, flat, self)
         if self._flat:
-            self._stands = []  # of replicas that had gradients of their own until now
-        if self._mesh.mp_group is not None:
+            self._stands.forget()  # of replicas that had gradients of their own until now
+        if self._mesh.model_group is not None:
             self._show_local()
-            for name, _, _, stand in self._stands if self._summands else ():
-                if stand is not None and isinstance(stand.part, LocalGradient) and name in self._summands:
+            for name, stand in self._stands.named().items() if self._summands else ():
+                if isinstance(stand.part, LocalGradient) and name in self._summands:
                     stand.part.is_summand = False
-        self._stands = []  # they would keep the gradients of a step that is over
+        self._stands.forget()  # they would keep the gradients of a step that is over
+        self._cleared = set()
 
     def _show_local(self) -> None:
-        """Put stand-ins in the place of gradients that are here; comes after every batch, so it looks at little."""
-        if not self._stands:
-            besides = self._flat if self._active else {}
-            self._stands = [(name, p, None, None) for name, p in self._parameters.items() if name not in besides]
-        for index, (name, parameter, gradient, stand) in enumerate(self._stands):
-            now = parameter.grad
-            if now is not gradient:  # not what the batches before have added to
-                stand = None if now is None else self._stand_for(name, parameter, now)
-                self._stands[index] = name, parameter, now, stand
-            parameter.grad = stand
+        """Put stand-ins in the place of gradients that are here."""
+        besides = self._flat if self._active else {}
+        here = {n: p for n, p in self._parameters.items() if n not in besides} if besides else self._parameters
+        self._stands.put(here)
 
     def _stand_for(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> SharedGradient:
         part = LocalGradient(name, parameter, gradient, self)
@@ -242,14 +252,30 @@ class ShownGradients:
             return
         self._between = False
         touched, self._touched = self._touched, False
-        for _, parameter, gradient, stand in self._stands:
-            now = parameter.grad
-            if now is stand and not touched:
-                parameter.grad = gradient
-            elif now is not None:
-                _take(parameter)
+        for parameter in self._stands.take(touched=touched):
+            _take(parameter)
         if touched:
-            self._stands = []
+            self._stands.forget()
+
+    def join_parts(self, holders: Mapping[int, int]) -> None:
+        """What the optimizer has in parts of a step before is of the parameters again, as arrived; collective if there is any.
+
+        Args:
+            holders: Id of a parameter -> how many stages hold it: they add up what each has.
+        """
+        shards = [
+            shard for shard in (self._zero.shards if self._zero is not None else ()) if shard.master.grad is not None
+        ]
+        for shard in shards:
+            self.gather(shard)
+            shard.master.grad, shard.absent = None, []
+        absent = self._cleared | (self._zero.absent_names if self._zero is not None else frozenset())
+        for name, flat in self._flat.items() if shards else ():
+            left, flat.gathered = flat.gathered, None
+            if left is not None and name not in absent:
+                gradient = flat.parameter.grad
+                left = left / holders[id(flat.parameter)]
+                flat.parameter.grad = left if gradient is None else gradient.add_(left)
 
     def note_parts(self) -> None:
         """The optimizer's parts of gradients are as they should be."""
@@ -276,7 +302,7 @@ class ShownGradients:
             return
         for shard in self._zero.shards:
             self.gather(shard)
-        if self._mesh.mp_group is None:
+        if self._mesh.model_group is None:
             for flat in self._flat.values():
                 if type(flat.parameter.grad) is SharedGradient:
                     flat.parameter.grad = flat.gathered
@@ -294,7 +320,8 @@ class ShownGradients:
             return []
         self._active = False
         self._refuse_changed_parts()
-        settled, taken = [], []
+        settled: list[nn.Parameter] = []
+        taken: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
         self._give_room()
         for name, parameter in self._parameters.items():
             gradient, flat = parameter.grad, self._flat.get(name)
@@ -307,7 +334,11 @@ class ShownGradients:
                     settled.append(parameter)
             if type(gradient) is SharedGradient and gradient.changed is None:
                 taken.append((parameter, parameter.grad, gradient))
+            elif flat is not None and gradient is not None and parameter.grad is None:  # laid open, or assigned
+                taken.append((parameter, None, plain_of(gradient)))
         self._stepped = [] if before_backward else taken
+        if self._zero is not None and self._cleared and not before_backward:
+            self._zero.dropped(self._cleared)
         return settled
 
     def show_after_step(self) -> None:
@@ -318,12 +349,19 @@ class ShownGradients:
                 parameter.grad = stand
         self._active = self._has_stepped = bool(stepped)
 
-    def cleared(self) -> None:
-        """The optimizer's gradients are cleared, where they are in parts."""
+    def cleared(self, set_to_none: bool) -> None:
+        """The optimizer's gradients are cleared: where they are in parts, so are those that parameters have or show.
+
+        Args:
+            set_to_none: As of `zero_grad`.
+        """
         for flat in self._flat.values():
             gradient = flat.parameter.grad
-            if flat.shard.master.grad is None and isinstance(gradient, SharedGradient) and gradient.part is flat:
+            shown = isinstance(gradient, SharedGradient) and gradient.part is flat
+            if shown and flat.shard.master.grad is None:
                 flat.parameter.grad = None
+            elif not shown and gradient is not None:  # of the batches of this step, which are not reduced yet
+                flat.parameter.grad = None if set_to_none else gradient.zero_()
 
     def _give_room(self) -> None:
         """Gradients that user code assigned after it had cleared those of the optimizer."""
@@ -336,10 +374,12 @@ class ShownGradients:
     def _return(self, flat: FlatGradient, gradient: Tensor | None, before_backward: bool) -> None:
         shard, piece = flat.shard, flat.shard.inside(flat.position)
         if gradient is None:
+            self._cleared.add(flat.name)
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
                 shard.master.grad[piece] = 0.0
                 shard.absent.append(piece)
             return
+        self._cleared.discard(flat.name)
         if piece is not None and piece in shard.absent:
             shard.absent.remove(piece)
         if type(gradient) is not SharedGradient:

@@ -30,7 +30,7 @@ class HookGuard:
         ledger: The model's ledger.
         parameters: Ledger name -> this rank's parameter.
         mesh: This rank's mesh.
-        assemble: Parameter name and shard -> the whole tensor; collective over tensor-parallel ranks.
+        assemble: Parameter name and shard -> the whole tensor; collective over the ranks with its shards.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HookGuard:
         Raises:
             UnsupportedError: A hook on the accumulated gradient of a parameter of which this rank holds a shard.
         """
-        if self._mesh.mp_group is None:
+        if self._mesh.model_group is None:
             return
         for name in with_hooks(self._parameters.items()):
             self._adapt(name)
@@ -95,7 +95,7 @@ class HookGuard:
         present, version = parameter.grad is not None, version_of(parameter)
         hook(parameter)
         steps = version_of(parameter) != version or (present and parameter.grad is None)
-        if steps and self._mesh.shape.dp_size > 1:
+        if steps and self._mesh.shape.num_copies > 1:
             raise UnsupportedError(
                 f"the hook on the accumulated gradient of {name} (register_post_accumulate_grad_hook) updates the parameter or "
                 f"drops its gradient before the {self._mesh.shape.dp_size} replicas have averaged it: each would train another "
@@ -108,10 +108,15 @@ class HookGuard:
         hooks, after = gradient_hooks(parameter), accumulation_hooks(parameter)
         if not hooks and not after:
             return
+        if self._mesh.sp_group is not None and not all(map(_is_ours, (*hooks.values(), *after.values()))):
+            raise UnsupportedError(
+                f"parameter {name} has gradient hooks with sp_size={self._mesh.shape.sp_size}: they would see the gradient of this "
+                "rank's tokens alone. Remove the hooks and change p.grad in on_pre_optimizer_step, or set sp_size to 1."
+            )
         is_sharded = self._ledger.entries[name].spec is not None
         if is_sharded and after:
             self._refuse_accumulation(name, parameter)
-        if is_sharded and self._mesh.tp_group is not None:
+        if is_sharded and self._mesh.parts.group is not None:
             for key, hook in hooks.items():
                 if not isinstance(hook, _OnWhole | _Held) and not _is_ours(hook):
                     hooks[key] = _OnWhole(name, hook, self)
@@ -137,12 +142,12 @@ class HookGuard:
 
     def _refuse_accumulation(self, name: str, parameter: nn.Parameter) -> None:
         foreign = [hook for hook in accumulation_hooks(parameter).values() if not _is_ours(hook)]
-        if foreign and self._mesh.tp_group is not None:
+        if foreign and self._mesh.parts.group is not None:
             raise UnsupportedError(
                 f"parameter {name} has a hook on its accumulated gradient (register_post_accumulate_grad_hook) with "
-                f"tp_size={self._mesh.shape.tp_size}: this rank accumulates {tuple(parameter.shape)} of "
+                f"{self._mesh.shape.sharded_by}={self._mesh.parts.size}: this rank accumulates {tuple(parameter.shape)} of "
                 f"{self._ledger.entries[name].shape}, which the hook cannot know. Use parameter.register_hook, which is given the "
-                "whole gradient, or tp_size 1."
+                f"whole gradient, or {self._mesh.shape.sharded_by} 1."
             )
 
     def on_whole(self, name: str, hook: Hook, gradient: Tensor) -> Tensor:
@@ -152,7 +157,7 @@ class HookGuard:
             raise RuntimeError(f"{name} is not sharded")
         whole = self._assemble(name, gradient)
         result = self.changed_by(name, hook, whole)
-        return spec.shard(result, self._mesh.shape.tp_size, self._mesh.tp_rank).to(gradient.dtype)
+        return spec.shard(result, self._mesh.parts.size, self._mesh.parts.rank).to(gradient.dtype)
 
 
 class _OnWhole:

@@ -104,11 +104,13 @@ def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
 
 
 def meeting_of_shards(mesh: Mesh) -> Meeting:
-    """For what the tensor-parallel ranks of this rank's stage must read together."""
-    first = mesh.rank - mesh.tp_rank
+    """For what the ranks that hold the shards of this rank's stage must read together."""
+    parts, stride = mesh.parts, mesh.shape.mp_size if mesh.shape.ep_size > 1 else 1
+    first = mesh.rank - parts.rank * stride
     return Meeting(
-        [mesh.shape.describe(first + index) for index in range(mesh.shape.tp_size)],
+        [mesh.shape.describe(first + index * stride) for index in range(parts.size)],
         first=first,
+        stride=stride,
         topic=f"shards of {first}",
         advice="Read them on every rank, and log on one.",
     )

@@ -27,11 +27,16 @@ class StageFactors:
 
     Args:
         mesh: This rank's mesh.
+
+    Attributes:
+        is_late: Whether words are compared at the next `settle` or `judge`, so that no stage waits for another here.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self.is_late = False
         self._taken: dict[str, Tensor] = {}
+        self._under_way: tuple[list[Tensor], dist.Work | None, bool] | None = None
 
     def begin(self) -> None:
         """New gradients."""
@@ -61,8 +66,25 @@ class StageFactors:
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         mine = torch.zeros(1, dtype=torch.int64, device=device) if word is None else word.reshape(1).to(device)
         words = [torch.empty_like(mine) for _ in range(self._mesh.shape.pp_size)]
-        dist.all_gather(words, mine, group=group)
-        if word is not None or device.type == "cpu":
+        self.judge()
+        work = dist.all_gather(words, mine, group=group, async_op=self.is_late)
+        self._under_way = words, work, word is not None or device.type == "cpu"
+        if not self.is_late:
+            self.judge()
+
+    def judge(self) -> None:
+        """What the stages told each other last is read, if it was not yet.
+
+        Raises:
+            UnsupportedError: As `settle`.
+        """
+        told, self._under_way = self._under_way, None
+        if told is None:
+            return
+        words, work, reads = told
+        if work is not None:
+            work.wait()
+        if reads:
             self.refuse_unlike([int(one) for one in torch.cat(words).tolist()])
 
     def word(self, power: Callable[[str], Tensor | None]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Our hooks around the step of one optimizer: after those of user code, and once a step.
+"""Our hooks around the step of one optimizer: after those of user code, and once a step. And what clears its gradients.
 
 User code may register hooks at any time, which look at gradients as user code sees them. A class may call the step of its
 base, which runs all hooks again.
@@ -6,12 +6,30 @@ base, which runs all hooks again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from hf_parallel.compat.private_optimizers import step_hooks
+
+
+def clears_both(optimizer: Optimizer, cleared: Callable[[bool], None]) -> None:
+    """Let `zero_grad` of an optimizer of flat parts clear the model's parameters too, as in stock.
+
+    Args:
+        optimizer: Whoever holds it: user code may have the one that was given to `prepare`.
+        cleared: Called after the parts are cleared, with `set_to_none`.
+    """
+    own = optimizer.zero_grad
+
+    @functools.wraps(own)
+    def zero_grad(set_to_none: bool = True) -> None:
+        own(set_to_none)
+        cleared(set_to_none)
+
+    vars(optimizer)["zero_grad"] = zero_grad
 
 
 class OwnHooks:

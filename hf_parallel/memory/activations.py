@@ -51,7 +51,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     the one after it.
     """
     rows, schedule = schedule_of(layout, work)
-    tokens, every = rows * work.length, layout.recompute.every
+    tokens, every = rows * work.length / layout.sp_size, layout.recompute.every
     whole = tokens * saved_by_block(shape, layout, work)
     entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
@@ -100,7 +100,7 @@ def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
     """The stages of a layout, and what they run on."""
     rows, schedule = schedule_of(layout, work)
     counts = blocks_of_stages(shape.layers, layout)
-    return Stages(rows * work.length, work.length, placement_of(schedule), counts, counts)
+    return Stages(rows * work.length / layout.sp_size, work.length, placement_of(schedule), counts, counts)
 
 
 def stage_parts(
@@ -134,7 +134,8 @@ def stage_parts(
     whole = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     shares = layout.sequence_parallel and layout.tp_size > 1
     entry, gathered = whole / layout.tp_size if shares else whole, GATHERED_INPUTS * whole * shares
-    block = forward.kept + forward.casts + gathered
+    recorded_again = recorded.runs_again
+    block = forward.kept + (0.0 if recorded_again else forward.casts + gathered)
     moved, together = layout.recompute.offload, blocks_at_once(shape, layout) if layout.recompute.every else 0
     own, last = stages.of_rank(rank), len(counts) - 1
     weights = {stage: float(counts[stage]) * shape.block + shape.embedding * (stage == 0) for stage in own}
@@ -143,20 +144,20 @@ def stage_parts(
     entries, results = _entries(counts, layout), tokens * kept_results(shape, layout)
     found = []
     for stage in own:
-        single = _without_checkpoint(counts[stage], layout)
+        single = counts[stage] if recorded_again else _without_checkpoint(counts[stage], layout)
         rest = counts[stage] - single
         size = single * stages.sizes[stage] / max(1, counts[stage])
         leaving = entry * (rest > 0)  # what the last block gives
         kept = size * block + rest * results
-        kept += leaving if moved else entries[stage] * entry + leaving
+        kept += leaving if moved or recorded_again else entries[stage] * entry + leaving
         share = gradients * weights[stage] / max(1.0, sum(weights.values()))
         found.append(
             StageParts(
                 kept=kept + parts.embedding.kept * (stage == 0),
                 entering=parts.embedding.kept * (stage == 0),
-                casts=rest * forward.casts,
+                casts=(counts[stage] if recorded_again else rest) * forward.casts,
                 block=forward.most - forward.kept - forward.casts,
-                again=together * block + 2 * entry * moved,
+                again=gathered if recorded_again else together * block + 2 * entry * moved,
                 backward=parts.backward.most,
                 gradients=share,
                 late=share * (shape.block + shape.embedding * (stage == 0)) / max(1.0, weights[stage]),
@@ -168,7 +169,7 @@ def stage_parts(
     return found
 
 
-def loss_bytes(shape: ModelShape, layout: Layout, tokens: int) -> float:
+def loss_bytes(shape: ModelShape, layout: Layout, tokens: float) -> float:
     """Bytes of logits and loss of a microbatch: 12 a logit (16 bit, fp32, fp32 gradient and its 16-bit copy).
 
     A loss without logits has those of one tile, the sum of the head's gradient in fp32 and that of the hidden states.

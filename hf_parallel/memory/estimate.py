@@ -48,8 +48,8 @@ HOST_OPTIMIZER: Final = 16.0  # fp32 master, two states and an fp32 gradient
 HOST_PARAMETERS: Final = 4.0  # half-precision parameters and gradients
 
 
-def states(parameters: float, layout: Layout) -> dict[str, float]:
-    """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`.
+def states(parameters: float, layout: Layout, experts: float = 0.0) -> dict[str, float]:
+    """Bytes on the GPU of weights, gradients and optimizer state of a rank that holds `parameters`, `experts` of them in experts.
 
     Source: ZeRO (arXiv:1910.02054) figure 1; offload as measured with DeepSpeed 0.19.8: with the optimizer on the host
     the gradient's partition goes there as well (stage 3). The native engine sums gradients next to the parameters: stage 2
@@ -66,7 +66,10 @@ def states(parameters: float, layout: Layout) -> dict[str, float]:
     found = {
         "weights": weights * parameters / (parts if sharded_weights else 1),
         "gradients": gradients * parameters / (parts if stage >= 2 else 1),
-        "optimizer state": optimizer * parameters / (parts if stage >= 1 else 1),
+        # Experts are in parts already, of which fewer replicas have copies.
+        "optimizer state": optimizer * (parameters + experts * (layout.ep_size - 1)) / parts
+        if stage >= 1
+        else optimizer * parameters,
     }
     if layout.offload_optimizer != "none":
         found["optimizer state"] = 0.0
@@ -118,11 +121,11 @@ def buffers(parameters: float, shape: ModelShape, layout: Layout) -> dict[str, f
 
 
 def _native_messages(parameters: float, layout: Layout) -> dict[str, float]:
-    """One bucket that fills and one that travels, summed in fp32."""
+    """Gradients that move into a bucket, which then has them; in 16 bit two buckets, summed in fp32."""
     if layout.num_processes == layout.tp_size * layout.pp_size:
         return {}
-    scale = 2 if layout.precision == "half" else 1
-    return {SENT: min(4 * parameters, 2 * scale * layout.bucket_cap_mb * 2**20)}
+    buckets = 4 if layout.precision == "half" else 1
+    return {SENT: min(4 * parameters, buckets * layout.bucket_cap_mb * 2**20)}
 
 
 def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, element: int) -> dict[str, float]:
@@ -142,7 +145,8 @@ def _deepspeed_buffers(parameters: float, shape: ModelShape, layout: Layout, ele
 def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """Parameters of each rank of a pipeline, divided by tp_size: all large ones are taken to be sharded."""
     if layout.pp_size == 1:
-        return [shape.parameters / layout.tp_size]
+        elsewhere = shape.layers * (shape.block - _block(shape, layout))
+        return [(shape.parameters - elsewhere) / layout.tp_size]
     placement, found = layout.schedule.placement, blocks_of_ranks(shape, layout)
     head = shape.head - (placement[0] == placement[-1] and shape.tied) * shape.vocab * shape.hidden
     found[placement[0]] += shape.embedding / layout.tp_size
@@ -152,12 +156,18 @@ def parameters_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
 
 def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     """As `parameters_of_ranks`, of the blocks alone."""
+    block = _block(shape, layout) / layout.tp_size
     if layout.pp_size == 1:
-        return [shape.layers * shape.block / layout.tp_size]
+        return [shape.layers * block]
     found = [0.0] * layout.pp_size
     for rank, count in zip(layout.schedule.placement, blocks_of_stages(shape.layers, layout), strict=True):
-        found[rank] += count * shape.block / layout.tp_size
+        found[rank] += count * block
     return found
+
+
+def _block(shape: ModelShape, layout: Layout) -> float:
+    """Parameters of a block without the experts that other replicas have."""
+    return shape.block - shape.experts * (1 - 1 / layout.ep_size)
 
 
 def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout) -> dict[str, float]:
@@ -170,7 +180,8 @@ def _lasting(parameters: float, blocks: float, shape: ModelShape, layout: Layout
         layout: Who holds what.
     """
     if not shape.adapters:
-        terms = states(parameters, layout) | buffers(parameters, shape, layout)
+        experts = blocks * shape.experts / layout.ep_size / _block(shape, layout)
+        terms = states(parameters, layout, experts) | buffers(parameters, shape, layout)
         return terms | {name: size * parameters for name, size in layout.extra.items()}
     own, whole = replace(layout, precision="fp32"), states(parameters, layout)
     trained = shape.adapters * parameters / shape.parameters

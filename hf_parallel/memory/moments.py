@@ -60,6 +60,7 @@ class Recorded:
         loss: After the last block, until the loss is there.
         head: The backward of that.
         backward: A block.
+        runs_again: Whether the block ran again in its backward: what it then takes is in `backward`, and `forward` keeps little.
     """
 
     embedding: tuple[Change, ...]
@@ -67,6 +68,7 @@ class Recorded:
     loss: tuple[Change, ...]
     head: tuple[Change, ...]
     backward: tuple[Change, ...]
+    runs_again: bool = False
 
     @functools.cached_property
     def _sums(self) -> dict[Batch, Parts]:

@@ -7,6 +7,7 @@ rows and length.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -31,18 +32,22 @@ BLOCKS: Final = 3  # the one in the middle stands for all
 MIDDLE: Final = 1
 PARTS: Final = ("embedding", "forward", "loss", "head", "backward")
 Sizes = list[tuple[float, bool, bool]]
+Checkpoint = Callable[[nn.Module, str], object]
 
 
-def record_step(config: Any, precision: Precision, attention: str | None = None) -> Recorded | None:
+def record_step(
+    config: Any, precision: Precision, attention: str | None = None, checkpoint: Checkpoint | None = None
+) -> Recorded | None:
     """The changes of memory in forward and backward of one row; None if the model cannot be run on fake tensors.
 
     Args:
         config: A transformers config; it is not changed.
         precision: See `Layout`.
         attention: What attention is to run; None is what transformers chooses.
+        checkpoint: Makes each block of a stack of the model run again in the backward; None if none does.
     """
     try:
-        runs = [_run(config, length, precision, attention) for length in LENGTHS]
+        runs = [_run(config, length, precision, attention, checkpoint) for length in LENGTHS]
     except (*REFUSALS, ConfigError, PlanError, UnsupportedError):
         return None
     parts = []
@@ -51,7 +56,8 @@ def record_step(config: Any, precision: Precision, attention: str | None = None)
         if len({tuple(flags for _, *flags in map(list, one)).__repr__() for one in alike}) > 1:
             return None  # another length runs other operations
         parts.append(tuple(_change(own) for own in zip(*alike, strict=True)))
-    return Recorded(*parts)
+    embedding, forward, loss, head, backward = parts
+    return Recorded(embedding, forward, loss, head, backward, runs_again=checkpoint is not None)
 
 
 def _change(own: Sequence[tuple[float, bool, bool]]) -> Change:
@@ -63,12 +69,15 @@ def _change(own: Sequence[tuple[float, bool, bool]]) -> Change:
     return Change(fixed, linear, square, whole and not fixed, is_gradient)
 
 
-def _run(config: Any, length: int, precision: Precision, attention: str | None) -> dict[str, Sizes]:
+def _run(
+    config: Any, length: int, precision: Precision, attention: str | None, checkpoint: Checkpoint | None
+) -> dict[str, Sizes]:
     """Bytes of each change, whether it is of the width of the residual stream, and whether of a gradient."""
     dtype = torch.bfloat16 if precision == "half" else torch.float32
     given = {} if attention is None else {"attn_implementation": attention}
     model = on_meta(with_layers(config, BLOCKS), dtype=dtype, **given).train()
-    blocks = blocks_of(model, candidate_stacks(model)[0])
+    name_of_stack = candidate_stacks(model)[0]
+    blocks = blocks_of(model, name_of_stack)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     memory, device = Allocations(1), torch.device("cuda", 0)
     marks: list[tuple[str, int]] = []
@@ -76,6 +85,8 @@ def _run(config: Any, length: int, precision: Precision, attention: str | None) 
     with fake_cuda(lambda name: None), contextlib.ExitStack() as stack:
         meter.name(model)
         give_memory(model, device, fake, meter.follow)
+        if checkpoint is not None:
+            checkpoint(model, name_of_stack)
         stack.enter_context(_marking(blocks, lambda name: marks.append((name, len(memory.changes)))))
         stack.enter_context(maskless_attention(model))
         stack.enter_context(meter)
@@ -85,9 +96,10 @@ def _run(config: Any, length: int, precision: Precision, attention: str | None) 
         cast = torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else contextlib.nullcontext()
         with cast:
             output = model(input_ids=ids, labels=ids, use_cache=False)
-        loss = output["loss"]
-        del output
-        marks.append(("loss", len(memory.changes)))
+            loss = output["loss"]
+            del output
+            marks.append(("loss", len(memory.changes)))
+        marks.append(("dropped", len(memory.changes)))  # autocast's casts that nothing else keeps
         loss.backward()
         for parameter in model.parameters():
             meter.mark(parameter.grad, "gradients")
@@ -154,7 +166,7 @@ def _by_part(
         "embedding": (0, marks["forward 0"]),
         "forward": (marks[f"forward {MIDDLE}"], marks[f"forward {MIDDLE + 1}"]),
         "loss": (marks["head"], marks["loss"]),
-        "head": (marks["loss"], marks["backward"]),
+        "head": (marks["dropped"], marks["backward"]),
         "backward": (marks[f"backward {MIDDLE + 1}"], marks[f"backward {MIDDLE}"]),
     }
 
@@ -163,4 +175,16 @@ def _by_part(
         whole = whole and (block.op, block.where.split(" ")[0]) not in shared
         return float(change), whole, block.kind == "gradients"
 
-    return {name: [about(*one) for one in memory.changes[begin:end]] for name, (begin, end) in ends.items()}
+    return {name: [about(*one) for one in _ordered(memory.changes[begin:end])] for name, (begin, end) in ends.items()}
+
+
+def _ordered(changes: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
+    """The same, with what is given back at once in an order of its own: autocast drops its casts in any."""
+    for is_less, alike in itertools.groupby(changes, key=lambda one: one[1] < 0):
+        own = list(alike)
+        yield from sorted(own, key=_place) if is_less else own
+
+
+def _place(one: tuple[Block, int]) -> tuple[Any, ...]:
+    block, _ = one
+    return block.where, block.op, block.dtype, len(block.shape), block.shape

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.sections import shown, spelled
 
+
+if TYPE_CHECKING:
+    from hf_parallel.memory.record import Checkpoint
 
 MAX_CONFIG_BYTES: Final = 1 << 22  # names of labels make some long
 # What a model makes a module of each of.
@@ -20,17 +23,20 @@ COUNTS: Final = frozenset(
 MAX_MODULES: Final = 4096
 
 
-def shape_of(name_or_path: str, precision: Precision | None = None) -> ModelShape:
+def shape_of(
+    name_or_path: str, precision: Precision | None = None, checkpoint: Checkpoint | None = None
+) -> ModelShape:
     """The shape of a causal language model.
 
     Args:
         name_or_path: A `config.json`, a folder with one, or a name that transformers can look up.
         precision: In which the activations of a block are traced; None counts them as Llama's.
+        checkpoint: See `record_step`.
 
     Raises:
         ConfigError: There is no such config, or no causal language model for it.
     """
-    return shape_of_config(config_of(name_or_path), precision)
+    return shape_of_config(config_of(name_or_path), precision, checkpoint)
 
 
 def config_of(name_or_path: str) -> Any:
@@ -72,12 +78,15 @@ def _refuse_odd_file(file: Path) -> None:
                 )
 
 
-def shape_of_config(config: Any, precision: Precision | None = None) -> ModelShape:
+def shape_of_config(
+    config: Any, precision: Precision | None = None, checkpoint: Checkpoint | None = None
+) -> ModelShape:
     """The shape of the model that `AutoModelForCausalLM` builds from a transformers config.
 
     Args:
         config: The config; it is not changed.
         precision: As for `shape_of`.
+        checkpoint: As for `shape_of`; of a model that cannot run so, a step without it is recorded.
 
     Raises:
         ConfigError: It builds none, or the config names its widths in no usual way.
@@ -91,7 +100,9 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = output is not None and output.weight is embedding
     head = 0 if output is None else output.weight.numel()
-    recorded = None if precision is None else record_step(config, precision)
+    recorded = None if precision is None else record_step(config, precision, checkpoint=checkpoint)
+    if precision is not None and recorded is None and checkpoint is not None:
+        recorded = record_step(config, precision)
     saved = None if precision is None or recorded is not None else trace_block(config, precision)
     heads = getattr(text, "num_attention_heads", None) or (
         _number(text, "num_attention_heads") if saved is None and recorded is None else 0
@@ -114,9 +125,21 @@ def shape_of_config(config: Any, precision: Precision | None = None) -> ModelSha
         tied=tied,
         gated=block - attention > 2.5 * hidden * wide,
         largest=max(sizes.values()),
+        experts=sum(sizes[name] for name in _in_stacks(model)) / layers,
         saved=saved,
         recorded=recorded,
     )
+
+
+def _in_stacks(model: Any) -> set[str]:
+    """Parameters of modules that own stacks of matrices, one for each expert; those have one first dim."""
+    found = set()
+    for path, module in model.named_modules():
+        own = {f"{path}.{name}": p for name, p in module.named_parameters(recurse=False)}
+        counts = {len(p) for p in own.values() if p.ndim >= 3}
+        if len(counts) == 1 and not type(module).__module__.startswith("torch.nn"):
+            found |= {name for name, p in own.items() if p.ndim and {len(p)} == counts}
+    return found
 
 
 def on_meta(config: Any, **options: Any) -> Any:

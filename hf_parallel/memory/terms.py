@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_parallel.memory.moments import Recorded
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import ActivationCheckpointingConfig, PipelineConfig
 
 
@@ -51,6 +53,7 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         gated: Whether the feed-forward part has a gate (SwiGLU and the like).
         largest: Elements of the largest parameter.
+        experts: Of the parameters of a block, those in stacks of experts.
         saved: What a block keeps, if it was traced; else it is counted as Llama's block.
         recorded: What the parts of a step take on a GPU, if they were recorded; then `saved` is not needed.
         adapters: Parameters beside these, in fp32, that alone are trained (LoRA); 0 trains all of the model. What a block
@@ -72,6 +75,7 @@ class ModelShape:
     tied: bool = False
     gated: bool = True
     largest: int = 0
+    experts: float = 0.0
     saved: SavedBytes | None = None
     recorded: Recorded | None = None
     adapters: int = 0
@@ -108,7 +112,7 @@ class Layout:
     """What the ranks share and where it lies.
 
     Args:
-        num_processes: Of the run; a multiple of tp_size * pp_size.
+        num_processes: Of the run; a multiple of tp_size * pp_size * sp_size.
         ranks_per_node: Ranks that share a node's RAM.
         tp_size: Ranks that share each layer.
         pp_size: Ranks that share the stack of blocks.
@@ -126,6 +130,8 @@ class Layout:
         buffers: DeepSpeed's.
         chunked_loss: Whether the loss is computed without logits.
         extra: Further bytes per parameter on the GPU, by name, such as residuals of compression.
+        ep_size: Replicas that share the experts of each block.
+        sp_size: Ranks that share the sequence of each row, and hold the same parameters.
     """
 
     num_processes: int
@@ -146,6 +152,8 @@ class Layout:
     buffers: Buffers = Buffers()
     chunked_loss: bool = False
     extra: Mapping[str, float] = field(default_factory=dict)
+    ep_size: int = 1
+    sp_size: int = 1
 
     @property
     def num_shards(self) -> int:
@@ -244,12 +252,18 @@ def layout_of(
         config.data_parallel.bucket_cap_mb,
         chunked_loss=config.chunks_loss,
         extra=_extras(config, precision),
+        ep_size=config.ep_size,
+        sp_size=config.sp_size,
     )
 
 
 def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
-    """Bytes per parameter of what slow networks cost."""
+    """Bytes per parameter of what slow networks cost, and weights of several updates."""
     found, local = {}, config.local_sgd
+    if config.pipeline.schedule in ASYNCHRONOUS:
+        size = 2.0 if precision == "half" else 4.0
+        found["older weights"] = size * delay_of(config.pipeline.schedule, config.pp_size)
+        found["gradients of the next step"] = size
     compression = local.compression if local.sync_every > 1 else config.gradient_compression
     if compression.feeds_back:
         found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0

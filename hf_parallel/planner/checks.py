@@ -6,10 +6,13 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.sections import spelled
+
+
+MOST: Final = 10**12
 
 
 def choose(parameter: str, value: object, known: Any) -> Any:
@@ -29,7 +32,7 @@ def choose(parameter: str, value: object, known: Any) -> Any:
 def _nearest(value: object, names: Sequence[Any]) -> str:
     """The known number, or up to three known words, that are the most like `value`."""
     if isinstance(value, numbers.Real) and all(isinstance(name, int) for name in names):
-        return str(min(names, key=lambda name: abs(name - float(value))))
+        return str(min(names, key=lambda name: abs(name - value)))
     words, wanted = [str(name) for name in names], str(value).lower()
     near = [word for word in words if wanted and word.startswith(wanted)]
     near += difflib.get_close_matches(wanted, words, 3, 0.6) or difflib.get_close_matches(wanted, words, 1, 0.0)
@@ -37,11 +40,13 @@ def _nearest(value: object, names: Sequence[Any]) -> str:
 
 
 def whole(parameter: str, value: object, least: int = 1) -> int:
-    """`value` if it is an integer of at least `least`; else a ConfigError."""
+    """`value` if it is an integer of at least `least` that floats can count; else a ConfigError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ConfigError(
             f"{parameter}={spelled(value)}: expected an integer of {least} or more. Correct {parameter}."
         )
+    if int(value) > MOST:
+        raise ConfigError(f"{parameter}={spelled(value)}: expected at most {MOST}. Correct {parameter}.")
     return int(value)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
+
+
+LINK_BYTES_S: Final = 25e9  # of one network link where a node has fewer than GPUs; HDR InfiniBand
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,15 @@ def group_of(size: int, stride: int, cluster: Cluster) -> Group:
 
 
 def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
-    """The groups of each axis: tp ranks are neighbours, then sp, then dp; stages lie across nodes."""
+    """The groups of each axis: tp ranks are neighbours, then sp.
+
+    This package has the stages of a copy next, and its copies across nodes; others have replicas next, and stages across nodes.
+    """
+    apart = spec.tp * (spec.pp if spec.is_copy_contiguous else 1)
     return {
         "tp": group_of(spec.tp, 1, cluster),
         "sp": group_of(spec.sp, spec.tp, cluster),
-        "dp": group_of(spec.dp * spec.sp, spec.tp, cluster),  # ranks of a sequence hold the same parameters
+        "dp": group_of(spec.dp * spec.sp, apart, cluster),  # ranks of a sequence hold the same parameters
     }
 
 
@@ -85,8 +93,22 @@ def _ring_latency(group: Group, c: Constants) -> float:
     return c.a_inter * (group.nodes - 1) + c.a_intra * (group.size - group.nodes) / 4
 
 
+def stays_on_node(spec: LayoutSpec, cluster: Cluster) -> bool:
+    """Whether no stage sends to another node."""
+    if spec.is_copy_contiguous:
+        return cluster.nodes == 1 or cluster.gpus_per_node % (spec.tp * spec.pp) == 0
+    return 2 * spec.tp * spec.sp * spec.dp <= cluster.gpus_per_node
+
+
 def hop(size: float, spec: LayoutSpec, cluster: Cluster, c: Constants) -> float:
-    """Seconds of a message of `size` bytes to the next stage, which all ranks send at once."""
-    if 2 * spec.tp * spec.sp * spec.dp <= cluster.gpus_per_node:
+    """Seconds of the slowest message of `size` bytes to the next stage.
+
+    Where stages lie across nodes all ranks of a node send at once. Of a copy whose ranks are neighbours those of one stage do,
+    each over one link at most.
+    """
+    if stays_on_node(spec, cluster):
         return size / (cluster.intra_bytes_s * c.c_intra) + c.a_intra
-    return size / (cluster.inter_bytes_s * c.c_inter / cluster.gpus_per_node) + c.a_inter
+    rate = cluster.inter_bytes_s / cluster.gpus_per_node
+    if spec.is_copy_contiguous:
+        rate = min(cluster.inter_bytes_s / min(spec.tp, cluster.gpus_per_node), max(rate, LINK_BYTES_S))
+    return size / (rate * c.c_inter) + c.a_inter

@@ -11,7 +11,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
-from hf_parallel.settings.schedule_names import STAGES_PER_RANK, full_name
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, full_name
 from hf_parallel.settings.sections import spelled
 
 
@@ -50,6 +50,7 @@ ONLY: Final[Mapping[str, Any]] = {
     "state_bytes": None,
     "loss": "auto",
 }
+MOST_STATE_BYTES: Final = 1024
 # Stages of each rank that a schedule cannot do without.
 FIXED: Final = {name: count for name, (count, only) in STAGES_PER_RANK.items() if only}
 
@@ -128,6 +129,11 @@ class LayoutSpec:
     def is_own(self) -> bool:
         """Whether this package runs it, as far as the layout says."""
         return all(getattr(self, key) == value for key, value in ONLY.items()) and self.dtype != "fp8"
+
+    @property
+    def is_copy_contiguous(self) -> bool:
+        """Whether the ranks of a model copy are neighbours, as this package numbers them; others number stages last."""
+        return self.is_own and self.kernels != "fused"
 
     @property
     def chunks_by_itself(self) -> bool:
@@ -223,15 +229,24 @@ def _checked(key: object, value: Any) -> Any:
         raise ConfigError(
             f"{key}={spelled(value)}: expected one of {', '.join(map(str, CHOICES[key]))}. Correct {key}."
         )
+    if key == "schedule" and value in ASYNCHRONOUS:
+        raise ConfigError(
+            f"schedule={value}: it trains with older weights than one process does, so no plan chooses it or predicts its time. Plan "
+            "with 1f1b, and set pipeline.schedule in the file."
+        )
     return choose(key, full_name(value) if key == "schedule" else value, CHOICES[key])
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MOST_STATE_BYTES
 
 
 def _triple(value: Any) -> tuple[float, float, float]:
     fine = isinstance(value, (tuple, list)) and len(value) == 3
-    if not fine or not all(isinstance(one, (int, float)) and not isinstance(one, bool) and one >= 0 for one in value):
+    if not fine or not all(_is_size(one) for one in value):
         raise ConfigError(
-            f"state_bytes={spelled(value)}: expected three numbers of 0 or more: bytes of weights, gradients and optimizer "
-            "per parameter. Correct it, or set it to null."
+            f"state_bytes={spelled(value)}: expected three numbers of 0 to {MOST_STATE_BYTES}: bytes of weights, gradients and "
+            "optimizer per parameter. Correct it, or set it to null."
         )
     return float(value[0]), float(value[1]), float(value[2])
 

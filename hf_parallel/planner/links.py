@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_parallel.planner.collectives import Group, groups_of
+from hf_parallel.planner.collectives import Group, groups_of, stays_on_node
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import parameters_of_ranks
@@ -112,6 +112,11 @@ def _of_stages(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_le
         return Traffic(0.0, 0.0)
     split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
     sent = 2 * spec.stages_per_rank * spec.num_microbatches * _passed(profile, spec, seq_len) / split
-    if 2 * spec.tp * spec.sp * spec.dp <= cluster.gpus_per_node:
+    if stays_on_node(spec, cluster):
         return Traffic(sent, 0.0)
-    return Traffic(0.0, sent * cluster.gpus_per_node)
+    if not spec.is_copy_contiguous:
+        return Traffic(0.0, sent * cluster.gpus_per_node)
+    own = min(
+        spec.tp, cluster.gpus_per_node
+    )  # what the last stage of a node sends forward, and its first one backward
+    return Traffic(sent if cluster.gpus_per_node > own else 0.0, sent * own)

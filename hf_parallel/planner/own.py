@@ -13,12 +13,11 @@ from hf_parallel.memory.moments import NAMES, SENT, TEMPORARY, Moment, Recorded,
 from hf_parallel.memory.terms import Layout, ModelShape, Precision
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.pipeline import schedule_of
-from hf_parallel.planner.profile import ModelProfile
+from hf_parallel.planner.profile import NONE, ModelProfile
 from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 
 
-NONE: Final = ActivationCheckpointingConfig()
 RECOMPUTED: Final[Mapping[str, ActivationCheckpointingConfig]] = {
     "none": NONE,
     "full": ActivationCheckpointingConfig(every=1),
@@ -31,7 +30,9 @@ def recorded_of(profile: ModelProfile, spec: LayoutSpec) -> Recorded | None:
     """What a step of the model was recorded to take; None if another system runs the layout, or the model cannot be run."""
     if profile.source is None or not spec.is_own or spec.kernels != "eager":
         return None
-    return profile.source.recorded(precision_of(spec), eager_attention=spec.attention == "eager")
+    return profile.source.recorded(
+        precision_of(spec), RECOMPUTED[spec.recompute], eager_attention=spec.attention == "eager"
+    )
 
 
 def precision_of(spec: LayoutSpec) -> Precision:

@@ -205,6 +205,12 @@ def step_of(
     return Step(tuple(counts), passes, ideal, messages + reduced, rest, reduced, nodes)
 
 
+def blocks_of_stages(model: Any, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> tuple[int, ...]:
+    """Blocks of each stage, as time and memory are predicted for."""
+    c = cluster.constants(spec.micro_batch * seq_len / spec.sp)
+    return step_of(profile_of(model), cluster, spec, seq_len, c).counts
+
+
 def _stages(
     blocks: Sequence[Pass], counts: Sequence[int], first: Pass, last: Pass
 ) -> tuple[list[float], list[float], list[float]]:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.sections import ActivationCheckpointingConfig, spelled
 
 
 # How configs name the same number; the first that is there counts.
@@ -121,24 +121,36 @@ class BlockProfile:
         return self.window * (self.window + 1) / 2 + (seq_len - self.window) * self.window
 
 
+NONE: Final = ActivationCheckpointingConfig()
+
+
 class Source:
     """A config, of which steps are recorded when they are asked for, each once."""
 
     def __init__(self, config: Any) -> None:
-        self._config, self._found = copy.deepcopy(config), dict[tuple[Precision, bool], Recorded | None]()
+        self._config = copy.deepcopy(config)
+        self._found: dict[tuple[Precision, bool, ActivationCheckpointingConfig], Recorded | None] = {}
 
-    def recorded(self, precision: Precision, *, eager_attention: bool) -> Recorded | None:
+    def recorded(
+        self, precision: Precision, recompute: ActivationCheckpointingConfig, *, eager_attention: bool
+    ) -> Recorded | None:
         """What a step takes on a GPU; None if the model cannot be run on fake tensors.
 
         Args:
             precision: See `hf_parallel.memory.terms.Layout`.
+            recompute: Of each block; of what cannot run so, a step without it.
             eager_attention: Store the scores; else attention is what transformers chooses.
         """
-        key = precision, eager_attention
+        key = precision, eager_attention, recompute
         if key not in self._found:
-            from hf_parallel.memory.record import record_step  # brings torch
+            from hf_parallel.activation_checkpointing.recorded import checkpoint_of  # brings torch
+            from hf_parallel.memory.record import record_step
 
-            self._found[key] = record_step(self._config, precision, "eager" if eager_attention else None)
+            attention, checkpoint = "eager" if eager_attention else None, checkpoint_of(recompute)
+            found = record_step(self._config, precision, attention, checkpoint)
+            if found is None and checkpoint is not None:
+                found = self.recorded(precision, NONE, eager_attention=eager_attention)
+            self._found[key] = found
         return self._found[key]
 
 

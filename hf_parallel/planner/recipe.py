@@ -35,6 +35,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
     return {
         "tp": config.tp_size,
         "pp": config.pp_size,
+        "sp": config.sp_size,
         "dp": config.dp_size(num_processes),
         "zero": zero.stage,
         "engine": zero.engine,
@@ -64,7 +65,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     problems = [
         f"{key}={spelled(getattr(spec, key))}: this package has no setting for it. Leave {key} out."
         for key, value in ONLY.items()
-        if getattr(spec, key) != value
+        if key != "sp" and getattr(spec, key) != value
     ]
     if spec.dtype not in PRECISIONS:
         problems.append(f"dtype={spec.dtype}: this package has no setting for it. Set dtype to bf16.")
@@ -73,6 +74,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     if problems:
         raise ConfigError("\n".join(problems))
     settings: dict[str, Any] = {"tp_size": spec.tp, "pp_size": spec.pp, "zero": _partition(spec)}
+    settings |= {"sp_size": spec.sp} if spec.sp > 1 else {}
     settings["pipeline"] = {"compile_blocks": "inductor"} if spec.kernels == "compiled" else {}
     if spec.pp > 1:
         settings["pipeline"] |= {"schedule": spec.schedule, "num_microbatches": spec.num_microbatches}

@@ -20,7 +20,7 @@ from hf_parallel.proof.record import BEFORE, GRADIENTS
 from hf_parallel.proof.trace import TRACE
 
 
-APART = 1e-4  # relative, of what passes through a module in fp32
+APART = 2e-5  # relative, of what passes through a module in fp32
 MARGIN = 8.0  # times the spread of one process
 ALIKE = 0.05  # relative differences of gradients that one wrong factor gives all of them are as near as this
 FORWARD, OUTPUT_GRADIENT, INPUT_GRADIENT = "forward", "output_gradient", "input_gradient"

@@ -112,6 +112,7 @@ def compare(job: Job, folder: Path) -> Comparison:
 def _numbers(job: Job, folder: Path) -> Iterator[Difference]:
     reference = _logged(folder / REFERENCE)
     others = [_logged(folder / f"perturbed{number}") for number in range(1, PERTURBED + 1)]
+    spreads = {key: max(_spreads(key, reference, others), default=0.0) for key in LOGGED}
     for rank in range(job.processes):
         logged = _logged(folder / f"rank{rank}")
         for step in range(job.steps):
@@ -122,9 +123,17 @@ def _numbers(job: Job, folder: Path) -> Iterator[Difference]:
                 )
                 if expected != expected and got != got:
                     continue
-                scale = abs(expected) or 1.0
-                spread = max(abs(float(run[step].get(key, expected)) - expected) / scale for run in others)
-                yield Difference(key, step + 1, "", rank, abs(got - expected) / scale, max(EXACT, MARGIN * spread))
+                relative = abs(got - expected) / (abs(expected) or 1.0)
+                yield Difference(key, step + 1, "", rank, relative, max(EXACT, MARGIN * spreads[key]))
+
+
+def _spreads(key: str, reference: list[dict[str, Any]], others: list[list[dict[str, Any]]]) -> Iterator[float]:
+    """Of all steps: two runs can be near each other in one number of one step by chance, as no two tensors are."""
+    for step, logged in enumerate(reference):
+        expected = float(logged.get(key, float("nan")))
+        if expected == expected:
+            for run in others:
+                yield abs(float(run[step].get(key, expected)) - expected) / (abs(expected) or 1.0)
 
 
 def _logged(folder: Path) -> list[dict[str, Any]]:

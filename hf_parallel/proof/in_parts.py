@@ -7,20 +7,23 @@ for each part, and the sum over labels as ever.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from hf_parallel.proof.job import Job
 
 
 def sees_parts(model: nn.Module) -> bool:
     """Whether a model's loss has a router's auxiliary loss in it."""
-    config: Any = model.config
-    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    return bool(getattr(text, "output_router_logits", False))
 
 
 def compute_in_parts(model: nn.Module, job: Job) -> int:
@@ -29,25 +32,33 @@ def compute_in_parts(model: nn.Module, job: Job) -> int:
     The loss is that of stock data parallelism: auxiliary losses are averaged over the microbatches of a replica, by their rows,
     and added up over replicas, since the Trainer multiplies each replica's loss with their number. Returns how many parts a batch has.
     """
-    forward, parts = model.forward, parts_of(job)
+    forward = model.forward
+    parts = functools.cache(lambda rows: parts_of(dataclasses.replace(job, rows=rows)))
 
     @functools.wraps(forward)
     def in_parts(*args: Any, num_items_in_batch: Any = None, **batch: Any) -> Any:
-        if num_items_in_batch is None:
-            return forward(*args, **batch)
-        loss: Any = 0.0
-        for start, rows in parts:
-            weight = rows / job.rows
+        labels = batch.get("labels")
+        if num_items_in_batch is None or labels is None or len(labels) % job.replicas:
+            given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+            return forward(*args, **batch, **given)
+        size = len(labels) // job.replicas  # the last batch of a script may be smaller
+        outputs, loss = [], 0.0
+        for start, rows in parts(size):
+            weight = rows / size
             part = {name: _rows(value, start, rows) for name, value in batch.items()}
             output = forward(
                 *args, **part, num_items_in_batch=num_items_in_batch * weight
             )  # (c / (N w) + a) w = c / N + a w
             loss = loss + output["loss"] * weight
-        output["loss"] = loss
-        return output
+            outputs.append(output)
+        whole = outputs[-1]
+        whole["loss"] = loss
+        if whole.get("logits") is not None:
+            whole["logits"] = torch.cat([output["logits"] for output in outputs])
+        return whole
 
     vars(model)["forward"] = in_parts
-    return len(parts)
+    return len(parts_of(job))
 
 
 def parts_of(job: Job) -> list[tuple[int, int]]:

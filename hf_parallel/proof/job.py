@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import spelled
 
 
@@ -91,7 +92,12 @@ class Job:
 
     def _of_layout(self) -> list[str]:
         config, problems = self.config, self._of_script()
-        shards = config.tp_size * config.pp_size
+        shards = config.model_parallel_size
+        if config.sp_size > 1:
+            problems.append(
+                f"sp_size={config.sp_size}: not verified here, since ranks hold parts of every activation; a run compares the model on "
+                "parts of each row when it starts. Set sp_size to 1."
+            )
         if self.processes % shards:
             problems.append(
                 f"processes={self.processes}: it is a multiple of tp_size * pp_size = {config.tp_size} * {config.pp_size} = {shards}."
@@ -104,6 +110,8 @@ class Job:
             problems.append(f"gradient_compression.method={config.gradient_compression.method}: {LOSSY} (none).")
         if config.local_sgd.sync_every > 1:
             problems.append(f"local_sgd.sync_every={config.local_sgd.sync_every}: {LOSSY} (1).")
+        if config.pipeline.schedule in ASYNCHRONOUS:
+            problems.append(f"pipeline.schedule={config.pipeline.schedule}: {LOSSY} (1f1b).")
         return problems
 
     @property
@@ -114,7 +122,7 @@ class Job:
     @property
     def replicas(self) -> int:
         """Replicas of the layout."""
-        return self.processes // (self.config.tp_size * self.config.pp_size)
+        return self.processes // self.config.model_parallel_size
 
     @property
     def microbatches(self) -> int:
@@ -126,7 +134,7 @@ class Job:
     def layout(self) -> str:
         """The layout in words that are used in tables, such as pp2xdp2."""
         config = self.config
-        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas}
+        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas, "ep": config.ep_size}
         axes = "x".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
         zero = f" zero{config.zero.stage}" if config.zero.stage else ""
         return f"{axes}{zero}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import runpy
@@ -15,6 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.proof.in_parts import compute_in_parts, sees_parts
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.watch import EPS, Watch, perturb
 from hf_parallel.trainer.callback import HFParallelCallback
@@ -87,11 +89,14 @@ class _Run:
         _without_dropout(model)
         if self.perturbed:
             perturb(model, EPS["bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"], self.perturbed)
+        sees = not self.layout and sees_parts(model)
+        rows = args.per_device_train_batch_size // (1 if self.layout else job.replicas)
+        parts = compute_in_parts(model, dataclasses.replace(job, script=None, rows=rows)) if sees else 1
         callbacks = list(given.arguments.get("callbacks") or ())
         sample = next((c.sample for c in callbacks if isinstance(c, HFParallelCallback)), None)
         others = [each for each in callbacks if not isinstance(each, HFParallelCallback)]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.watch = Watch(job, self.folder, model, layout=self.layout, sample=sample)
+        self.watch = Watch(job, self.folder, model, layout=self.layout, sample=sample, parts=parts)
         given.arguments["callbacks"] = [*others, *self.watch.callbacks]
         self.trainer = trainer
 

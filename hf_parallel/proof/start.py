@@ -26,6 +26,7 @@ from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, compare
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import RUN
 from hf_parallel.proof.script import train_script
+from hf_parallel.proof.ties import SCORES
 from hf_parallel.proof.train import train
 
 
@@ -80,9 +81,12 @@ def _references(job: Job, folder: Path, kept: Path | None) -> bool:
     """Train in one process, and in some with perturbed weights; whether all ended well."""
     places = {REFERENCE: 0} | {f"perturbed{number}": number for number in range(1, PERTURBED + 1)}
     if kept is None:
-        return _run_all(
-            folder, {place: _perturbed(job, folder / place, number) for place, number in places.items()}, job.home
-        )
+        runs = {place: _perturbed(job, folder / place, number) for place, number in places.items()}
+        ended = _run_all(folder, runs, job.home)
+        if not ended or not (folder / REFERENCE / SCORES).exists():
+            return ended
+        last = f"perturbed{PERTURBED}"  # again, with near ties of what the others chose turned
+        return _run_all(folder, {last: runs[last]}, job.home)
     home = kept / job.reference_key
     done = home / "done"
     ended = done.exists() or _references(job, home, None)

@@ -97,7 +97,9 @@ class Tracer:
             return False
         return self.is_on and module.training and torch.is_grad_enabled() and not in_backward_pass()
 
-    def _note(self, name: str, call: int, kind: str, tensor: Tensor) -> None:
+    def _note(self, name: str, call: int, kind: str, tensor: Tensor | None) -> None:
+        if tensor is None:  # autograd calls hooks of tensors that got no gradient, too
+            return
         rows = tensor.detach().to("cpu", torch.float64).reshape(tensor.shape[0], -1) if tensor.ndim > 1 else None
         if rows is None:
             return

@@ -17,6 +17,8 @@ from hf_parallel.proof.watch import EPS, Watch, perturb
 
 CLIP = 0.1  # below the norms of a model that has not converged, so that clipping is in effect
 RATE = 1e-3
+# Adam divides a gradient by its own size, and so steps by the sign of what is rounding noise, unless epsilon is larger than that.
+ADAM_EPSILON = {"fp32": 1e-6, "bf16": 1e-4, "fp16": 1e-4}
 
 
 def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
@@ -114,7 +116,7 @@ def _arguments(job: Job, folder: Path, *, layout: bool) -> TrainingArguments:
         learning_rate=RATE,
         lr_scheduler_type="linear",
         weight_decay=0.1,
-        adam_epsilon=1e-6,
+        adam_epsilon=ADAM_EPSILON[job.dtype],
         max_grad_norm=CLIP,
         optim="adamw_torch",
         bf16=job.dtype == "bf16",

@@ -166,10 +166,11 @@ def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more:
 
 
 def fewest(settings: Mapping[str, Any]) -> int:
-    """The fewest ranks of a layout: with ZeRO, or without any axis, two replicas."""
+    """The fewest ranks of a layout: with ZeRO, or without any axis, two replicas; those that share experts."""
     shards = int(settings.get("tp_size", 1)) * int(settings.get("pp_size", 1))
     has_zero = bool(dict(settings.get("zero") or {}).get("stage"))
-    return 2 * shards if has_zero or shards == 1 else shards
+    replicas = max(int(settings.get("ep_size", 1)), 2 if has_zero or shards == 1 else 1)
+    return replicas * shards
 
 
 def in_new_process(folder: Path) -> str:

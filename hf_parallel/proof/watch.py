@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.proof.compare import PERTURBED, REFERENCE
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import BEFORE, Recorder
+from hf_parallel.proof.ties import Ties, noise_of
 from hf_parallel.proof.trace import Tracer
 from hf_parallel.trainer.callback import HFParallelCallback
 
@@ -37,9 +40,19 @@ class Watch:
     """
 
     def __init__(
-        self, job: Job, folder: Path, model: nn.Module, *, layout: bool, sample: Any = None, parts: int = 1
+        self,
+        job: Job,
+        folder: Path,
+        model: nn.Module,
+        *,
+        layout: bool,
+        sample: Any = None,
+        parts: int = 1,
     ) -> None:
-        self._folder, self._parts = folder, parts
+        self._folder, self._parts, self._model = folder, parts, model
+        last = folder.name == f"perturbed{PERTURBED}"  # which is run again when the others have ended
+        noise = noise_of(folder.parent / REFERENCE, folder.parent / "perturbed1") if last else ()
+        self._ties = None if layout else Ties(noise)
         self._recorder = Recorder(folder, job.steps)
         self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
         self._tracer = Tracer(model) if job.trace else None
@@ -63,9 +76,16 @@ class Watch:
             self._tamper.trainer = trainer
         if trainer.args.fp16:
             _cast_on_cpu(trainer)
+        if trainer.args.gradient_checkpointing or any(
+            getattr(module, "gradient_checkpointing", False) is True for module in self._model.modules()
+        ):
+            self._ties = None  # a choice that is made again in the backward pass must not be turned otherwise
         try:
-            train()
+            with self._ties or nullcontext():
+                train()
         finally:
+            if self._ties is not None:
+                self._ties.write(self._folder)
             if self._tracer is not None:
                 self._tracer.write(self._folder, {**self._recorder.place(), "parts": self._parts})
         self._recorder.finish()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.settings.asynchronous_rules import asynchronous_problems
+from hf_parallel.settings.expert_rules import expert_problems
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,
@@ -22,6 +25,7 @@ from hf_parallel.settings.replica_sections import (
     LocalSgdConfig,
     ZeroConfig,
 )
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
@@ -65,7 +69,9 @@ class HFParallelConfig(Section):
 
     Args:
         tp_size: Ranks that share each layer, 1 or more.
-        pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp)`.
+        pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp * sp)`.
+        sp_size: Ranks that share the sequence of each row, 1 or more; each holds the weights of all (Ulysses).
+        ep_size: Neighbouring replicas that share the experts of their stage, 1 or more; a divisor of dp.
         layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
             checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
@@ -90,6 +96,15 @@ class HFParallelConfig(Section):
 
     tp_size: Annotated[Size, Field(description="ranks that share each layer, an integer of 1 or more")] = 1
     pp_size: Annotated[Size, Field(description="pipeline stages, an integer of 1 or more")] = 1
+    ep_size: Annotated[
+        Size,
+        Field(
+            description="replicas that share the experts of each block, an integer of 1 or more that divides the replicas"
+        ),
+    ] = 1
+    sp_size: Annotated[
+        Size, Field(description="ranks that share the sequence of each row, an integer of 1 or more")
+    ] = 1
     layout: Annotated[
         Literal["given", "auto"],
         Field(description="'given' (by the other settings) or 'auto' (planned when training starts)"),
@@ -160,7 +175,19 @@ class HFParallelConfig(Section):
             *self._accumulated_twice(),
             *self._uncompiled(),
             *self._without_effect(),
+            *asynchronous_problems(
+                *(self.pipeline, self.pp_size),
+                sequence_parallel=self.tensor_parallel.sequence_parallel,
+                zero=self.zero,
+                compression=self.gradient_compression,
+                local_sgd=self.local_sgd,
+                accumulation=self.gradient_accumulation_steps,
+            ),
             *self._loss_problems(),
+            *expert_problems(
+                *(self.ep_size, self.tp_size, self.pipeline, self.zero, self.gradient_compression, self.local_sgd)
+            ),
+            *self._sequence_problems(),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
         ]
@@ -212,6 +239,41 @@ class HFParallelConfig(Section):
                 "loss would need it later. Set chunked_loss to auto, or zero.stage to 1."
             ]
         return []
+
+    def _sequence_problems(self) -> list[str]:
+        """What a shared sequence cannot be combined with."""
+        if self.sp_size == 1:
+            return []
+        others = {
+            f"zero.engine={self.zero.engine}": (self.zero.engine == "deepspeed", "zero.engine to native"),
+            f"gradient_compression.method={self.gradient_compression.method}": (
+                self.gradient_compression.method != "none",
+                "gradient_compression.method to none",
+            ),
+            f"local_sgd.sync_every={self.local_sgd.sync_every}": (
+                self.local_sgd.sync_every > 1,
+                "local_sgd.sync_every to 1",
+            ),
+            "tensor_parallel.sequence_parallel=true": (
+                self.tensor_parallel.sequence_parallel,
+                "tensor_parallel.sequence_parallel to false",
+            ),
+            f"pipeline.compile_blocks={self.pipeline.compile_blocks}": (
+                self.pipeline.compile_blocks != "none",
+                "pipeline.compile_blocks to none",
+            ),
+            "chunked_loss=true": (self.chunked_loss is True, "chunked_loss to auto"),
+            f"ep_size={self.ep_size}": (self.ep_size > 1, "ep_size to 1"),
+            f"pipeline.schedule={self.pipeline.schedule}": (
+                self.pipeline.schedule in ASYNCHRONOUS,
+                "pipeline.schedule to 1f1b",
+            ),
+        }
+        return [
+            f"sp_size={self.sp_size} with {what} is not available: it has not been shown to be exact. Set {fix}, or sp_size to 1."
+            for what, (given, fix) in others.items()
+            if given
+        ]
 
     def _uncompiled(self) -> list[str]:
         """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""
@@ -337,14 +399,33 @@ class HFParallelConfig(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that together hold one copy of the model: tp_size * pp_size."""
+        """Ranks that together run one batch: tp_size * pp_size * sp_size."""
+        return self.weight_parts * self.sp_size
+
+    @property
+    def weight_parts(self) -> int:
+        """Ranks that together hold one copy of the weights: tp_size * pp_size."""
         return self.tp_size * self.pp_size
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether some rank holds a part of the model only, whatever ZeRO does."""
+        return self.model_parallel_size > 1 or self.ep_size > 1
+
+    @property
+    def sizes_text(self) -> str:
+        """The product of the sizes that a copy takes, for messages."""
+        names, sizes = ["tp_size", "pp_size"], [self.tp_size, self.pp_size]
+        if self.sp_size > 1:
+            names, sizes = [*names, "sp_size"], [*sizes, self.sp_size]
+        return f"{' * '.join(names)} = {' * '.join(map(str, sizes))}"
 
     @property
     def chunks_loss(self) -> bool:
         """Whether the loss is computed without logits, if a trial shows that it can be."""
         wanted = self.chunked_loss
-        return self.model_parallel_size > 1 and not self.zero.shards_parameters if wanted == "auto" else wanted
+        unshared = self.sp_size == 1 and not self.zero.shards_parameters
+        return self.model_parallel_size > 1 and unshared if wanted == "auto" else wanted
 
     @property
     def works_on_blocks(self) -> bool:
@@ -372,9 +453,13 @@ class HFParallelConfig(Section):
         valid = f"{below} or {above}" if below else f"{above}"
         relation = "is not a multiple of" if below else "is below"
         raise ConfigError(
-            f"num_processes={world_size} {relation} tp_size * pp_size = {self.tp_size} * {self.pp_size} = {copy}: every "
-            f"model copy needs {copy} processes. Set num_processes to {valid}, or lower tp_size or pp_size."
+            f"num_processes={world_size} {relation} {self.sizes_text} = {copy}: every "
+            f"model copy needs {copy} processes. Set num_processes to {valid}, or lower {self._lowered}."
         )
+
+    @property
+    def _lowered(self) -> str:
+        return "tp_size, pp_size or sp_size" if self.sp_size > 1 else "tp_size or pp_size"
 
     def _check_replicas(self, dp_size: int, world_size: int) -> None:
         """Refuse what needs several replicas where there is one. One process alone is a trial run of any config."""
@@ -398,11 +483,17 @@ class HFParallelConfig(Section):
             (f"zero.stage={stage}", stage > 0, "so nothing is partitioned", "zero.stage to 0"),
         ]
         for setting, given, why, fix in unmet:
-            if given and dp_size == 1 and world_size > 1:
+            if given and dp_size * self.sp_size == 1 and world_size > 1:
                 raise ConfigError(
-                    f"{setting} with num_processes={world_size} and tp_size * pp_size = {self.tp_size} * {self.pp_size}: there "
+                    f"{setting} with num_processes={world_size} and {self.sizes_text}: there "
                     f"is one replica, {why}. Set {fix}, or num_processes to {2 * world_size}."
                 )
+        if world_size > 1 and dp_size % self.ep_size:
+            raise ConfigError(
+                f"ep_size={self.ep_size} with num_processes={world_size}: neighbouring replicas share the experts, and it does "
+                f"not divide the {dp_size} replicas that tp_size * pp_size = {self.tp_size} * {self.pp_size} leaves. Set ep_size to "
+                f"{math.gcd(self.ep_size, dp_size)}, or num_processes to {self.model_parallel_size * self.ep_size}."
+            )
         if isinstance(shard_size, int) and world_size > 1 and (dp_size % shard_size or shard_size == 1):
             raise ConfigError(
                 f"zero.dp_shard_size={shard_size} with {dp_size} replicas: it is a divisor of {dp_size}, 2 or more. Set "
@@ -411,7 +502,7 @@ class HFParallelConfig(Section):
 
     def to_yaml_section(self) -> dict[str, Any]:
         """Return the plain mapping to write under `hf_parallel:`; settings at their defaults are left out."""
-        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}  # sp_size where it is not 1
         plain: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         return sizes | plain
 

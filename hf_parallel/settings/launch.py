@@ -270,10 +270,14 @@ def _explain(config: HFParallelConfig, world_size: int, origin: str) -> str:
         layout = f"a layout of {world_size} processes that is planned when training starts"
     elif config.zero.engine == "deepspeed":
         layout = f"DeepSpeed ZeRO-{config.zero.stage} over {world_size} processes"
-    elif config.model_parallel_size == 1:
+    elif not config.splits_model:
         layout = f"pure data parallelism over {world_size} processes"
+    elif config.ep_size > 1:
+        sizes = f"pp {config.pp_size} x dp {dp_size}" if config.pp_size > 1 else f"dp {dp_size}"
+        layout = f"{sizes}, experts over ep {config.ep_size} of its ranks, over {world_size} processes"
     else:
-        layout = f"tp {config.tp_size} x pp {config.pp_size} x dp {dp_size} over {world_size} processes"
+        sequence = f" x sp {config.sp_size}" if config.sp_size > 1 else ""
+        layout = f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size} over {world_size} processes"
     return f"{layout}, from {origin}"
 
 

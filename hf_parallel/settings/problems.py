@@ -27,7 +27,7 @@ TRUTH: Final = {
     "off": False,
     "0": False,
 }
-_DP = "The data parallel size is derived: num_processes / (tp_size * pp_size). Remove it, and set num_processes."
+_DP = "The data parallel size is derived: num_processes / (tp_size * pp_size * sp_size). Remove it, and set num_processes."
 _TRAINERS = "It is an argument of TrainingArguments. Remove it here."
 _OUTSIDE = "It stands at the top level of the file, outside of parallelism_config. Move it there."
 # Keys of other programs, and of other places, that mean something here.
@@ -36,6 +36,11 @@ MEANT: Final = {
     **dict.fromkeys(("tp", "tensor_parallel_size", "tensor_model_parallel_size"), "Did you mean tp_size?"),
     **dict.fromkeys(
         ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
+    ),
+    **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), "Did you mean ep_size?"),
+    **dict.fromkeys(
+        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size"),
+        "Did you mean sp_size?",
     ),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
     "offload_optimizer_device": "Did you mean zero.offload_optimizer?",
@@ -133,6 +138,8 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
         details: What pydantic says of it, once for each member of a union; the allowed words and bounds stand there.
         default: The setting's.
     """
+    if isinstance(given, list) and len(given) == 1:
+        return nearest_value(given[0], details, default)
     bounds = [detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})]
     if isinstance(given, str):
         words = [word for detail in details for word in _words_of(detail)]
@@ -141,6 +148,9 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
             return near
         if given.lower() in TRUTH and any(detail["type"].startswith("bool") for detail in details):
             return TRUTH[given.lower()]
+        number = re.fullmatch(r"(\d{1,9})\W*", given)
+        if number and any(detail["type"].startswith("int") for detail in details):
+            return max(1, int(number[1]))
     elif given is True and "cpu" in [word for detail in details for word in _words_of(detail)]:
         return "cpu"
     elif (
@@ -199,8 +209,9 @@ def as_mapping(given: object, name: str = "", model: type[Section] | None = None
             return f"Write {name}: {{{key}: {given}}}."
     if isinstance(given, list) and given and all(isinstance(item, Mapping) for item in given):
         return "Remove the dashes before its keys."
-    if isinstance(given, str) and re.fullmatch(r"[a-z_]+ \S+", given):
-        return f"Write {given.replace(' ', ': ')} with a colon."
+    words = re.fullmatch(r"([a-z_]+) *[ =] *(\S+)", given) if isinstance(given, str) else None
+    if words:
+        return f"Write {words[1]}: {words[2]} with a colon."
     return "Write its keys on lines below it, or leave it out."
 
 

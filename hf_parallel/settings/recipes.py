@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.errors import MAX_LINES, ConfigError
+from hf_parallel.settings.asynchronous_rules import fp16_ahead
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
@@ -166,15 +167,16 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
     """
     problems = []
     kind = shown(accelerate.get("distributed_type", "NO")).strip("'")
-    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.model_parallel_size > 1):
+    shared, also = (f", sp_size={config.sp_size}", ", sp_size") if config.sp_size > 1 else ("", "")
+    if kind in ONE_PROCESS_TYPES and (kind == "MULTI_CPU" or config.splits_model):
         problems.append(
             f"distributed_type={kind!r}: accelerate starts ONE process for it, whatever num_processes says. "
             f"Set distributed_type to MULTI_GPU, and add use_cpu: true on a machine without a GPU."
         )
     if kind in FOREIGN_ENGINES and config.model_parallel_size > 1:
         problems.append(
-            f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}: {kind} wraps the "
-            f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size to 1."
+            f"distributed_type={kind!r} with tp_size={config.tp_size} and pp_size={config.pp_size}{shared}: {kind} wraps the "
+            f"whole model and cannot be cut. Set distributed_type to MULTI_GPU, or tp_size and pp_size{also} to 1."
         )
     ours = config.zero.engine == "deepspeed"
     problems += _deepspeed_file(accelerate, kind) if ours else []
@@ -186,6 +188,9 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
             f"{kind} has of its own."
         )
     problems += _stock_sizes(accelerate.get(SECTION) or {})
+    problems += fp16_ahead(
+        config.pipeline.schedule, accelerate.get("mixed_precision"), "mixed_precision=fp16", "mixed_precision to bf16"
+    )
     num_processes = accelerate.get("num_processes", -1) if world_size is None else world_size
     is_number = isinstance(num_processes, int) and not isinstance(num_processes, bool)
     if not is_number and num_processes is not None:
@@ -225,9 +230,14 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
     """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
+    sequence = f"Remove it, and set {SECTION}.{KEY}.sp_size, which shares the sequence of each row over ranks."
     return [
-        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. Remove it; the sizes "
-        f"stand in {SECTION}.{KEY}."
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. "
+        + (
+            sequence
+            if str(key).endswith(("cp_size", "sp_size"))
+            else f"Remove it; the sizes stand in {SECTION}.{KEY}."
+        )
         for key, value in section.items()
         if key != KEY and value not in (None, 1)
     ]
@@ -274,6 +284,7 @@ def replica_settings(config: HFParallelConfig) -> list[str]:
     """Settings other than tp and pp that are not the defaults and that an engine which drives a run itself ignores."""
     given = {
         f"layout={config.layout}": config.layout == AUTO,
+        f"ep_size={config.ep_size}": config.ep_size > 1,
         f"zero.stage={config.zero.stage}": config.zero.stage > 0,
         f"gradient_compression.method={config.gradient_compression.method}": config.gradient_compression.method
         != "none",

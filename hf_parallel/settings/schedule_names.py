@@ -7,8 +7,19 @@ from typing import Final, Literal
 
 
 ScheduleName = Literal[
-    "1f1b", "gpipe", "naive", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev", "csv"
+    "1f1b",
+    "gpipe",
+    "naive",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
+    "csv",
+    "pipedream",
+    "pipedream_2bw",
 ]
+# Schedules that do not drain the pipeline between optimizer steps; they have one stage on each rank.
+ASYNCHRONOUS: Final = ("pipedream", "pipedream_2bw")
 # Names that the papers use; valid wherever a schedule is named, and shown by the full name.
 SHORT_NAMES: Final = {
     "zb": "interleaved_zero_bubble",

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from hf_parallel.settings.schedule_names import STAGES_PER_RANK, ScheduleName, full_name
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, ScheduleName, full_name
 
 
 MAX_SHOWN = 80  # characters of a value in a message
@@ -131,6 +131,12 @@ class PipelineConfig(Section):
         BeforeValidator(number),
         Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
     ] = "auto"
+    vertical_sync: Annotated[
+        bool,
+        Field(
+            description="of 'pipedream': true, a microbatch meets the weights of one update in all stages (false is refused)"
+        ),
+    ] = True
     split: Annotated[
         Literal["balanced", "even"] | tuple[NonNegative, ...],
         BeforeValidator(as_tuple),
@@ -173,13 +179,17 @@ class PipelineConfig(Section):
 
     def parts_of_batch(self, pp_size: int) -> int:
         """Microbatches that a batch is cut into, at most its rows; "auto" is twice the ranks."""
-        return 2 * pp_size if self.num_microbatches == "auto" else self.num_microbatches
+        if self.num_microbatches != "auto":
+            return self.num_microbatches
+        return 1 if self.schedule == "pipedream" else 2 * pp_size
 
     def stages_on_a_rank(self) -> int | None:
         """Stages on each rank; None for a schedule file, which says it itself."""
         if self.schedule == "csv":
             return None
-        return STAGES_PER_RANK[self.schedule][0] if self.stages_per_rank == "auto" else self.stages_per_rank
+        if self.stages_per_rank != "auto":
+            return self.stages_per_rank
+        return 1 if self.schedule in ASYNCHRONOUS else STAGES_PER_RANK[self.schedule][0]
 
     def problems(self, pp_size: int) -> list[str]:
         """Settings that contradict each other or do not fit `pp_size` pipeline ranks, one line each."""
@@ -210,7 +220,7 @@ class PipelineConfig(Section):
                 f"pipeline.stages_per_rank={spelled(count)} with pp_size={pp_size}: that makes {stages} stages, and "
                 f"at most {MAX_SIZE} can be planned. Lower pp_size or pipeline.stages_per_rank."
             )
-        needed, only = STAGES_PER_RANK[name]
+        needed, only = (1, True) if name in ASYNCHRONOUS else STAGES_PER_RANK[name]
         if count != "auto" and (count != needed if only else count < needed):
             problems.append(
                 f"pipeline.stages_per_rank={count} with pipeline.schedule={name}: the schedule runs "

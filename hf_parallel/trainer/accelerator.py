@@ -30,6 +30,7 @@ from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.model_folder import counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
@@ -44,6 +45,7 @@ def refuse_in_loop(config: HFParallelConfig) -> None:
     given = {
         "global_batch_size": config.global_batch_size,
         "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
+        "pipeline.schedule": config.pipeline.schedule if config.pipeline.schedule in ASYNCHRONOUS else None,
     }
     unread = [f"{name}={value}" for name, value in given.items() if value is not None] + config.monitor.asked
     if unread:
@@ -100,8 +102,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if session.holds(model) or (is_trained(model) and not evaluation_mode):
             return False
         if first is None and session.raw_loop:
-            return session.config.model_parallel_size == 1
-        if session.config.model_parallel_size > 1:
+            return not session.config.splits_model
+        if session.config.splits_model:
             session.keep_whole(model, first)
         return True
 
@@ -171,7 +173,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             prepared.watchdog = self.hf_parallel.watchdog
             prepared.gradients, prepared.own_hooks = self.hf_parallel_engine.gradients, hooks
             config, shape = self.hf_parallel.config, self.hf_parallel.mesh.shape
-            prepared.is_part = shape.mp_size > 1 or (shape.dp_size > 1 and config.zero.stage > 0)
+            prepared.is_part = shape.mp_size * shape.ep_size > 1 or (shape.num_copies > 1 and config.zero.stage > 0)
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -30,14 +30,17 @@ from hf_parallel.deepspeed.trainer import (
 from hf_parallel.engine.opening import batch_line
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.expert_parallel.plan import refuse_without_experts
 from hf_parallel.memory.disk import disk_shortages
-from hf_parallel.mesh import compare_over_ranks, ranks_per_node
+from hf_parallel.mesh import compare_settings, ranks_per_node
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.accumulation import accumulation_for, accumulation_steps
+from hf_parallel.settings.asynchronous_rules import fp16_ahead, too_few
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.accelerator import attach_accelerator
 from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
@@ -122,6 +125,7 @@ class HFParallelCallback(TrainerCallback):
                 tp_size=self.config.tp_size,
                 shares_parameters=shares,
             )
+            refuse_without_experts(trainer.model, self.config.ep_size)
             unread = unread_of(trainer.model)
             if unread is not None:
                 unread.check(self.config)
@@ -146,7 +150,7 @@ class HFParallelCallback(TrainerCallback):
         set_accumulation(trainer, self.config)
         take_over(trainer)
         settings = json.dumps(self.config.to_yaml_section(), sort_keys=True)
-        compare_over_ranks("config", settings, lambda rank: f"rank {rank}")
+        compare_settings(settings, self.explanation)
         parameters = num_parameters(trainer)
         nodes = max(1, trainer.args.world_size // ranks_per_node())
         short = disk_shortages(parameters, self.config.zero, nodes)
@@ -213,7 +217,7 @@ def attach_trainer(trainer: Trainer, session: Session) -> None:
     attach_accelerator(accelerator, session)
     _mix_in(trainer)
     if session.config.monitor.records:
-        trainer.add_callback(MonitorCallback(session))
+        trainer.add_callback(MonitorCallback(session, trainer.callback_handler))
     trainer.gather_function = functools.partial(
         accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )
@@ -280,6 +284,8 @@ def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
             f"pp_size={config.pp_size}",
             "that of each microbatch is drawn from a stream of its own, like dropout",
         )
+    elif config.sp_size > 1:
+        where, why = f"sp_size={config.sp_size}", "each part of a row draws numbers of its own, as for its dropout"
     elif config.tp_size > 1 and config.tensor_parallel.sequence_parallel:
         where, why = (
             "sequence_parallel: true",
@@ -306,6 +312,25 @@ def _without_effect(args: TrainingArguments) -> list[str]:
     return found
 
 
+def _asynchronous(args: TrainingArguments, config: HFParallelConfig) -> list[str]:
+    """What a schedule that does not drain the pipeline cannot have of a Trainer."""
+    name, found = config.pipeline.schedule, []
+    if name not in ASYNCHRONOUS:
+        return []
+    batches = args.gradient_accumulation_steps
+    found += fp16_ahead(name, "fp16" if args.fp16 else "no", "fp16=True", "bf16=True")
+    if name == "pipedream" and batches > 1:
+        found.append(
+            f"gradient_accumulation_steps={batches} with pipeline.schedule=pipedream: it updates the weights after every microbatch. "
+            "Set gradient_accumulation_steps to 1, or pipeline.schedule to pipedream_2bw."
+        )
+    if name == "pipedream_2bw":
+        rows = args.per_device_train_batch_size
+        parts = min(rows, config.pipeline.parts_of_batch(config.pp_size))
+        found += too_few(parts * batches, config.pp_size)
+    return found
+
+
 def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     """Refuse Trainer settings that would have no effect or a wrong one; all at once.
 
@@ -327,6 +352,7 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "bf16_full_eval or fp16_full_eval=True with zero.stage 3: ranks gather their parts in the dtype the model was prepared "
             "in, and this casts the parts afterwards. Leave them False; bf16=True autocasts evaluation too."
         )
+    problems += _asynchronous(args, config)
     if args.n_gpu > 1:
         problems.append(f"{args.n_gpu} GPUs in one process (DataParallel). Launch one process a GPU.")
     if args.eval_use_gather_object:

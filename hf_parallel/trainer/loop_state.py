@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ from hf_parallel.trainer.model_folder import whole_state, write_model
 LISTING = "hf_parallel_state.json"
 PARTS = "parts.pt"
 FORMAT = 1
+OURS = re.compile(r"parts\.pt|rank_[0-9]+\.pt|custom_checkpoint_[0-9]+\.pkl|training_state.*|optimizer_[0-9]+")
 
 
 def holdings_of(accelerator: HFParallelAccelerator) -> Holdings:
@@ -164,7 +166,7 @@ def _put_in_place(folder: Path, staging: Path, mesh: Mesh, accelerator: HFParall
     shape = mesh.shape
     facts = {
         "format": FORMAT,
-        "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "mesh": shape.sizes,
         **_counts(accelerator),
         "files": {name: [one.bytes, one.sha256] for name, one in sorted(files.items())},
     }
@@ -267,6 +269,12 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
             raise CheckpointError(
                 f"{folder / name} is damaged: its content is not what {LISTING} says. Load another state."
             )
+    read = [name for name in files_of_state(folder) if name not in files]
+    if read or PARTS not in files:
+        raise CheckpointError(
+            f"{folder / (read[0] if read else PARTS)} is not in {LISTING}: no save wrote it there, and it would be read as a part of the "
+            "state. Move it away, or load another state."
+        )
     here = _counts(accelerator)
     for kind, count in counts.items():
         if count != here[kind]:
@@ -275,7 +283,31 @@ def _checked(folder: Path, mesh: Mesh, accelerator: HFParallelAccelerator) -> di
                 f"{folder} has the state of {count} {what}, this run has {here[kind]}. Prepare and register the same ones "
                 "before load_state()."
             )
+    _refuse_other_counts(folder, MeshShape(**facts["mesh"]).dp_size, mesh.shape.dp_size, accelerator)
     return facts
+
+
+def files_of_state(folder: Path) -> list[str]:
+    """What lies in a folder under the names of a state, whoever put it there; weights are not looked at."""
+    return sorted(
+        path.relative_to(folder).as_posix()
+        for top in folder.iterdir()
+        if OURS.fullmatch(top.name)
+        for path in ([top] if top.is_symlink() or not top.is_dir() else top.rglob("*"))
+        if path.is_symlink() or not path.is_dir()
+    )
+
+
+def _refuse_other_counts(folder: Path, saved: int, here: int, accelerator: HFParallelAccelerator) -> None:
+    """A scheduler that accelerate steps once a replica has another position than the same updates give it here."""
+    steps_often = (each.step_with_optimizer and not each.split_batches for each in prepared_by(accelerator).schedulers)
+    if saved != here and any(steps_often):
+        raise CheckpointError(
+            f"{folder} was saved with {saved} replicas and this run has {here}: accelerate steps a prepared scheduler once a replica "
+            f"and update, so its saved position is {saved} an update and it would go on with {here}, at another learning rate. Make "
+            "both accelerators with step_scheduler_with_optimizer=False and step the scheduler after each update (if "
+            "accelerator.sync_gradients), or load the state with as many replicas."
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

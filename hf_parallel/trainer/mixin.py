@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
-from hf_parallel.trainer.monitoring import Timed, monitor_of, shorten_screen
+from hf_parallel.trainer.monitoring import Timed, monitor_of
 from hf_parallel.trainer.user_code import UserCode, is_users
 
 
@@ -41,6 +42,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
 
     accelerator: HFParallelAccelerator
     _hf_parallel_window: list[tuple[Any, Announced, dict[str, Any]]]
+    _hf_parallel_following: deque[tuple[list[Any], Any, list[tuple[Any, Announced, dict[str, Any]]]]]
     _hf_parallel_watched: UserCode | None = None
     _hf_parallel_additive: tuple[Callable[..., Any], bool] | None
     _hf_parallel_epoch_begins: bool = False
@@ -88,7 +90,6 @@ class HFParallelTrainerMixin(CheckpointMixin):
                 **(monitor.logged() if monitor is not None else {}),
                 **(wire.report() if wire is not None else {}),
             }
-            shorten_screen(self.callback_handler.callbacks)
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,11 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """As stock; remembers how many batches a step has, in case a callback changes that within the epoch."""
         self._hf_parallel_accumulation = self.args.gradient_accumulation_steps
         self._hf_parallel_epoch_begins = True  # workers start, data is shuffled
+        self._hf_parallel_following = deque()
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._hf_parallel_following.clear()
+        if self._pipeline is not None and self._pipeline.ahead is not None:
+            self._pipeline.ahead.give_up()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -132,22 +137,34 @@ class HFParallelTrainerMixin(CheckpointMixin):
         """As stock; announces the window, so that its batches run as the microbatches of one schedule."""
         self._hf_parallel_window = []
         begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
-        monitor = monitor_of(self)
+        monitor, pipeline = monitor_of(self), self._pipeline
+        ahead = None if pipeline is None else pipeline.ahead
+        later = vars(self).setdefault("_hf_parallel_following", deque())
         with self._doing("is in the data loader", in_steps=not begins):
-            if monitor is None:
-                samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-            else:
+            read: Iterator[Any] = epoch_iterator
+            if monitor is not None:
                 monitor.begin_step(self.state.global_step + 1)
-                timed = Timed(epoch_iterator, monitor.recorder)
-                samples, num_items = super().get_batch_samples(timed, num_batches, device)
+                read = Timed(epoch_iterator, monitor.recorder)
+            steps_left = self.state.max_steps - self.state.global_step
+            while not later or len(later) < min(steps_left, 1 + (0 if ahead is None else ahead.delay)):
+                fetched = super().get_batch_samples(read, num_batches, device)
+                if later and not fetched[0]:
+                    break  # the epoch ends
+                later.append((*fetched, self._announced(fetched[0])))
+            samples, num_items, self._hf_parallel_window = later.popleft()
+            if monitor is not None:
                 monitor.read(samples)
-        pipeline = self._pipeline
-        if pipeline is not None and self._leaves_batches_alone() and all(isinstance(s, dict) for s in samples):
-            prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
-            announced = [Announced(sample) for sample in samples]
-            self._hf_parallel_window = list(zip(samples, announced, prepared, strict=True))
-            pipeline.begin_window(prepared)
+        if pipeline is not None and len(samples) == len(self._hf_parallel_window):
+            following = [([prepared for _, _, prepared in window], count) for _, count, window in later]
+            pipeline.begin_window([prepared for _, _, prepared in self._hf_parallel_window], following)
         return samples, num_items
+
+    def _announced(self, samples: list[Any]) -> list[tuple[Any, Announced, dict[str, Any]]]:
+        """Each batch with its tensors as they are now and on the device; nothing if others than stock code handle them."""
+        if self._pipeline is None or not self._leaves_batches_alone() or not all(isinstance(s, dict) for s in samples):
+            return []
+        prepared = [super(HFParallelTrainerMixin, self)._prepare_inputs(sample) for sample in samples]
+        return [(sample, Announced(sample), own) for sample, own in zip(samples, prepared, strict=True)]
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As stock; a batch of the announced window keeps the tensors it was announced with, unless it was changed."""

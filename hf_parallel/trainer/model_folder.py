@@ -33,7 +33,7 @@ from hf_parallel.tensor_parallel.run.parts import shard_of
 def is_whole(engine: Engine) -> bool:
     """Whether every rank holds the whole model, equal on all, so that one may save it by itself."""
     replicas = engine.gradients.replicas
-    return engine.mesh.shape.mp_size == 1 and replicas.sharded is None and replicas.local is None
+    return engine.mesh.model_group is None and replicas.sharded is None and replicas.local is None
 
 
 def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Meeting) -> None:
@@ -46,7 +46,7 @@ def install_saving(engine: Engine, save: Callable[..., Any] | None, meeting: Mee
     """
     if save is not None:
         vars(engine.model)["save_pretrained"] = functools.partial(_save_pretrained, engine, save, meeting)
-    if engine.mesh.shape.mp_size > 1 or engine.gradients.replicas.sharded is not None:
+    if engine.mesh.model_group is not None or engine.gradients.replicas.sharded is not None:
         held = engine.attachment.ledger.held_by(engine.mesh.pp_rank)
         tied = [entry.aliases for entry in held if len(entry.aliases) > 1]
         mark_parts(engine.model, functools.partial(take_whole, engine), shard_of, tied)
@@ -99,7 +99,7 @@ def install_counts(engine: Engine, whole: Counts) -> None:
     def get_nb_trainable_parameters() -> tuple[int, int | None]:
         return sum(sizes[name] for name in trained()), whole.of_peft
 
-    if engine.mesh.shape.mp_size > 1:
+    if engine.mesh.model_group is not None:
         own = vars(engine.model)
         if hasattr(engine.model, "num_parameters") and not getattr(engine.model, "is_loaded_in_4bit", False):
             own["num_parameters"] = num_parameters
@@ -132,7 +132,7 @@ def take_whole(engine: Engine, state: dict[str, Any], prefix: str) -> None:
         if tensor is None:
             continue
         if tuple(mine.shape) == entry.shape and not isinstance(mine, DTensor):
-            part = mine if entry.spec is None else entry.spec.shard(mine, mesh.shape.tp_size, mesh.tp_rank)
+            part = mine if entry.spec is None else entry.spec.shard(mine, mesh.parts.size, mesh.parts.rank)
             local_of(tensor).copy_(rows_of(tensor, part))
             mine = tensor.detach()
         for name in here.intersection(entry.aliases):

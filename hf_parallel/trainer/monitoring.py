@@ -1,13 +1,14 @@
-"""How a Trainer drives the monitor: a callback of ours, and the iterator of its batches."""
+"""How a Trainer drives the monitor: a callback of ours, the iterator of its batches, and what its console shows."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -17,20 +18,15 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import CallbackHandler
 
 from hf_parallel.engine.session import Session
 from hf_parallel.monitor.recorder import Recorder
+from hf_parallel.monitor.report.console import PREFIX, line_of
 from hf_parallel.monitor.report.monitor import Monitor
 
 
-# What a line on the screen has of ours; trackers, `trainer_state.json` and the report have all of it.
-ON_SCREEN: Final = (
-    "monitor/tokens_per_s",
-    "monitor/step_s",
-    "monitor/bubble",
-    "monitor/memory_gb",
-    "compression/ratio",
-)
+SHOWN = (PrinterCallback.on_log, ProgressCallback.on_log)  # what prints all keys of an entry
 
 
 class MonitorCallback(TrainerCallback):
@@ -38,10 +34,11 @@ class MonitorCallback(TrainerCallback):
 
     Args:
         session: The parallel run.
+        handler: Has the callbacks that print to the console.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, handler: CallbackHandler) -> None:
+        self._session, self._handler = session, handler
         self.monitor: Monitor | None = None
 
     def on_train_begin(
@@ -49,6 +46,9 @@ class MonitorCallback(TrainerCallback):
     ) -> None:
         """The model is parallelized by now."""
         session = self._session
+        if session.config.monitor.metrics:
+            for callback in self._handler.callbacks:
+                shorten(callback)
         if session.engine is not None and session.engine.recorder.on:
             self.monitor = Monitor(session.engine, session.config, session.schedule, Path(str(args.output_dir)))
 
@@ -75,28 +75,31 @@ class MonitorCallback(TrainerCallback):
             monitor.end()
 
 
+def shorten(callback: TrainerCallback) -> None:
+    """Have a stock callback print what it prints without a monitor, and one line of metrics below it; others stay as they are."""
+    if getattr(type(callback), "on_log", None) not in SHOWN or "on_log" in vars(callback):
+        return
+    stock = callback.on_log
+
+    @functools.wraps(stock)
+    def on_log(
+        args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        if f"{PREFIX}step_s" not in logs:
+            return stock(args, state, control, logs=logs, **kwargs)
+        stock(args, state, control, logs={k: v for k, v in logs.items() if not k.startswith(PREFIX)}, **kwargs)
+        is_printer = isinstance(callback, PrinterCallback)
+        if state.is_local_process_zero if is_printer else state.is_world_process_zero:
+            tqdm.write(line_of(logs, state.global_step, state.max_steps))  # beside a bar, if there is one
+        return None
+
+    vars(callback)["on_log"] = on_log
+
+
 def monitor_of(trainer: Trainer) -> Monitor | None:
     """What measures the training of a Trainer that runs now."""
     callbacks = trainer.callback_handler.callbacks
     return next((one.monitor for one in callbacks if isinstance(one, MonitorCallback)), None)
-
-
-def shorten_screen(callbacks: Sequence[TrainerCallback]) -> None:
-    """Let the Trainer's own callbacks that print show few of our numbers; what users and trackers see is whole.
-
-    Args:
-        callbacks: Of a Trainer.
-    """
-    for one in callbacks:
-        if type(one) in (PrinterCallback, ProgressCallback) and "on_log" not in vars(one):
-            vars(one)["on_log"] = partial(_print_few, one.on_log)
-
-
-def _print_few(on_log: Callable[..., None], *args: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-    ours = [name for name in logs or () if name.startswith(("monitor/", "compression/")) and name not in ON_SCREEN]
-    if logs is not None and ours:
-        logs = {name: value for name, value in logs.items() if name not in ours}
-    on_log(*args, logs=logs, **kwargs)
 
 
 class Timed:

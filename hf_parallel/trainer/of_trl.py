@@ -27,18 +27,24 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     found, kind = [], _of_trl(trainer)
     if kind is None:
         return []
-    sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}"
-    if config.model_parallel_size > 1 and not kind.__module__.startswith(ON_STAGES):
+    if config.sp_size > 1:
+        found.append(
+            f"{kind.__name__} with sp_size={config.sp_size}: TRL's losses read single tokens of the whole row from a forward of its own, "
+            "which is not known to be exact on parts of a row. Set sp_size to 1, or train with transformers' Trainer."
+        )
+    sizes = f"pp_size={config.pp_size}, tp_size={config.tp_size}{f', ep_size={config.ep_size}' if config.ep_size > 1 else ''}"
+    axes = "pp_size, tp_size and ep_size" if config.ep_size > 1 else "pp_size and tp_size"
+    if config.splits_model and not kind.__module__.startswith(ON_STAGES):
         found.append(
             f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
-            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set pp_size and tp_size to 1 (replicas, ZeRO), or "
-            "generate the data first and train on it with one of these."
+            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set "
+            f"{axes} to 1 (replicas, ZeRO), or generate the data first and train on it with one of these."
         )
-    shared = config.model_parallel_size > 1 or config.zero.shards_parameters
+    shared = config.splits_model or config.zero.shards_parameters
     if shared and getattr(trainer.args, "sync_ref_model", False):
         found.append(
             f"sync_ref_model=True with {sizes}, zero.stage={config.zero.stage}: the reference model would be averaged with the "
-            "parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or pp_size and tp_size to 1 "
+            f"parameters that a rank has, which are a part of the model. Set sync_ref_model to False, or {axes} to 1 "
             "and zero.stage to 2 or less."
         )
     return found

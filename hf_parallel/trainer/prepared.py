@@ -64,11 +64,6 @@ class HFParallelOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.gradients.settle_states()
         super().load_state_dict(plain_state(state_dict))
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As stock; those that the model's parameters show go too."""
-        super().zero_grad(set_to_none)
-        self.gradients.shown.cleared()
-
     def step(self, closure: Any = None) -> None:
         """As stock."""
         self.own_hooks.begin()

@@ -50,7 +50,9 @@ class ResumeMixin(SavingMixin):
         replicas = attachment.gradients.replicas
         settings = config.gradient_compression if replicas.local is None else config.local_sgd.compression
         held = attachment.parameters, attachment.buffers
-        return Holdings(attachment.ledger, attachment.mesh, *held, replicas, settings)
+        ahead = engine.ahead if isinstance(engine, PipelineEngine) else None
+        versions = ahead.versions if ahead is not None else None
+        return Holdings(attachment.ledger, attachment.mesh, *held, replicas, settings, versions)
 
     def _held_alone(self) -> Holdings:
         model: nn.Module = self.accelerator.unwrap_model(self.model)

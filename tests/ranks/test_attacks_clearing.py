@@ -75,6 +75,32 @@ def between(change: Callable[[Any], None], *, accumulates: bool = False) -> Call
     return body
 
 
+def kept(change: Callable[[Any], None]) -> Callable[[Loop], None]:
+    """Nobody clears gradients after a step; those of the next step are added to them, and changed between its batches."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            with loop.accelerator.no_sync(loop.model):
+                loop.backward(step)
+            change(loop.model)
+            loop.backward(step + 1)
+            loop.optimizers[0].step()
+
+    return body
+
+
+def cleared_late(loop: Loop) -> None:
+    """`zero_grad` at the head of the loop: while batches accumulate accelerate passes it over, and before the last it clears."""
+    loop.prepare()
+    for step in range(STEPS):
+        for batch in range(2):
+            loop.accelerator.gradient_state._set_sync_gradients(batch == 1)
+            loop.optimizers[0].zero_grad()
+            loop.backward(2 * step + batch)
+            loop.optimizers[0].step()
+
+
 def clear_all(model: Any) -> None:
     model.zero_grad()
 
@@ -127,6 +153,11 @@ BODIES: dict[str, Callable[[Loop], None]] = {
     "assigned_between": between(assign),
     "forgotten_within": between(forget, accumulates=True),
     "shrunk_within": between(shrink, accumulates=True),
+    "kept_within": kept(lambda model: None),
+    "kept_shrunk": kept(shrink),
+    "kept_cleared": kept(clear),
+    "kept_forgotten": kept(forget),
+    "cleared_late": cleared_late,
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "forgotten": ("zero1", "zero3"),
@@ -138,6 +169,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "forgotten_between": ("zero3",),
     "assigned_between": ("zero3",),
     "shrunk_within": ("zero3",),
+    "kept_shrunk": ("dp2", "zero1", "pp2"),
+    "kept_forgotten": ("zero1",),
+    "cleared_late": ("dp2",),
 }
 MORE: dict[str, tuple[str, ...]] = {
     "forgotten": ("zero2", "pp2", "zero1_offload"),
@@ -156,6 +190,11 @@ MORE: dict[str, tuple[str, ...]] = {
     "assigned_between": ("dp2",),
     "forgotten_within": ("dp2", "zero1", "zero2", "zero3", "pp2", "tp2"),
     "shrunk_within": ("dp2", "zero1", "zero2", "pp2"),
+    "kept_within": ("dp2", "zero1", "zero2", "zero3", "zero1_offload", "pp2", "tp2"),
+    "kept_shrunk": ("zero2", "zero3", "zero1_offload", "tp2"),
+    "kept_cleared": ("dp2", "zero1", "zero2", "zero3", "pp2"),
+    "kept_forgotten": ("dp2", "zero2", "zero3", "pp2", "tp2"),
+    "cleared_late": ("zero1", "zero2", "zero3", "pp2", "tp2"),
 }
 
 

@@ -76,7 +76,13 @@ def with_scale() -> Any:
 
 
 def written_by_loss(
-    loop: Loop, *, first: int = 0, replaced: bool = False, alone: bool = False, sends: bool = True
+    loop: Loop,
+    *,
+    first: int = 0,
+    replaced: bool = False,
+    hidden: bool = False,
+    alone: bool = False,
+    sends: bool = True,
 ) -> None:
     """A running mean of the loss, which the loss is weighed with, from step `first` on."""
     loop.replica, loop.replicas = loop.accelerator.process_index, loop.accelerator.num_processes
@@ -90,7 +96,10 @@ def written_by_loss(
                 loss = loop.loss(2 * step + batch)
                 if step >= first and not (alone and loop.replica):
                     mean = 0.5 * own.scale + loss.detach()
-                    own.scale = mean if replaced else own.scale.copy_(mean)
+                    if replaced:
+                        own.scale = mean
+                    else:
+                        (own.scale.data if hidden else own.scale).copy_(mean)
                 loop.accelerator.backward(loss / own.scale)
         loop.step()
 
@@ -101,6 +110,7 @@ LOSSES: dict[str, Callable[[Loop], None]] = {
     "replaced": functools.partial(written_by_loss, replaced=True),
     "unsent": functools.partial(written_by_loss, sends=False),
     "late": functools.partial(written_by_loss, first=3),
+    "hidden": functools.partial(written_by_loss, first=3, hidden=True),
     "late_replaced": functools.partial(written_by_loss, first=3, replaced=True),
 }
 MODELS |= dict.fromkeys(LOSSES, with_scale)
@@ -117,7 +127,7 @@ EXPECTED = {
     ("spectral", "dp2"): "ddp",
     ("spectral", "zero1"): "ddp",
     ("spectral", "pp2"): WRITES,
-    **{(name, "dp2"): "ddp" for name in ("written", "replaced", "unsent", "late", "late_replaced")},
+    **{(name, "dp2"): "ddp" for name in ("written", "replaced", "unsent", "late", "hidden", "late_replaced")},
     ("written", "zero3"): "ddp",
     ("written", "tp2"): "one",
     ("replaced", "pp2"): "one",
@@ -152,11 +162,14 @@ def test_models_with_state(name: str, layout: str, runs: list[dict[str, Any]]) -
             assert user_loops.difference(mine, found[f"{name}-{expected}"]) < 1e-5
 
 
-def alone(rank: int, world_size: int) -> Any:
+def alone(rank: int, world_size: int, hidden: bool) -> Any:
     buffers.PATIENCE_S = 2.0
-    return user_loops.run("dp2", functools.partial(written_by_loss, first=3, alone=True), build=with_scale)
+    return user_loops.run(
+        "dp2", functools.partial(written_by_loss, first=3, alone=True, hidden=hidden), build=with_scale
+    )
 
 
-def test_a_buffer_that_one_replica_alone_changes_late_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_buffer_that_one_replica_alone_changes_late_is_refused(hidden: bool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=UNEQUAL):
-        run_ranks(alone, 2, tmp_path=tmp_path, env=ENV)
+        run_ranks(alone, 2, hidden, tmp_path=tmp_path, env=ENV)

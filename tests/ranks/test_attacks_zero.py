@@ -192,6 +192,78 @@ def unprepared(loop: Loop) -> None:
         optimizer.zero_grad()
 
 
+def changing(change: Callable[[Any], object], *, only: str = "") -> Callable[[Loop], None]:
+    """Of every matrix after a step, outside of autograd."""
+
+    def body(loop: Loop) -> None:
+        loop.prepare()
+        for step in range(STEPS):
+            loop.backward(step)
+            loop.step()
+            with torch.no_grad():
+                for name, parameter in loop.named().items():
+                    if parameter.ndim > 1 and only in name:
+                        change(parameter)
+
+    return body
+
+
+def masked(parameter: Any) -> None:
+    parameter[parameter.abs() < 0.01] = 0
+
+
+def masked_by_others(parameter: Any) -> None:
+    """A mask that is a plain tensor, which all ranks draw alike."""
+    generator = torch.Generator().manual_seed(parameter.shape[1])
+    parameter.data[torch.rand(parameter.shape, generator=generator) < 0.1] = 0
+    parameter.mul_(torch.rand(parameter.shape, generator=generator) > 0.1)
+    parameter.add_(torch.rand(parameter.shape[1:], generator=generator), alpha=1e-3)
+
+
+def permuted(parameter: Any) -> None:
+    parameter[torch.tensor([3, 9])] = 0.01
+    parameter.copy_(parameter[torch.arange(len(parameter) - 1, -1, -1)])
+
+
+def flattened(parameter: Any) -> None:
+    """Of 99 rows, which two ranks do not share out evenly."""
+    parameter.copy_(parameter.view(-1).view_as(parameter))
+
+
+def skipped(loop: Loop) -> None:
+    """A step without gradients counts for nothing: the moments and their number of steps stay."""
+
+    def drop(step: int) -> None:
+        for parameter in loop.named().values() if step == 1 else ():
+            parameter.grad = None
+
+    trained(loop, drop)
+
+
+def temperature(loop: Loop) -> None:
+    """A parameter that the loss reads past the model: its gradient may be the first to arrive."""
+    loop.model.temperature = torch.nn.Parameter(torch.ones(1))
+    loop.prepare()
+    for step in range(STEPS):
+        loop.accelerator.backward(loop.loss(step) * loop.accelerator.unwrap_model(loop.model).temperature.sum())
+        loop.step()
+
+
+def as_array(parameter: Any) -> None:
+    parameter.detach().numpy()[:] *= 0.5
+
+
+def resized(loop: Loop) -> None:
+    loop.prepare()
+    loop.model.resize_token_embeddings(120)
+
+
+WHOLE: dict[str, Callable[[Loop], None]] = {
+    body.__name__: changing(body) for body in (masked, masked_by_others, permuted)
+}
+WHOLE |= {body.__name__: changing(body, only="embed") for body in (flattened, as_array)}
+
+
 BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (amplified, swapped, plain, unprepared)}
 BODIES |= {f"{name}_gradient": rows(change, of_gradient=True) for name, change in ROWS.items()}
 BODIES |= {f"{name}_weight": rows(change, of_gradient=False) for name, change in ROWS.items()}
@@ -199,6 +271,7 @@ BODIES |= {name: through_groups(change) for name, change in CHANGES.items()}
 BODIES |= {f"{name}_inside": through_groups(change, inner=True) for name, change in CHANGES.items()}
 BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
 BODIES |= {"clamped_last_inside": through_groups(CHANGES["clamped"], STEPS - 1, inner=True)}
+BODIES |= WHOLE | {"resized": resized, "skipped": skipped, "temperature": temperature}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
 OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
@@ -225,6 +298,14 @@ EXPECTED: dict[str, dict[str, str]] = {
     "looked_at_inside": {"zero1": "", "tp2": ""},
     "pruned": {"dp2": "", "zero1": IS_PART, "zero2": IS_PART, "tp2": IS_PART, "zero3": "", "pp2": ""},
     "halved": {"zero1": "", "zero1_offload": "", "tp2": ""},
+    "masked": {"zero3": "", "zero1": "", "dp2": ""},
+    "masked_by_others": {"zero3": "", "zero1": ""},
+    "permuted": {"zero3": "", "zero1": ""},
+    "flattened": {"zero3": "aten.view.default on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
+    "as_array": {"zero3": "numpy() on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
+    "skipped": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "zero3": "", "pp2": ""},
+    "temperature": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
+    "resized": dict.fromkeys(("zero3", "tp2", "pp2", "zero1"), "resize_token_embeddings() was called after"),
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
 }
 for name in ROWS:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -73,6 +74,16 @@ def unlike_configs(rank: int, folder: str) -> None:
 
 def unlike_layouts(rank: int, folder: str) -> None:
     trainer_on([PP2, TP2][rank], folder)
+
+
+def unlike_configs_of_machines(rank: int, folder: str) -> None:
+    with mock.patch("socket.gethostname", return_value=f"node{rank}"):
+        unlike_configs(rank, folder)
+
+
+def unlike_batches_of_machines(rank: int, folder: str) -> None:
+    with mock.patch("socket.gethostname", return_value=f"node{rank}"):
+        unlike_batches(rank, folder)
 
 
 def unlike_models(rank: int, folder: str) -> None:
@@ -210,6 +221,8 @@ def half_of_the_parameters_clipped(rank: int, folder: str) -> None:
 REFUSALS: dict[Callable[[int, str], None], str] = {
     unlike_batches: r"RankMismatchError: rank 1 \(pp 1 of 2\) read a different batch than rank 0 .*seeded alike",
     unlike_configs: r"RankMismatchError: rank 1.* made another config than rank 0.*num_microbatches\": 4.*num_microbatches\": 5.*same YAML",
+    unlike_configs_of_machines: r"RankMismatchError: rank 1 on node1 \[.* in code.*\] made another config than rank 0 on node0 \[.*in code",
+    unlike_batches_of_machines: r"rank 1 \(pp 1 of 2\) on node1 read a different batch than rank 0 \(pp 0 of 2\) on node0",
     unlike_layouts: r"RankMismatchError: rank 1 made another config than rank 0",
     unlike_models: r"RankMismatchError: rank 1 \(pp 1 of 2\) made another plan than rank 0.*load the same model",
     forward_replaced: r"UnsupportedError: model\.forward was replaced by transformers\..*LlamaForCausalLM\.forward",

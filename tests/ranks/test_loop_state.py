@@ -184,6 +184,38 @@ def test_a_state_is_loaded_under_another_layout(saver: str, loader: str, stock: 
     np.testing.assert_allclose(found["resumed"], stock[reference_of(loader)]["straight"][3:], atol=1e-5)
 
 
+def counts_main(rank: int, world_size: int, folder: str, saves: bool) -> list[Any]:
+    """The learning rates of three steps, and of three more after a state; whatever the number of replicas."""
+    from hf_parallel import ParallelError
+
+    found: list[Any] = []
+    for counts in (True, False):
+        where = f"{folder}/{counts}"
+        parts = start({}, tiny.llama(), step_scheduler_with_optimizer=counts)
+        if not saves:
+            try:
+                parts[0].load_state(where)
+            except ParallelError as error:
+                found.append(str(error))
+        found.append([step[2] for step in train(parts, parts[3], 3)])
+        if saves:
+            parts[0].save_state(where)
+        parts[0].hf_parallel.watchdog.stop()
+    return found
+
+
+def test_a_scheduler_that_counts_replicas_goes_on_with_as_many_only(tmp_path: Path) -> None:
+    """One that counts updates goes on under any number."""
+    run_ranks(counts_main, 2, str(tmp_path), True, tmp_path=tmp_path, env=ENV)
+    args = counts_main, 1, str(tmp_path), False
+    refused, _, resumed = run_ranks(*args, tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    assert (
+        "was saved with 2 replicas and this run has 1: accelerate steps a prepared scheduler once a replica" in refused
+    )
+    assert "Make both accelerators with step_scheduler_with_optimizer=False" in refused
+    np.testing.assert_allclose(resumed, [3e-3 / (1 + step / 4) for step in (4, 5, 6)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp2", "dp2_zero1", "dp2_zero3", "pp2", "pp2_dp2"])
 def test_dropout_goes_on_from_the_saved_random_states(name: str, tmp_path: Path) -> None:
@@ -232,6 +264,16 @@ def naming_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         except ParallelError as error:
             found[name] = str(error)
     project.automatic_checkpoint_naming = False
+    accelerator.save_state(f"{folder}/planted")
+    accelerator.wait_for_everyone()
+    listing = Path(folder, "planted", "hf_parallel_state.json")
+    if rank == 0:
+        listed = json.loads(listing.read_text())
+        listed["files"].pop("rank_1.pt")  # of a pickle that nobody vouches for
+        listing.write_text(json.dumps(listed))
+    accelerator.wait_for_everyone()
+    with pytest.raises(ParallelError, match=r"rank_1\.pt is not in hf_parallel_state\.json: no save wrote it there"):
+        accelerator.load_state(f"{folder}/planted")
     calls: list[Any] = []
     accelerator.register_save_state_pre_hook(
         lambda models, weights, where: calls.append((len(models), sorted(weights.pop())[:1], where))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import time
@@ -40,13 +42,15 @@ def session_of(trainer: Trainer) -> Any:
 
 
 def measured(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    trainer = trained(folder, settings)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer = trained(folder, settings)
     session = session_of(trainer)
     engine = session.engine
     runtime = getattr(engine, "runtime", None)
     session.watchdog.stop()
     return {
         "logs": trainer.state.log_history,
+        "printed": [line for line in printed.getvalue().splitlines() if line.startswith(("{", "step "))],
         "sent": {
             "pp": 0 if runtime is None else runtime.counters.bytes_sent,
             "dp": engine.gradients.replicas.sent_bytes,
@@ -100,6 +104,10 @@ def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> 
         assert entry["monitor/tflops"] == entry["monitor/hardware_tflops"] > 0
         assert "monitor/mfu" not in entry
     assert [[entry for entry in result["logs"] if "loss" in entry] for result in results[1:]] == [logs] * 3
+    console = results[0]["printed"]
+    assert [line.split()[1] for line in console if line.startswith("step ")] == [f"{n}/{STEPS}" for n in (1, 2, 3, 4)]
+    assert not any("monitor/" in line for line in console)
+    assert not any(line.startswith("step ") for result in results[1:] for line in result["printed"])
     report = json.loads((Path(folder) / "hf_parallel_report.json").read_text())
     assert report["layout"] == {"dp_size": 2, "pp_size": 2, "tp_size": 1}
     for rank, result in enumerate(results):
@@ -107,8 +115,14 @@ def test_metrics_trace_and_report_of_pp2_x_dp2_hold_what_ran(tmp_path: Path) -> 
             bars = [bar for bar in report["timeline"][what] if bar["rank"] == rank and bar["kind"] in "FBIW"]
             assert sorted(bar["label"] for bar in bars) == sorted(action[1:] for action in result["mine"])
     page = (Path(folder) / "hf_parallel_report.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4  # a step, memory, the tokens of each second, scaling
     assert "http" not in page.replace("http-equiv", "")
+    messages = Counter((m["source"], m["target"], m["label"]) for m in report["timeline"]["messages"])
+    pairs = [(0, 1, "F{} of stage 0"), (1, 0, "B{} of stage 1"), (2, 3, "F{} of stage 0"), (3, 2, "B{} of stage 1")]
+    assert messages == Counter((a, b, label.format(n)) for a, b, label in pairs for n in range(ROWS))
+    assert page.count("class='message'") == len(messages)
+    assert [one["ranks"] for one in report["scaling"]] == [1, 2, 4]
+    assert report["scaling"][0]["speed_up"] == pytest.approx(1.0)
 
 
 @pytest.mark.timeout(300)
@@ -139,6 +153,8 @@ def test_training_is_the_same_with_and_without_the_monitor(settings: dict[str, A
     for watched, bare in zip(*found, strict=True):
         assert watched["losses"] == bare["losses"]
         assert watched["weights"] == bare["weights"]
+        dicts = [line for line in watched["printed"] if line.startswith("{") and "train_runtime" not in line]
+        assert dicts == [line for line in bare["printed"] if "train_runtime" not in line]
         stock = {key for entry in bare["logs"] for key in entry}
         assert not any(key.startswith("monitor/") for key in stock)
         timed = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
@@ -241,6 +257,37 @@ def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) 
         assert handed > 0
         assert entry["monitor/sent_mb/tp"] == pytest.approx(handed / 1e6, rel=1e-3)
         assert entry["monitor/exposed_s/tp"] > 0
+
+
+def sent_by_zero3(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, float]], int, int]:
+    """Logs of a run, and the parameters of its blocks and of the rest."""
+    model = tiny.llama()
+    # Rows are shared out evenly, with one of zeros in a vocabulary of 99.
+    sizes = {name: parameter.numel() // len(parameter) * (len(parameter) + len(parameter) % 2) for name, parameter in model.named_parameters()}  # fmt: skip
+    args = TrainingArguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    callbacks = [HFParallelCallback({"zero": {"stage": 3}})]
+    trainer = Trainer(model, args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=callbacks)
+    trainer.train()
+    session_of(trainer).watchdog.stop()
+    blocks = sum(size for name, size in sizes.items() if ".layers." in name)
+    return [entry for entry in trainer.state.log_history if "loss" in entry], blocks, sum(sizes.values()) - blocks
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_bytes_of_zero_3_are_those_of_its_gathers_and_scatters(tmp_path: Path) -> None:
+    found = run_ranks(
+        sent_by_zero3, 2, str(tmp_path / "out"), tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+    )
+    logs, blocks, rest = found[0]
+    assert len(logs) == STEPS
+    # Of each rank: its half of a block twice and of the rest once, and all gradients once, in fp32.
+    handed = 4 * ((2 * blocks + rest) / 2 + blocks + rest)
+    for entry in logs:
+        assert entry["monitor/sent_mb/dp"] == pytest.approx(2 * handed / 1e6, rel=1e-4)
 
 
 class Late(Recorder):

@@ -32,6 +32,7 @@ MODELS = {
     "qlora": "llama_lora",
     "llama_70b": "llama_8",
     "cpu_pp2_zbv": "llama_8",
+    "cpu_ep2": "deepseek_v3",
 }
 LOSSY = ("int8", "powersgd", "local8")  # what they send is not exact, so only the first loss is that of one process
 
@@ -62,7 +63,7 @@ def case_of(name: str, precision: str = "no") -> Case:
     rows = 2 * world // config.model_parallel_size
     steps = config.gradient_accumulation_steps
     accumulation = 1 if steps == "auto" else steps
-    return Case(name, model=kind, steps=3, batch=rows, accumulation=accumulation, count=3 * rows * accumulation, arguments=NO_NOISE, parallel=None)  # fmt: skip
+    return Case(name, model=kind, steps=3, batch=rows, accumulation=accumulation, count=3 * rows * accumulation, arguments=NO_NOISE, parallel=None, delay=int(config.pipeline.schedule == "pipedream_2bw"))  # fmt: skip
 
 
 def recipes_main(rank: int, world_size: int, names: list[str], folder: str, precision: str) -> list[Any]:
@@ -75,7 +76,7 @@ def recipes_main(rank: int, world_size: int, names: list[str], folder: str, prec
         snapshots = Snapshots(Path(folder) / name)
         # Rows of a process, since the Trainer is told nothing of the layout; and no accumulation: the file says it.
         rows = 2 * world_size
-        local = dataclasses.replace(case, batch=rows, accumulation=1)
+        local = dataclasses.replace(case, batch=rows, accumulation=1, delay=0)
         trainer = make_trainer(local, Path(folder) / name, world_size, [snapshots, HFParallelCallback(str(file))])
         snapshots.trainer = trainer
         trainer.train()

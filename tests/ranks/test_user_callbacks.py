@@ -50,6 +50,15 @@ class Halves(TrainerCallback):
                     parameter.mul_(0.7)
 
 
+class Decays(TrainerCallback):
+    """Changes weights by the gradients of the step that has just been made."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-2)
+
+
 ARGUMENTS = {**trainer_cases.NO_NOISE}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -60,7 +69,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp_size": 2, "num_microbatches": 2},
     "tp2": {"tp_size": 2},
 }
-CALLBACKS = {"clips": Clips, "halves": Halves}
+CALLBACKS = {"clips": Clips, "halves": Halves, "decays": Decays}
 
 
 def case(layout: str, kind: str, accumulation: int) -> Case:

@@ -207,14 +207,26 @@ raise SystemExit("what comes after the training is not run")
 """
 
 
-@pytest.mark.slow
-def test_a_script_is_verified_as_it_is(tmp_path: Path) -> None:
+ROUTED_SCRIPT = SCRIPT.replace("Llama", "Mixtral").replace(
+    "vocab_size=61", "vocab_size=61, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "processes"),
+    [
+        pytest.param(SCRIPT, {"zero": {"stage": 1}}, 2, marks=pytest.mark.slow, id="llama"),
+        pytest.param(ROUTED_SCRIPT, {"pp_size": 2, "num_microbatches": 2}, 2, marks=pytest.mark.long, id="router"),
+        pytest.param(ROUTED_SCRIPT, {"pp_size": 2, "num_microbatches": 2}, 4, marks=pytest.mark.slow, id="router_dp2"),
+    ],
+)
+def test_a_script_is_verified_as_it_is(source: str, settings: dict[str, Any], processes: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    verdict = verify(script=script, script_arguments=["1e-3"], settings={"zero": {"stage": 1}}, steps=2)
+    script.write_text(source)
+    verdict = verify(script=script, script_arguments=["1e-3"], settings=settings, steps=2, processes=processes)
     assert verdict.refused is None
     assert verdict.ok, verdict
-    assert verdict.model_type == "llama"
+    assert verdict.model_type == ("llama" if source is SCRIPT else "mixtral")
     assert verdict.grad_max_rel is not None
     assert 0 < verdict.grad_max_rel <= 1e-5
     assert not (tmp_path / "out").exists()

@@ -54,6 +54,12 @@ def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
     assert row["calls"][0] > row["calls"][1]
 
 
+def test_the_benchmark_of_asynchronous_schedules_runs(tmp_path: Path) -> None:
+    report = run("bench_async.py", tmp_path / "report.json")
+    assert [row["schedule"] for row in report["idle"]] == ["1f1b", "pipedream_2bw", "1f1b", "pipedream"]
+    assert {len(losses) for row in report["loss"] for losses in row["losses"].values()} == {1}
+
+
 def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
     for row in run("bench_sequence.py", tmp_path / "report.json", "--models", "llama"):
         whole, _, shared, with_sequence = row["bytes"]

@@ -11,7 +11,7 @@ import torch
 from hf_parallel.proof.bisect import Event, Passages, _first_backward, first_divergence, first_step
 from hf_parallel.proof.compare import Comparison, Difference
 from hf_parallel.proof.job import Job
-from hf_parallel.proof.trace import TRACE
+from hf_parallel.proof.trace import TRACE, Tracer
 
 
 def difference(what: str, step: int, relative: float, name: str = "a.weight") -> Difference:
@@ -83,3 +83,28 @@ def test_what_agrees_until_the_end_of_a_step_parts_there(
 ) -> None:
     found: dict[str, Any] = first_divergence(Job("m", steps=1, trace=True), Comparison(differences, []), None)
     assert (found["module"], found["kind"]) == place
+
+
+class Drops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class Dropping(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Drops.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_tensor_that_gets_no_gradient_is_not_noted() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Dropping())
+    tracer = Tracer(model, is_on=True)
+    x = torch.ones(2, 3, requires_grad=True)
+    (model(x).sum() + x.sum()).backward()
+    kinds = {(each.module, each.kind) for each in tracer.passed}
+    assert ("1", "forward") in kinds
+    assert ("1", "input_gradient") not in kinds

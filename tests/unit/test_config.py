@@ -17,7 +17,7 @@ from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from hf_parallel.settings.config import HFParallelConfig, PipelineConfig
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
-from hf_parallel.settings.schedule_names import STAGES_PER_RANK, ScheduleName
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, ScheduleName
 from hf_parallel.trainer.compiled import with_compiled_blocks
 
 
@@ -223,7 +223,7 @@ def test_checkpointing_settings_without_effect_are_refused() -> None:
 
 
 def test_every_schedule_of_the_config_exists_and_needs_the_stages_that_the_config_says() -> None:
-    assert {*STAGES_PER_RANK, "csv"} == set(get_args(ScheduleName))
+    assert {*STAGES_PER_RANK, *ASYNCHRONOUS, "csv"} == set(get_args(ScheduleName))
     for name, (stages, only) in STAGES_PER_RANK.items():
         family = SCHEDULES[name]
         assert (family.stages_per_rank_default, family.fixed_stages_per_rank) == (stages, stages if only else None)

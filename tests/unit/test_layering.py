@@ -29,9 +29,9 @@ FLOORS = [
         "watchdog",
     },
     {"data_parallel", "model", "worker"},
-    {"guards", "memory", "pipeline_parallel", "tensor_parallel.run"},
+    {"guards", "memory", "pipeline_parallel", "tensor_parallel.run", "ulysses"},
     {"dry_run", "pipeline_parallel.run", "tensor_parallel.plan"},
-    {"activation_checkpointing", "checkpoints.weights", "pipeline_parallel.plan"},
+    {"activation_checkpointing", "checkpoints.weights", "expert_parallel", "pipeline_parallel.plan"},
     {"checkpoints.state", "engine", "planner"},
     {"dry_run.rank", "monitor.report"},
     {"trainer"},
@@ -41,7 +41,7 @@ FLOORS = [
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
-TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel", "ulysses")
 SHARED = {"errors", "machine", "settings", "compat", "mesh", "monitor", "one_rank", "model", "head", "ledger"}
 
 

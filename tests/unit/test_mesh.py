@@ -12,38 +12,44 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.mesh import Mesh, MeshShape
 
 
-SHAPES = st.builds(MeshShape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
+SHAPES = st.builds(MeshShape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
 
 
 @given(SHAPES)
 def test_coordinates_and_ranks_are_inverse(shape: MeshShape) -> None:
     places = [shape.coordinates(rank) for rank in range(shape.world_size)]
-    assert len(set(places)) == shape.world_size == shape.dp_size * shape.pp_size * shape.tp_size
+    assert len(set(places)) == shape.world_size == shape.dp_size * shape.pp_size * shape.tp_size * shape.sp_size
     assert [shape.rank_at(*place) for place in places] == list(range(shape.world_size))
-    assert all(d < shape.dp_size and p < shape.pp_size and t < shape.tp_size for d, p, t in places)
+    sizes = shape.dp_size, shape.pp_size, shape.tp_size, shape.sp_size
+    assert all(here < size for place in places for here, size in zip(place, sizes, strict=True))
 
 
 @given(SHAPES)
 def test_the_ranks_of_a_model_copy_are_neighbours_and_tp_is_innermost(shape: MeshShape) -> None:
-    for ranks in shape.groups(lambda d, p, t: (d,)):
+    for ranks in shape.groups(lambda d, p, t, s: (d,)):
         assert ranks == list(range(ranks[0], ranks[0] + shape.mp_size))
-    for ranks in shape.groups(lambda d, p, t: (d, p)):
+    for ranks in shape.groups(lambda d, p, t, s: (d, p, s)):
         assert ranks == list(range(ranks[0], ranks[0] + shape.tp_size))
+    for ranks in shape.groups(lambda d, p, t, s: (d, p)):
+        assert ranks == list(range(ranks[0], ranks[0] + shape.stage_size))
 
 
 @given(SHAPES)
 def test_groups_partition_the_world(shape: MeshShape) -> None:
-    for axis in range(3):
+    for axis in range(4):
         groups = shape.groups(lambda *place, axis=axis: (*place[:axis], *place[axis + 1 :]))
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(shape.world_size))
-        assert {len(ranks) for ranks in groups} == {(shape.dp_size, shape.pp_size, shape.tp_size)[axis]}
+        assert {len(ranks) for ranks in groups} == {(shape.dp_size, shape.pp_size, shape.tp_size, shape.sp_size)[axis]}
         assert all(ranks == sorted(ranks) for ranks in groups)
 
 
 def test_a_rank_is_described_by_the_axes_that_exist() -> None:
     assert MeshShape(2, 2, 2).describe(5) == "rank 5 (pp 0 of 2, tp 1 of 2, dp 1 of 2)"
+    assert MeshShape(2, 1, 2, 2).describe(6) == "rank 6 (tp 0 of 2, sp 1 of 2, dp 1 of 2)"
     assert MeshShape(1, 4, 1).describe(3) == "rank 3 (pp 3 of 4)"
     assert MeshShape(1, 1, 1).describe(0) == "rank 0"
+    assert MeshShape(1, 2, 1, hosts=("nodea", "nodeb")).describe(1) == "rank 1 (pp 1 of 2) on nodeb"
+    assert MeshShape(1, 2, 1, hosts=("nodea", "nodeb")) == MeshShape(1, 2, 1)
 
 
 def test_a_shape_that_does_not_cover_the_world_is_refused() -> None:

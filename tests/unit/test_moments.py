@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from hf_parallel.activation_checkpointing.recorded import checkpoint_of
 from hf_parallel.dry_run.rank.run import Job, run_dry
 from hf_parallel.memory.activations import LOSS_CHUNK
 from hf_parallel.memory.estimate import OVERHEAD, estimate
@@ -47,6 +48,7 @@ SECTIONS: Final[dict[str, tuple[dict[str, Any], int]]] = {
     "zero1": ({"zero": {"stage": 1}}, 2),
     "zero3": ({"zero": {"stage": 3}}, 2),
     "recompute": ({"activation_checkpointing": {"every": 1}}, 1),
+    "selective": ({"activation_checkpointing": {"every": 2, "mode": "selective"}}, 1),
 }
 WORK: Final = Work(rows=4, length=512)
 WITHIN: Final = 0.05
@@ -117,7 +119,9 @@ def difference(name: str, section: str, precision: Any) -> float:
         run_dry(Job(config, model, WORK, rank, world, world, precision=precision, compute=compute)).peak_bytes
         for rank in range(config.pp_size)
     ]
-    memory = estimate(shape_of_config(model, precision), layout_of(config, world, world, precision), WORK)
+    layout = layout_of(config, world, world, precision)
+    checkpoint = checkpoint_of(layout.recompute) if layout.recompute.products else None
+    memory = estimate(shape_of_config(model, precision, checkpoint), layout, WORK)
     return (memory.gpu_bytes - memory.gpu[OVERHEAD]) / max(peaks) - 1
 
 

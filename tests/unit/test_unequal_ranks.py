@@ -153,7 +153,7 @@ def setup_of(model: torch.nn.Module, dp_size: int = 1, **settings: Any) -> Setup
     """As on rank 0 of a mesh, alone."""
     config = HFParallelConfig(**settings)
     shape = MeshShape(dp_size, config.pp_size, 1)
-    mesh = Mesh(shape, 0, None, None, None, None, None, None, timedelta(seconds=60))
+    mesh = Mesh(shape, 0, timedelta(seconds=60))
     names = [shape.describe(rank) for rank in range(shape.world_size)]
     schedule = ScheduleChoice(config.pipeline, config.pp_size)
     return Setup(model, config, schedule, mesh, torch.device("cpu"), Watchdog(None, 0, names, 60.0))

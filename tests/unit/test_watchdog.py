@@ -8,15 +8,19 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rank_runner import RankError, run_ranks
 
 from hf_parallel.compat.private_collectives import blocked_collective
 from hf_parallel.errors import ConfigError, RankFailure
 from hf_parallel.hangs import report
-from hf_parallel.heartbeats import IDLE, Line, Seen, Stay
+from hf_parallel.heartbeats import IDLE, Heartbeats, Line, Seen, Stay
+from hf_parallel.noticeboard import NoticeBoard
 from hf_parallel.watchdog import EXIT_CODE, Watchdog
 
 
@@ -108,8 +112,6 @@ def test_a_lost_connection_becomes_the_name_of_the_rank() -> None:
 
 
 def test_a_rank_that_said_why_it_failed_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed as dist
-
     store = dist.HashStore()
     names = [f"rank {rank} (pp {rank} of 3)" for rank in range(3)]
     guards = [Watchdog(store, rank, names, 60.0) for rank in range(3)]
@@ -217,3 +219,21 @@ guard.waits("waits"); guard.stop(); threading.Event().wait(1.2)
 """
     script = SCRIPT.replace("OTHER", "pass").replace("GUARDED", guarded)
     assert run_ranks(play, 1, script, str(tmp_path / "e"), tmp_path=tmp_path, init_group=False) == ["survived"]
+
+
+def test_two_ranks_that_ask_at_the_same_moment_do_not_take_each_other_for_silent() -> None:
+    store = dist.HashStore()
+    ranks = [Heartbeats(NoticeBoard(store, rank, 2), rank) for rank in range(2)]
+    together = threading.Barrier(2)
+
+    def read(rank: int) -> dict[int, dict[str, Any]]:
+        ranks[rank].publish(Seen(Line(True, "waits", time.monotonic()), True, ""), 1.0, None)
+        ranks[rank].board.flush()
+        together.wait()
+        return ranks[rank].read()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(read, range(2)))
+    for rank in range(2):
+        assert not any(line.get("silent") for line in both[rank].values()), both
+        ranks[rank].board.close()

@@ -58,13 +58,17 @@ class Place:
 
     def shard_mark(self, entry: Entry) -> str:
         """What marks a tensor that is not in the shape of its parameter: what it was made from."""
-        mesh = self.mesh
-        whole = entry.spec is None or mesh.shape.tp_size == 1
-        return WHOLE if whole else f"@tp{mesh.tp_rank}of{mesh.shape.tp_size}"
+        parts, axis = self.mesh.parts, "ep" if self.mesh.shape.ep_size > 1 else "tp"
+        return WHOLE if entry.spec is None or parts.size == 1 else f"@{axis}{parts.rank}of{parts.size}"
 
     def writes(self, label: str, mark: str) -> bool:
         """Whether this rank writes such a tensor."""
         return is_writer(label, self.copy, self.copies) and (mark != WHOLE or self.mesh.tp_rank == 0)
+
+    def writes_elements(self, label: str, entry: Entry) -> bool:
+        """Whether this rank writes the elements that it has of a state; replicas that share experts have others of them."""
+        shared = self.mesh.shape.ep_size if entry.spec is not None and self.copies > 1 else 1
+        return is_writer(label, self.copy // shared, self.copies // shared)
 
     def owns(self, entry: Entry) -> bool:
         """Whether this stage writes what belongs to a parameter."""
@@ -181,7 +185,7 @@ def state_pieces(view: OptimizerView, place: Place) -> tuple[list[Piece], dict[s
             continue
         for key, run in held.state.items():
             label = place.label(held.name, key)
-            if is_writer(label, place.copy, place.copies):
+            if place.writes_elements(label, entry):
                 pieces += pieces_of(label, entry, place.mesh, run, held.start, counted_only=True)
         for key, value in held.others.items():
             _add_other(pieces, numbers, place, entry, key, value)

@@ -116,7 +116,7 @@ def local_shape(entry: Entry, mesh: Mesh) -> tuple[int, ...]:
     """Shape of this rank's tensor-parallel shard."""
     shape = list(entry.shape)
     if entry.spec is not None:
-        shape[entry.spec.dim] = entry.spec.local_size(mesh.shape.tp_size, mesh.tp_rank)
+        shape[entry.spec.dim] = entry.spec.local_size(mesh.parts.size, mesh.parts.rank)
     return tuple(shape)
 
 
@@ -129,7 +129,7 @@ def _in_whole(
         yield box.offsets, data, first_rank
         return
     low, size, here = box.offsets[spec.dim], box.sizes[spec.dim], 0
-    for section, (begin, length) in zip(spec.sections, spec.ranges(mesh.shape.tp_size, mesh.tp_rank), strict=True):
+    for section, (begin, length) in zip(spec.sections, spec.ranges(mesh.parts.size, mesh.parts.rank), strict=True):
         at, end = max(low, here), min(low + size, here + length)
         if at < end:
             offsets = (*box.offsets[: spec.dim], begin + at - here, *box.offsets[spec.dim + 1 :])

@@ -26,6 +26,7 @@ from hf_parallel.settings.replica_sections import GradientCompressionConfig
 logger = logging.getLogger(__name__)
 
 RESIDUAL, RIGHT, OUTER = (f"{kind}{SEPARATOR}" for kind in ("residual", "right", "outer"))
+BEHIND = f"behind{SEPARATOR}"  # weights of earlier updates
 
 
 def keeps_debt(settings: GradientCompressionConfig) -> bool:
@@ -150,3 +151,31 @@ def restore_outer(local: LocalSteps, index: TensorIndex, names: Sequence[str], p
             found[name] = torch.zeros(local_shape(entry, place.mesh), dtype=index.tensors[label][1])
             index.read(list(pieces_of(label, entry, place.mesh, found[name])))
     local.load(found)
+
+
+def older_pieces(older: Sequence[Mapping[str, Tensor]], place: Place) -> list[Piece]:
+    """What this rank writes of weights that are some updates old, the oldest first."""
+    pieces: list[Piece] = []
+    for index, weights in enumerate(older):
+        for name, weight in weights.items():
+            entry, label = place.ledger.entries[name], f"{BEHIND}{len(older) - index}{SEPARATOR}{name}"
+            if place.owns(entry) and is_writer(label, place.mesh.dp_rank, place.mesh.shape.dp_size):
+                pieces += pieces_of(label, entry, place.mesh, weight.contiguous(), counted_only=True)
+    return pieces
+
+
+def restore_older(
+    index: TensorIndex, parameters: Mapping[str, Tensor], delay: int, place: Place
+) -> list[dict[str, Tensor]]:
+    """What `older_pieces` left of weights up to `delay` updates old, the oldest first; empty if there is not all of it."""
+    found: list[dict[str, Tensor]] = []
+    for behind in range(delay, 0, -1):
+        weights: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            label, entry = f"{BEHIND}{behind}{SEPARATOR}{name}", place.ledger.entries[name]
+            if label not in index.tensors:
+                return []
+            weights[name] = torch.zeros(local_shape(entry, place.mesh), dtype=parameter.dtype)
+            index.read(list(pieces_of(label, entry, place.mesh, weights[name])))
+        found.append(weights)
+    return found

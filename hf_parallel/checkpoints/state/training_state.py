@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ from hf_parallel.checkpoints.state.pieces import Piece
 from hf_parallel.checkpoints.state.residuals import (
     keeps_debt,
     method_of,
+    older_pieces,
     outer_pieces,
+    restore_older,
     restore_outer,
     restore_wire,
     wire_pieces,
@@ -45,6 +47,18 @@ __all__ = ["DESCRIPTION", "TENSORS", "read_description"]
 logger = logging.getLogger(__name__)
 
 
+class Versions(Protocol):
+    """The weights of several updates, on one rank."""
+
+    def older(self) -> list[dict[str, torch.Tensor]]:
+        """Name -> weight of each version beside the newest, the oldest first."""
+        ...
+
+    def restore(self, older: list[dict[str, torch.Tensor]]) -> None:
+        """Take up what `older` gave; an empty list begins all versions with the newest."""
+        ...
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What a rank has of a run.
@@ -56,6 +70,7 @@ class Holdings:
         buffers: Ledger name -> this rank's persistent buffer.
         replicas: What its replicas do with each other; None for a process that trains alone.
         compression: How gradients, or pseudo-gradients, are sent.
+        versions: The weights of several updates, of an asynchronous schedule; None of another.
     """
 
     ledger: Ledger
@@ -64,6 +79,7 @@ class Holdings:
     buffers: Mapping[str, torch.Tensor]
     replicas: Replicas | None = None
     compression: GradientCompressionConfig = field(default_factory=GradientCompressionConfig)
+    versions: Versions | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -92,7 +108,7 @@ class Holdings:
         if replicas is not None and (replicas.zero is not None or replicas.sharded is not None):
             copies = mesh.dp_replicate_group
             return Place(self.ledger, mesh) if copies is None else self._copy(copies.rank(), copies.size())
-        return self._copy(mesh.dp_rank, mesh.shape.dp_size)
+        return self._copy(mesh.copy_rank, mesh.shape.num_copies)
 
     def _copy(self, copy: int, copies: int) -> Place:
         return Place(self.ledger, self.mesh, copy=copy, copies=copies)
@@ -143,6 +159,8 @@ def snapshot(
             pieces += wire_pieces(wire, place)
         if replicas is not None and replicas.local is not None:
             pieces += outer_pieces(replicas.local, place)
+        if holdings.versions is not None:
+            pieces += older_pieces(holdings.versions.older(), place)
     shape = holdings.mesh.shape
     labels = sorted({piece.label for piece in pieces})
     gathered: list[dict[str, Any]] = everyone({"numbers": numbers, "tensors": labels})
@@ -150,7 +168,7 @@ def snapshot(
     groups = groups_together(optimizer, owned, names)
     description = {
         "format": FORMAT,
-        "mesh": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "mesh": shape.sizes,
         "optimizer": type(optimizer).__name__,
         "groups": groups.saved,
         "replicas": shape.dp_size if holdings.has_local_steps else None,
@@ -213,6 +231,8 @@ def load_training_state(folder: Path, holdings: Holdings, optimizer: torch.optim
     groups = [{key: decode(value) for key, value in group.items()} for group in description["groups"]]
     order = restore(holdings.view(optimizer), saved, groups)
     _load_replicas(description, index, holdings, place)
+    if holdings.versions is not None:
+        _load_versions(index, holdings, holdings.versions, place)
     return Resumed(order, description["dropout_step"])
 
 
@@ -247,6 +267,20 @@ def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings:
         )
     if replicas is not None and replicas.local is not None:
         restore_outer(replicas.local, index, names, place)
+
+
+def _load_versions(index: TensorIndex, holdings: Holdings, versions: Versions, place: Place) -> None:
+    wanted = versions.older()
+    named = wanted[0]
+    older = restore_older(index, named, len(wanted), place)
+    if not older and holdings.mesh.rank == 0:
+        logger.warning(
+            "hf_parallel: %s has no weights of %d updates before it, which this run's pipeline.schedule begins the next windows "
+            "with: they begin with the newest.",
+            index.folder,
+            len(wanted),
+        )
+    versions.restore(older)
 
 
 def rng_source(saved: MeshShape, here: Mesh) -> int:

@@ -130,4 +130,4 @@ def _read(reader: Reader, stored: Stored, entry: Entry, mesh: Mesh) -> torch.Ten
     spec = entry.spec
     if spec is None:
         return reader.read(stored)
-    return reader.read(stored, spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank))
+    return reader.read(stored, spec.dim, spec.ranges(mesh.parts.size, mesh.parts.rank))

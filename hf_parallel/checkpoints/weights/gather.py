@@ -44,7 +44,7 @@ def gather_tensors(
         if wanted is None or wanted(entry):
             mine = held.get(entry.name)
             mine = mine if mine is None else whole_of(plain_of(mine))  # over the replicas, one tensor at a time
-            tensor = _gather_one(entry, mine, mesh, group) if mesh.dp_rank == 0 else None
+            tensor = _gather_one(entry, mine, mesh, group) if mesh.copy_rank < mesh.shape.ep_size else None
             if tensor is not None:
                 full[entry.name] = tensor
     return full
@@ -53,9 +53,9 @@ def gather_tensors(
 def _gather_one(
     entry: Entry, mine: torch.Tensor | None, mesh: Mesh, group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
-    """The whole tensor on world rank 0, None elsewhere; the owner stage's tp ranks send their shards."""
-    tp_size = mesh.shape.tp_size if entry.spec is not None else 1
-    sources = [mesh.shape.rank_at(0, entry.owner, tp_rank) for tp_rank in range(tp_size)]
+    """The whole tensor on world rank 0, None elsewhere; those that hold the owner stage's shards send them."""
+    size = mesh.shape.parts_size if entry.spec is not None else 1
+    sources = [mesh.shape.holder(entry.owner, part) for part in range(size)]
     if mesh.rank in sources and mesh.rank != 0:
         if mine is None:
             raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
@@ -63,7 +63,7 @@ def _gather_one(
     if mesh.rank != 0:
         return None
     shards = []
-    for tp_rank, source in enumerate(sources):
+    for part, source in enumerate(sources):
         if source == 0:
             if mine is None:
                 raise CheckpointError(f"{entry.name} is owned by {mesh.describe()} but is not here.")
@@ -71,7 +71,7 @@ def _gather_one(
             continue
         shape = list(entry.shape)
         if entry.spec is not None:
-            shape[entry.spec.dim] = entry.spec.local_size(tp_size, tp_rank)
+            shape[entry.spec.dim] = entry.spec.local_size(size, part)
         buffer = torch.empty(shape, dtype=entry.dtype)
         dist.recv(buffer, src=source, group=group)
         shards.append(buffer)
@@ -122,7 +122,7 @@ def _part_of(whole: torch.Tensor | None, folder: str | Path, entry: Entry, mesh:
         )
     if tuple(whole.shape) != entry.shape:
         raise CheckpointError(f"{folder}: {entry.name} has shape {tuple(whole.shape)}, the model needs {entry.shape}.")
-    return whole if entry.spec is None else entry.spec.shard(whole, mesh.shape.tp_size, mesh.tp_rank)
+    return whole if entry.spec is None else entry.spec.shard(whole, mesh.parts.size, mesh.parts.rank)
 
 
 def check_config(folder: Path, config: Any) -> None:
@@ -208,4 +208,4 @@ def _read(reader: Reader, path: Path, name: str, entry: Entry, mesh: Mesh) -> to
     spec = entry.spec
     if spec is None:
         return reader.read(stored)
-    return reader.read(stored, spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank))
+    return reader.read(stored, spec.dim, spec.ranges(mesh.parts.size, mesh.parts.rank))

@@ -234,9 +234,9 @@ def _layout(
     spec = entry.spec if entry is not None else None
     if spec is not None and spec.full_size == whole[spec.dim]:
         local = list(whole)
-        local[spec.dim] = spec.local_size(mesh.shape.tp_size, mesh.tp_rank)
+        local[spec.dim] = spec.local_size(mesh.parts.size, mesh.parts.rank)
         if tuple(local) == here:
-            return spec.dim, spec.ranges(mesh.shape.tp_size, mesh.tp_rank)
+            return spec.dim, spec.ranges(mesh.parts.size, mesh.parts.rank)
     raise CheckpointError(
         f"{one.names[0]} has shape {here} and was loaded with {whole}: the model was changed after "
         "hf_parallel.sharded_loading (resize_token_embeddings does that). Load it without sharded_loading."

@@ -86,7 +86,7 @@ def plan_alone(
     """
     host = torch.device("cpu")
     watchdog = Watchdog(None, 0, [shape.describe(rank) for rank in range(shape.world_size)], FOREVER_S)
-    mesh = Mesh(shape, 0, None, None, None, None, None, None, timedelta(seconds=60))
+    mesh = Mesh(shape, 0, timedelta(seconds=60))
     setup = Setup(model, config, schedule, mesh, host, watchdog)
     if not needs_probes(config):
         return Planned(model, make_plans(setup, None), setup)

@@ -87,6 +87,11 @@ def dry_run_recipe(  # noqa: PLR0913 - the names are the interface
         raise ConfigError(
             "layout=auto: there is no layout before training starts. Plan with `hf-parallel plan --write FILE` and give that file."
         )
+    if checked.config.ep_size > 1:
+        raise ConfigError(
+            f"ep_size={checked.config.ep_size}: how many tokens travel to a rank depends on their values, which a dry run has not. Run a "
+            "file with ep_size 1."
+        )
     return run_dry(
         Job(
             config=checked.config,

@@ -35,6 +35,7 @@ from hf_parallel.engine.transform import (
     shard_over_replicas,
     shard_sequence,
 )
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards import buffers
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.meter import Meter
@@ -87,7 +88,8 @@ class Job:
     @property
     def shape(self) -> MeshShape:
         """Of the mesh."""
-        return MeshShape(self.config.dp_size(self.world_size), self.config.pp_size, self.config.tp_size)
+        config = self.config
+        return MeshShape(config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size)
 
     @property
     def device(self) -> torch.device:
@@ -101,6 +103,11 @@ def run_dry(job: Job) -> DryRun:
     Raises:
         PlanError, ConfigError, UnsupportedError: As of a run with these settings.
     """
+    if job.config.sp_size > 1:
+        raise UnsupportedError(
+            f"sp_size={job.config.sp_size}: a dry run cannot compare the model on parts of each row, as a run does when it starts. Set "
+            "sp_size to 1 here, or count with hf-parallel validate --model."
+        )
     job = replace(job, config=_steady(job.config))
     schedule = ScheduleChoice(job.config.pipeline, job.config.pp_size)
     dtype = torch.float32
@@ -137,7 +144,7 @@ def run_dry(job: Job) -> DryRun:
 def axis_of(shape: MeshShape, ranks: list[int]) -> str:
     """What a group of world ranks is along: "tp", "dp+pp" and so on."""
     coordinates = zip(*map(shape.coordinates, ranks), strict=True)
-    return "+".join(name for name, one in zip(("dp", "pp", "tp"), coordinates, strict=True) if len(set(one)) > 1)
+    return "+".join(name for name, one in zip(("dp", "pp", "tp", "sp"), coordinates, strict=True) if len(set(one)) > 1)
 
 
 def _steady(config: HFParallelConfig) -> HFParallelConfig:

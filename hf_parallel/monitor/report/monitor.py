@@ -21,6 +21,7 @@ from hf_parallel.monitor.recorder import StepRecord
 from hf_parallel.monitor.report.facts import Flops, expected_bytes, flops_of, memory_bytes, peak_of, sent_bytes
 from hf_parallel.monitor.report.metrics import Job, metrics_of
 from hf_parallel.monitor.report.page import write_report
+from hf_parallel.monitor.report.scaling import planned_scaling
 from hf_parallel.monitor.report.slow import slow_ranks, words
 from hf_parallel.monitor.report.told import Told, decoded, encoded, summed
 from hf_parallel.monitor.report.trace import Offset, chrome_trace, clock_offsets
@@ -288,8 +289,9 @@ class Monitor:
             job = self._job(everyone.cpu())
             settings = self.config.to_yaml_section()
             logger.info("hf_parallel: measured: %s", beside(job))
+            planned = planned_scaling(self.engine, job, self._seq_len)
             with going_on("monitor.report"):
-                path = write_report(self.folder, job, records, offsets, self._history, settings)
+                path = write_report(self.folder, job, records, offsets, self._history, settings, planned)
                 logger.info("hf_parallel: report: %s", path)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from hf_parallel.monitor.recorder import COMPUTED, StepRecord
+from hf_parallel.monitor.recorder import COMPUTED, Span, StepRecord
 from hf_parallel.monitor.report.metrics import Job, bubbles_of_ranks, exposed_s, metrics_of
-from hf_parallel.monitor.report.picture import Bar, curve, timeline
+from hf_parallel.monitor.report.picture import Arrow, Bar, beside, curve, timeline
+from hf_parallel.monitor.report.scaling import Scaled, scaling_picture
 from hf_parallel.monitor.report.told import axes_in_use, total_sent
-from hf_parallel.monitor.report.trace import Offset
+from hf_parallel.monitor.report.trace import Offset, peer_of
 from hf_parallel.monitor.report.write import write_whole
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
 
@@ -37,7 +38,7 @@ th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid va
 th { color: var(--soft); font-weight: 500; font-size: 13px; } th:first-child, td:first-child { text-align: left; }
 pre { background: var(--panel); padding: 12px 16px; border-radius: 8px; overflow-x: auto; }
 svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-svg .in { fill: #fff; font-size: 10px; } .grid { stroke: var(--line); } .curve { fill: none; stroke: #2b5fb3; stroke-width: 1.5; }
+svg .in { fill: #fff; font-size: 10px; } svg .message { stroke-width: 1; opacity: 0.75; } svg .ideal { fill: none; stroke: #9aa4b5; stroke-dasharray: 4 4; } .grid { stroke: var(--line); } .curve { fill: none; stroke: #2b5fb3; stroke-width: 1.5; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 5px 0 14px; vertical-align: -1px; }
 """
 
@@ -49,6 +50,7 @@ def write_report(
     offsets: Sequence[Offset],
     history: Sequence[Mapping[str, float]],
     settings: Mapping[str, Any],
+    planned_ranks: Sequence[Scaled] = (),
 ) -> Path:
     """Write both files; on rank 0.
 
@@ -59,17 +61,23 @@ def write_report(
         offsets: Of their clocks.
         history: The logged metrics.
         settings: Of the run.
+        planned_ranks: What is planned for 1 rank and more.
 
     Returns:
         The page.
     """
-    measured = _measured(job, records, offsets)
+    origin = _origin(records, offsets)
+    measured, arrows = _measured(job, records, offsets, origin), _arrows(job, records, offsets, origin)
     planned = _planned(job, measured)
-    content = _content(job, history, settings) | {
-        "timeline": {"planned": [asdict(bar) for bar in planned], "measured": [asdict(bar) for bar in measured]}
+    drawn: dict[str, Sequence[Arrow | Bar]] = {"planned": planned, "measured": measured, "messages": arrows}
+    whole = _content(job, history, settings) | {
+        "scaling": [asdict(one) for one in planned_ranks],
+        "timeline": {what: [asdict(one) for one in own] for what, own in drawn.items()},
     }
-    write_whole(folder / f"{NAME}.json", json.dumps(_finite(content), indent=1))
-    return write_whole(folder / f"{NAME}.html", _page(job, planned, measured, history, settings))
+    write_whole(folder / f"{NAME}.json", json.dumps(_finite(whole), indent=1))
+    names = [job.shape.describe(rank) for rank in range(min(MOST_ROWS, job.shape.world_size))]
+    picture = timeline(names, planned, measured, arrows)
+    return write_whole(folder / f"{NAME}.html", _page(job, picture, history, settings, planned_ranks))
 
 
 def _finite(value: Any) -> Any:
@@ -85,7 +93,7 @@ def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping
     shape = job.shape
     return {
         "format": FORMAT,
-        "layout": {"dp_size": shape.dp_size, "pp_size": shape.pp_size, "tp_size": shape.tp_size},
+        "layout": shape.sizes,
         "settings": dict(settings),
         "metrics": metrics_of(job),
         "ranks": [{"rank": r, "name": shape.describe(r), "bubble": one.bubble, **asdict(one)} for r, one in enumerate(job.told)],
@@ -97,19 +105,60 @@ def _content(job: Job, history: Sequence[Mapping[str, float]], settings: Mapping
     }  # fmt: skip
 
 
-def _measured(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> list[Bar]:
+def _drawn(records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> Iterator[tuple[int, Span, float]]:
+    """Rank, span and the offset of its clock, of the ranks that are drawn."""
+    for rank, (record, offset) in enumerate(zip(records[:MOST_ROWS], offsets, strict=False)):
+        for span in record.spans if record is not None else ():
+            yield rank, span, offset.seconds
+
+
+def _origin(records: Sequence[StepRecord | None], offsets: Sequence[Offset]) -> float:
+    """When the first thing that is drawn began, on rank 0's clock."""
+    starts = [
+        span.start - away for _, span, away in _drawn(records, offsets) if span.kind in COMPUTED or span.kind in SHOWN
+    ]
+    return min(starts, default=0.0)
+
+
+def _measured(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[Offset], origin: float) -> list[Bar]:
     """The spans of a step of all ranks, in seconds since the first of them began."""
     found = []
-    for rank, (record, offset) in enumerate(zip(records[:MOST_ROWS], offsets, strict=False)):
-        several = len(job.stages[rank]) > 1
-        for span in record.spans if record is not None else ():
-            if span.kind in COMPUTED or span.kind in SHOWN:
-                label = (
-                    f"{span.number if several else ''}{span.kind}{span.microbatch}" if span.kind in COMPUTED else ""
-                )
-                found.append(Bar(rank, span.kind, label, span.start - offset.seconds, span.end - offset.seconds))
-    origin = min((bar.start for bar in found), default=0.0)
-    return [Bar(bar.rank, bar.kind, bar.label, bar.start - origin, bar.end - origin) for bar in found]
+    for rank, span, away in _drawn(records, offsets):
+        if span.kind in COMPUTED or span.kind in SHOWN:
+            stage = span.number if len(job.stages[rank]) > 1 else ""
+            label = f"{stage}{span.kind}{span.microbatch}" if span.kind in COMPUTED else ""
+            found.append(Bar(rank, span.kind, label, span.start - away - origin, span.end - away - origin))
+    return found
+
+
+def _arrows(job: Job, records: Sequence[StepRecord | None], offsets: Sequence[Offset], origin: float) -> list[Arrow]:
+    """The messages between the ranks that are drawn, from when a rank sends until the other stops waiting for it."""
+    sent: dict[tuple[int, int, str, int, int], float] = {}
+    taken: list[tuple[int, int, str, int, int, float]] = []
+    for rank, span, away in _drawn(records, offsets):
+        verb, _, kind = span.kind.rpartition(" ")
+        peer = peer_of(span, job.choice.placement)
+        if peer is None:
+            continue
+        dp_rank, _, tp_rank, sp_rank = job.shape.coordinates(rank)
+        other = job.shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
+        if verb == "send":
+            sent[rank, other, kind, span.number, span.microbatch] = span.start - away - origin
+        else:
+            maker = span.number + (-1 if kind == "F" else 1)
+            taken.append((other, rank, kind, maker, span.microbatch, span.end - away - origin))
+    return [
+        Arrow(
+            f"{kind}{microbatch} of stage {stage}",
+            kind,
+            source,
+            sent[source, target, kind, stage, microbatch],
+            target,
+            end,
+        )
+        for source, target, kind, stage, microbatch, end in taken
+        if (source, target, kind, stage, microbatch) in sent
+    ]
 
 
 def _planned(job: Job, measured: Sequence[Bar]) -> list[Bar]:
@@ -133,29 +182,33 @@ def _planned(job: Job, measured: Sequence[Bar]) -> list[Bar]:
 
 def _page(
     job: Job,
-    planned: Sequence[Bar],
-    measured: Sequence[Bar],
+    picture: str,
     history: Sequence[Mapping[str, float]],
     settings: Mapping[str, Any],
+    planned_ranks: Sequence[Scaled],
 ) -> str:
     shape = job.shape
-    title = f"tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
-    names = [shape.describe(rank) for rank in range(min(MOST_ROWS, shape.world_size))]
-    left_out = shape.world_size - len(names)
+    sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
+    title = f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
+    left_out = max(0, shape.world_size - MOST_ROWS)
     parts = [
         f"<h1>hf_parallel: {title}</h1>",
         f"<p>{job.told[0].steps:.0f} steps were measured; the first ones may be left out.</p>",
         _figures(job),
         "<h2>One step</h2>",
         f"<p>The last step, planned above measured for each rank{f'; {left_out} ranks more are not drawn' if left_out else ''}. The "
-        "plan has the same compute in all, shared out as the cut was planned, and no messages.</p>",
-        timeline(names, planned, measured),
+        "plan has the same compute in all, shared out as the cut was planned, and no messages. Arrows are the messages of the measured "
+        "step, from the moment when one is sent to that when the stage that waits has it.</p>",
+        picture,
         "<h2>Ranks</h2>",
         _ranks(job),
+        "<h2>Memory</h2>",
+        _memory(job),
         _stages(job),
         "<h2>Messages of a step</h2>",
         _axes(job),
         curve("Tokens per second", [(one["step"], one["monitor/tokens_per_s"]) for one in history]),
+        _scaling(job, planned_ranks),
         "<h2>Settings</h2>",
         f"<pre>{html.escape(json.dumps(settings, indent=2))}</pre>",
     ]
@@ -218,6 +271,40 @@ def _ranks(job: Job) -> str:
         "process; expected are weights, gradients, Adam's states and, with stages, activations.</p>"
     )
     return note + _table(head, rows)
+
+
+def _memory(job: Job) -> str:
+    rows = [
+        (job.shape.describe(rank), one.expected_bytes / 1e9, one.memory_bytes / 1e9)
+        for rank, one in enumerate(job.told[:MOST_ROWS])
+    ]
+    return "<p>Peak of each rank, planned above measured.</p>" + beside(rows, "GB")
+
+
+def _scaling(job: Job, planned: Sequence[Scaled]) -> str:
+    if not planned:
+        return ""
+    ranks, reached = job.shape.world_size, job.tokens_per_s
+    shape = job.shape
+    rows = [
+        [
+            str(one.ranks),
+            one.layout,
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.speed_up:.2f}",
+            f"{one.memory_bytes / 1e9:.3g}",
+        ]
+        for one in planned
+    ]
+    memory = max(one.memory_bytes for one in job.told) / 1e9
+    layout = f"this run: tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
+    rows.append([str(ranks), layout, f"{reached:,.0f}", "", f"{memory:.3g}"])
+    note = (
+        "<p>What the planner says of 1 rank and more of this kind, each with as many rows as in this run: the fastest layout that "
+        "fits, and its tokens per second. It knows GPUs by their data sheets, and of CPUs only how they compare with themselves.</p>"
+    )
+    head = ["ranks", "layout", "tokens per second", "speed-up", "GB of the fullest rank"]
+    return "<h2>Scaling</h2>" + note + scaling_picture(planned, ranks, reached) + _table(head, rows)
 
 
 def _stages(job: Job) -> str:

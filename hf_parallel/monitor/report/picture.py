@@ -28,6 +28,7 @@ WIDTH: Final = 1080.0
 LEFT: Final = 230.0
 ROW: Final = 17.0
 LEGIBLE: Final = 6.0  # of a letter
+MOST_ARROWS: Final = 400  # more would hide what they point to
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,37 @@ class Bar:
     end: float
 
 
-def timeline(names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Bar]) -> str:
-    """Two rows a rank, planned above measured, on one axis of time.
+@dataclass(frozen=True)
+class Arrow:
+    """A message; seconds.
+
+    Attributes:
+        label: What it carries.
+        kind: "F" or "B", the action that made it.
+        source: Rank that sent it.
+        sent: When.
+        target: Rank that it went to.
+        taken: When that had it.
+    """
+
+    label: str
+    kind: str
+    source: int
+    sent: float
+    target: int
+    taken: float
+
+
+def timeline(
+    names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Bar], arrows: Sequence[Arrow] = ()
+) -> str:
+    """Two rows a rank, planned above measured, on one axis of time, and the messages that were measured.
 
     Args:
         names: Of the ranks.
         planned: May be empty: then there is one row a rank.
         measured: What was measured.
+        arrows: Messages between these ranks.
     """
     end = max((bar.end for bar in (*planned, *measured)), default=0.0)
     if not end:
@@ -66,10 +91,30 @@ def timeline(names: Sequence[str], planned: Sequence[Bar], measured: Sequence[Ba
             label = f"{name}: {word}" if place == 0 else word
             parts.append(f"<text x='{LEFT - 8}' y='{y + 12:.0f}' text-anchor='end'>{html.escape(label)}</text>")
             parts += [_drawn(bar, y, scale) for bar in bars if bar.rank == rank]
+    last = ROW * (len(kinds) - 1)  # measured
+    for arrow in arrows if len(arrows) <= MOST_ARROWS else ():
+        parts.append(_pointed(arrow, block * arrow.source + last, block * arrow.target + last, scale))
     used = {bar.kind for bar in (*planned, *measured)}
     keys = {text: color for kind, (color, text) in COLORS.items() if kind in used}
     legend = "".join(f"<span class='key' style='background:{color}'></span>{text}" for text, color in keys.items())
-    return f"<svg viewBox='0 0 {WIDTH:.0f} {height:.0f}' role='img'>{''.join(parts)}</svg><p>{legend}</p>"
+    return f"<svg viewBox='0 0 {WIDTH:.0f} {height:.0f}' role='img'>{HEADS}{''.join(parts)}</svg><p>{legend}</p>"
+
+
+HEADS: Final = (
+    "<defs><marker id='head' viewBox='0 0 6 6' refX='5' refY='3' markerWidth='5' markerHeight='5' orient='auto'>"
+    "<path d='M0,0 L6,3 L0,6 z' fill='context-stroke'/></marker></defs>"
+)
+
+
+def _pointed(arrow: Arrow, source_y: float, target_y: float, scale: float) -> str:
+    """From the edge of the sender's row to that of the row which it went to."""
+    down = target_y > source_y
+    begin, end = (source_y + ROW - 2, target_y) if down else (source_y, target_y + ROW - 2)
+    what = html.escape(f"{arrow.label}: {1e3 * (arrow.taken - arrow.sent):.4g} ms until it was taken", quote=True)
+    place = (
+        f"x1='{LEFT + scale * arrow.sent:.2f}' y1='{begin:.0f}' x2='{LEFT + scale * arrow.taken:.2f}' y2='{end:.0f}'"
+    )
+    return f"<line class='message' {place} stroke='{COLORS[arrow.kind][0]}' marker-end='url(#head)'><title>{what}</title></line>"
 
 
 def _drawn(bar: Bar, y: float, scale: float) -> str:
@@ -101,3 +146,26 @@ def curve(title: str, points: Sequence[tuple[float, float]]) -> str:
     ends = f"<text x='{LEFT}' y='126'>step {first:.0f}</text><text x='{WIDTH - 10}' y='126' text-anchor='end'>step {last:.0f}</text>"
     axis = f"<line class='grid' x1='{LEFT}' x2='{WIDTH}' y1='110' y2='110'/>"
     return f"<h2>{html.escape(title)}</h2><svg viewBox='0 0 {WIDTH:.0f} 130'>{axis}{marks}{ends}<polyline class='curve' points='{line}'/></svg>"
+
+
+def beside(rows: Sequence[tuple[str, float, float]], unit: str) -> str:
+    """Two bars for each row, planned above measured, on one axis.
+
+    Args:
+        rows: Name, planned and measured.
+        unit: Of the numbers.
+    """
+    most = max((value for _, *both in rows for value in both), default=0.0) or 1.0
+    block, parts = 2 * ROW + 10, []
+    for place, (name, *both) in enumerate(rows):
+        for line, (word, value, color) in enumerate(
+            zip(("planned", "measured"), both, ("#9aa4b5", "#2b5fb3"), strict=True)
+        ):
+            y, width = block * place + ROW * line, (WIDTH - LEFT - 110) * value / most
+            label = f"{name}: {word}" if line == 0 else word
+            parts.append(f"<text x='{LEFT - 8}' y='{y + 12:.0f}' text-anchor='end'>{html.escape(label)}</text>")
+            parts.append(
+                f"<rect x='{LEFT}' y='{y:.0f}' width='{max(width, 0.5):.1f}' height='{ROW - 2:.0f}' fill='{color}'/>"
+            )
+            parts.append(f"<text x='{LEFT + width + 6:.1f}' y='{y + 12:.0f}'>{value:.3g} {unit}</text>")
+    return f"<svg viewBox='0 0 {WIDTH:.0f} {block * len(rows):.0f}' role='img'>{''.join(parts)}</svg>"

@@ -114,7 +114,7 @@ def chrome_trace(
     shifted = [[step.start - offset.seconds for step in own] for own, offset in zip(records, offsets, strict=True)]
     origin = min((start for own in shifted for start in own), default=0.0)
     for rank, (own, offset) in enumerate(zip(records, offsets, strict=True)):
-        dp_rank, pp_rank, tp_rank = shape.coordinates(rank)
+        dp_rank, pp_rank, tp_rank, sp_rank = shape.coordinates(rank)
         several = sum(place == pp_rank for place in placement) > 1
         about = {"ph": "M", "pid": rank, "tid": 0}
         events.append(about | {"name": "process_name", "args": {"name": shape.describe(rank)}})
@@ -122,8 +122,8 @@ def chrome_trace(
         events += [about | {"tid": i, "name": "thread_name", "args": {"name": lane}} for i, lane in enumerate(LANES)]
         for step in own:
             for span in step.spans:
-                peer = _peer(span, placement)
-                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank)
+                peer = peer_of(span, placement)
+                target = None if peer is None else shape.rank_at(dp_rank, peer, tp_rank, sp_rank)
                 event = {"ph": "X", "cat": span.kind, "pid": rank, "tid": _lane(span.kind)}
                 event |= {"name": name_of(span, several, target), "args": _arguments(span, step.number)}
                 event |= {"ts": 1e6 * (span.start - offset.seconds - origin), "dur": 1e6 * max(0.0, span.seconds)}
@@ -138,8 +138,8 @@ def _arguments(span: Span, step: int) -> dict[str, int]:
     return {name: value for name, value in found.items() if value >= 0}
 
 
-def _peer(span: Span, placement: Sequence[int]) -> int | None:
-    """Pipeline rank at the other end of a message."""
+def peer_of(span: Span, placement: Sequence[int]) -> int | None:
+    """Pipeline rank at the other end of a message; None if it is no message."""
     verb, _, kind = span.kind.rpartition(" ")
     if verb not in ("send", "receive"):
         return None

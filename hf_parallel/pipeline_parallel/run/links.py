@@ -6,13 +6,14 @@ The runtime asks for what a stage needs and gives away what it made; where the n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, Receiver, Sender
+from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, Receiver, Sender, Specs
 from hf_parallel.pipeline_parallel.run.transport import TensorSpec, Transport, connect
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.program import Program
@@ -45,7 +46,7 @@ class Links:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self._handed: dict[Action, tuple[Tensor, ...]] = {}
-        self._signatures: Sequence[Hashable] = ()
+        self._signatures: Sequence[Hashable] | Mapping[int, Hashable] = ()
         mine = [pair for pair in neighbour_pairs(self.placement) if rank in pair]
         missing = [pair for pair in mine if pair not in transports]
         if missing:
@@ -72,6 +73,33 @@ class Links:
             receiver.specs = {key: specs for key, specs in receiver.specs.items() if not isinstance(key, Action)}
             messages = program.incoming.get(peer, ())
             receiver.expect(messages, [self._key(message) for message in messages])
+
+    def carry_on(self, program: Program, signatures: Mapping[int, Hashable]) -> None:
+        """Expect the messages of a program beside those of the one before, of which some are still to come."""
+        self._signatures = signatures
+        for sender in self.senders.values():
+            sender.window = program.send_window
+        for peer, receiver in self.receivers.items():
+            receiver.coming.extend((message, self._key(message)) for message in program.incoming.get(peer, ()))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, programs run while another one is under way; collective over the pipeline."""
+        signatures = self._signatures
+        kept: dict[int, tuple[dict[Action, tuple[Tensor, ...]], Specs]] = {}
+        for peer, receiver in self.receivers.items():
+            receiver.settle()
+            gradients: Specs = {key: specs for key, specs in receiver.specs.items() if isinstance(key, Action)}
+            kept[peer] = receiver.arrived, gradients
+            receiver.arrived = {}
+        self.drain()
+        try:
+            yield
+        finally:
+            self._signatures = signatures
+            for peer, (arrived, gradients) in kept.items():
+                self.receivers[peer].arrived = arrived
+                self.receivers[peer].specs |= gradients
 
     def post_ahead(self) -> None:
         """Post receives whose shapes are known."""
@@ -131,6 +159,12 @@ class Links:
         """Wait until everything sent has arrived."""
         for sender in self.senders.values():
             sender.drain()
+
+    def clear(self) -> None:
+        """Drop what has arrived and nobody will ask for."""
+        for receiver in self.receivers.values():
+            receiver.arrived.clear()
+            receiver.specs = {key: specs for key, specs in receiver.specs.items() if not isinstance(key, Action)}
 
     def forget(self) -> None:
         """Send headers anew."""

@@ -251,18 +251,26 @@ class Receiver:
     def take(self, wanted: Action) -> tuple[Tensor, ...]:
         """Return the tensors of a message, waiting for it and for all sent before it if need be."""
         while wanted not in self.arrived:
-            if not self.posted:
-                message, key = self.coming.popleft()
-                if key not in self.specs:
-                    self.specs[key] = self._receive_header(message)
-                self._post(message, key)
-            message, work = self.posted.popleft()
-            start = self.probe.recorder.mark()
-            self.arrived[message] = self._wait(work, message, message_name(message))
-            target = _target_of(message)
-            self.probe.recorder.add(f"receive {message.kind}", target, message.microbatch, start)
-            self.counters.messages_received += 1
+            self._take_next()
         return self.arrived.pop(wanted)
+
+    def settle(self) -> None:
+        """Receive all that is expected, for whoever asks later."""
+        while self.posted or self.coming:
+            self._take_next()
+
+    def _take_next(self) -> None:
+        if not self.posted:
+            message, key = self.coming.popleft()
+            if key not in self.specs:
+                self.specs[key] = self._receive_header(message)
+            self._post(message, key)
+        message, work = self.posted.popleft()
+        start = self.probe.recorder.mark()
+        self.arrived[message] = self._wait(work, message, message_name(message))
+        target = _target_of(message)
+        self.probe.recorder.add(f"receive {message.kind}", target, message.microbatch, start)
+        self.counters.messages_received += 1
 
     def _post(self, message: Action, key: Hashable) -> None:
         self.posted.append((message, self.transport.irecv(self.specs[key])))

@@ -17,7 +17,7 @@ issued, and `check_schedule` proves a schedule under exactly these rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -88,11 +88,36 @@ class PhaseState:
 class _Run:
     """One execution of a program: what it works on, and what it does on the last stage."""
 
-    microbatches: Sequence[Inputs]
+    microbatches: Sequence[Inputs] | Mapping[int, Inputs]
     finish: OutputFunction
     seeds: Callable[[int], Sequence[Tensor | None]]
     live: dict[tuple[int, int], _Live]
     keeps: bool = True
+
+
+@dataclass(slots=True)
+class Stream:
+    """Microbatches that enter and leave a pipeline which does not drain, under numbers of their own.
+
+    Attributes:
+        inputs: Model inputs of each that is under way, the same on all stages.
+        losses: Of those that have passed the last stage, where it is (0-d).
+        loss_of: ``loss_of(output, number)`` gives the normalised scalar loss on the last stage.
+        before: Called before every forward and backward.
+        after: Called after every backward.
+    """
+
+    loss_of: LossFunction
+    before: Callable[[Action], None]
+    after: Callable[[Action], None]
+    inputs: dict[int, Inputs] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+
+    def forget(self, number: int) -> None:
+        """A microbatch has left the pipeline."""
+        self.inputs.pop(number, None)
+        self.losses.pop(number, None)
 
 
 class PipelineRuntime:
@@ -244,6 +269,48 @@ class PipelineRuntime:
         with torch.enable_grad():
             self._execute(program, run, "BIW")
 
+    def advance(self, stream: Stream, program: Program) -> None:
+        """Run what a slice of a schedule that does not drain lets this rank do; messages may be under way before and after.
+
+        Args:
+            stream: The microbatches.
+            program: This rank's actions, by their numbers.
+        """
+
+        def finish(output: Any, i: int) -> tuple[Tensor, ...]:
+            loss = stream.loss_of(output, i)
+            stream.losses[i] = loss.detach()
+            return (loss,)
+
+        run = _Run(stream.inputs, finish, lambda i: (torch.ones_like(stream.losses[i]),), stream.live)
+        numbers = sorted(stream.inputs)
+        self.peak_live = len(run.live)
+        self._links.carry_on(program, dict(zip(numbers, self._signatures(run), strict=True)))
+        start = self.probe.recorder.mark()
+        with torch.enable_grad():
+            for action in program.actions:
+                with self._named(action.stage, f"action {action}"):
+                    self._links.post_ahead()
+                    stream.before(action)
+                    if action.kind == "F":
+                        self._forward(action, run)
+                    else:
+                        self._backward(action, run)
+                        stream.after(action)
+        self.probe.recorder.add("schedule", -1, -1, start)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around other runs while a stream is under way; collective over the pipeline."""
+        return self._links.aside()
+
+    def give_up(self, stream: Stream) -> None:
+        """Forget microbatches that are under way, and what is sent for them; collective over the pipeline."""
+        with self._links.aside():
+            stream.live.clear()
+            stream.inputs.clear()
+            stream.losses.clear()
+        self._links.clear()
+
     def forget_headers(self) -> None:
         """Send headers anew from the next run on; to be called on every rank, after parameters were (un)frozen."""
         self._links.forget()
@@ -282,7 +349,9 @@ class PipelineRuntime:
         stage = next(iter(self.stages.values()))
         training = stage.training if isinstance(stage, nn.Module) else True
         mode = (run.keeps, training, *_autocast_mode())
-        return [(signature_of(inputs), mode) for inputs in run.microbatches]
+        found = run.microbatches
+        numbers = sorted(found) if isinstance(found, Mapping) else range(len(found))
+        return [(signature_of(found[number]), mode) for number in numbers]
 
     @contextmanager
     def _named(self, stage: int, what: str) -> Iterator[None]:

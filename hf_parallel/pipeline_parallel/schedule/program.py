@@ -25,6 +25,15 @@ class Program:
     incoming: Mapping[int, tuple[Action, ...]]
     send_window: int
 
+    def shifted(self, by: int) -> Program:
+        """The same for microbatches whose numbers are larger by `by`."""
+        incoming = {peer: _shifted(messages, by) for peer, messages in self.incoming.items()}
+        return Program(_shifted(self.actions, by), incoming, self.send_window)
+
+
+def _shifted(actions: tuple[Action, ...], by: int) -> tuple[Action, ...]:
+    return tuple(Action(action.stage, action.kind, action.microbatch + by) for action in actions)
+
 
 def program_of(schedule: Schedule, rank: int, send_window: int = 2) -> Program:
     """Return the part of a schedule that `rank` executes.

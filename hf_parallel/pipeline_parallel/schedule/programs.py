@@ -15,6 +15,7 @@ from hf_parallel.pipeline_parallel.schedule.schedules import (
     build_schedule,
     stages_of_ranks,
 )
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import PipelineConfig
 
 
@@ -26,6 +27,7 @@ class ScheduleChoice:
 
     Attributes:
         stages_of_ranks: Stages of each rank, ascending.
+        order: The schedule whose order ranks follow within a step.
 
     Raises:
         ScheduleError: The schedule file cannot be read, is no schedule, or is for another number of ranks, or the
@@ -34,11 +36,13 @@ class ScheduleChoice:
 
     def __init__(self, settings: PipelineConfig, pp_size: int) -> None:
         self.settings, self.pp_size = settings, pp_size
+        # Planned, evaluated and drawn as the schedule whose order its ranks follow.
+        self.order = "1f1b" if settings.schedule in ASYNCHRONOUS else settings.schedule
         self._file = _read(settings.schedule_file, pp_size) if settings.schedule == "csv" else None
         self.stages_of_ranks = (
             _stages(self._file)
             if self._file is not None
-            else stages_of_ranks(settings.schedule, pp_size, settings.stages_on_a_rank())
+            else stages_of_ranks(self.order, pp_size, settings.stages_on_a_rank())
         )
         self._check()
 
@@ -60,7 +64,7 @@ class ScheduleChoice:
     def splits_backward(self) -> bool:
         """Whether a training step defers weight gradients."""
         if self._file is None:
-            return SCHEDULES[self.settings.schedule].splits_backward
+            return SCHEDULES[self.order].splits_backward
         return any(action.kind == "W" for actions in self._file for action in actions)
 
     @property
@@ -82,7 +86,7 @@ class ScheduleChoice:
         """
         if self._file is None:
             return build_schedule(
-                self.settings.schedule,
+                self.order,
                 self.pp_size,
                 num_microbatches,
                 stages_per_rank=self.settings.stages_on_a_rank(),

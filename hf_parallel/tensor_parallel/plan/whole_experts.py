@@ -24,7 +24,7 @@ def routed_candidates(draft: Draft, sample: Mapping[str, Any]) -> list[Candidate
     for owner, keys in owners.items():
         for root in (owner, owner.rpartition(".")[0]):
             counts = _expert_counts(draft.model, owner, root) if root in arguments else []
-            rule = next((rule for count in counts if (rule := _rule(arguments[root], count))), None)
+            rule = next((rule for count in counts if (rule := routing_of(arguments[root], count))), None)
             if rule is not None and rule.experts < draft.tp_size:
                 draft.unrouted[owner] = f"{root} has {rule.experts} experts for {draft.tp_size} ranks"
             elif rule is not None:
@@ -45,17 +45,23 @@ def why_none(draft: Draft) -> str:
     return "no module owns stacked experts"
 
 
+def expert_counts(owner: nn.Module) -> list[int]:
+    """Numbers of experts that a module with stacks of them may have: one, or none."""
+    stacks = [p.shape[0] for p in owner.parameters() if p.ndim >= 3]
+    return [stacks[0]] if set(stacks[:1]) == set(stacks) != set() else []
+
+
 def _expert_counts(model: nn.Module, owner: str, root: str) -> list[int]:
     """Numbers of experts that a module may have: the first dim of stacks, or what it counts by that name."""
-    stacks = [p.shape[0] for p in model.get_submodule(owner).parameters() if p.ndim >= 3]
-    if stacks:
-        return [stacks[0]] if set(stacks) == {stacks[0]} else []
+    stacks = model.get_submodule(owner)
+    if any(p.ndim >= 3 for p in stacks.parameters()):
+        return expert_counts(stacks)
     modules = model.get_submodule(root).modules()
     named = {v for module in modules for k, v in vars(module).items() if type(v) is int and "expert" in k and v > 1}
     return sorted(named, reverse=True)
 
 
-def _rule(arguments: Arguments, experts: int) -> Routing | None:
+def routing_of(arguments: Arguments, experts: int) -> Routing | None:
     """Where a module takes hidden states f[... H], indices i[N K] and weights f[N K] of experts."""
     args, kwargs = arguments
     given: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
@@ -79,7 +85,7 @@ def routed_proposals(block: Block, candidate: Candidate, tp_size: int) -> Iterat
     """The experts of the root `block` distributed over the ranks, with less and less of what counts them rewritten."""
     owner, _, _ = candidate.parameter.rpartition(".")
     for experts in _expert_counts(block.module, owner, ""):
-        rule = _rule(block.arguments, experts)
+        rule = routing_of(block.arguments, experts)
         if rule is None:
             continue
         sliced = {

@@ -96,7 +96,7 @@ def apply_tensor_parallel(
     for name, linear in held.items():
         module = model.get_submodule(name)
         if linear.role != "latent" and id(own_parameters(module)["weight"]) not in tied:
-            _shard_parameter(module, "weight", linear.weight, plan.tp_size, tp_rank)
+            shard_parameter(module, "weight", linear.weight, plan.tp_size, tp_rank)
             tied.add(id(own_parameters(module)["weight"]))
         if linear.role == "vocab_embedding":
             install_embedding(module, shared, *linear.weight.ranges(plan.tp_size, tp_rank)[0])
@@ -174,7 +174,7 @@ def _detect_reads(
 
 def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
     if linear.bias is not None and linear.role != "latent":
-        _shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
+        shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
     vars(module)["tp_linear"] = LinearState(
         copy=shared,
         transposed=linear.transposed,
@@ -197,7 +197,7 @@ def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_
     vars(module)["forward"] = MethodType(forwards[linear.role], module)
 
 
-def _shard_parameter(module: nn.Module, key: str, spec: ShardSpec, tp_size: int, tp_rank: int) -> None:
+def shard_parameter(module: nn.Module, key: str, spec: ShardSpec, tp_size: int, tp_rank: int) -> None:
     parameter = own_parameters(module)[key]
     if parameter is None:
         raise PlanError(f"the plan shards {key} of {type(module).__name__}, which has none. Plan this very model.")
@@ -243,7 +243,7 @@ def _slice_tensors(model: nn.Module, pair: PairPlan, tp_size: int, tp_rank: int)
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
         if key in own_parameters(module):
-            _shard_parameter(module, key, spec, tp_size, tp_rank)
+            shard_parameter(module, key, spec, tp_size, tp_rank)
         else:
             own_buffers(module)[key] = spec.shard(model.get_buffer(name), tp_size, tp_rank)
 

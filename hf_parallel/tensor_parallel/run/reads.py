@@ -37,6 +37,7 @@ def install_reads(
     tp_rank: int,
     *,
     reports: bool,
+    sums: bool = False,
 ) -> None:
     """Notice reads of sharded tensors from outside of their modules. In place; call when everything is sharded.
 
@@ -47,8 +48,9 @@ def install_reads(
         shared: For the group.
         tp_rank: This rank in the group.
         reports: Whether this rank says who reads what.
+        sums: Whether the ranks read rows of their own.
     """
-    reads = vars(model)["tp_reads"] = Reads(shared, tp_rank, reports=reports)
+    reads = vars(model)["tp_reads"] = Reads(shared, tp_rank, reports=reports, sums=sums)
     found: dict[int, tuple[str, ShardSpec]] = {}
     for name, spec in specs.items():
         path, _, key = name.rpartition(".")

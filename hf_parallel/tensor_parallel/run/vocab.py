@@ -24,6 +24,7 @@ from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import is_causal_loss
 from hf_parallel.errors import PlanError
 from hf_parallel.head.defer import LogitsDeferral, made
+from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.head.tiles import Tiling
 from hf_parallel.tensor_parallel.run.forwards import put_over
 from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_from_tp, reduce_from_tp
@@ -32,67 +33,6 @@ from hf_parallel.tensor_parallel.run.vocab_watch import LogitsWatch, VocabMode, 
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class LabelledOutput(ModelOutput):
-    """Output of a training forward with labels: all of the model's own but the logits, which exist in parts only.
-
-    An engine sets how they are gathered when user code reads them.
-    """
-
-    loss: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "logits":
-            return self._logits()
-        raise AttributeError(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        held: Any = super()
-        order = vars(self).get("_order", ())
-        if isinstance(key, int) and -len(order) <= key < len(order):
-            key = order[key]
-        return self._logits() if key == "logits" else held.__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, with logits."""
-        return self._logits() if key == "logits" else super().get(key, default)
-
-    def hide(self, output: ModelOutput, gather: Callable[[Tensor], Tensor]) -> LabelledOutput:
-        """Take all of a model's own output; its logits f[... S v] only in the form of `gather`, f[... S V]."""
-        for name, value in output.items():
-            if name != "logits":
-                self[name] = value
-        vars(self).update(_order=list(output), _gather=gather, _local=output["logits"])
-        return self
-
-    def again(self, other: LabelledOutput, before: Callable[[], None], after: Callable[[Tensor], Tensor]) -> None:
-        """Gather the logits of `other` when somebody asks for them.
-
-        Args:
-            other: The output that a model has made.
-            before: Called first; all ranks of the group must gather.
-            after: What is done to the gathered logits.
-        """
-        vars(self).update({name: vars(other)[name] for name in ("_order", "_gather", "_local") if name in vars(other)})
-        vars(self).update(_before=before, _after=after)
-
-    def _logits(self) -> Tensor:
-        kept = vars(self)
-        if "_before" not in kept or "_local" not in kept:
-            raise AttributeError(
-                "logits are sharded over the vocabulary in a training forward with labels, and not gathered. For a "
-                "loss of your own call the model without labels (labels = inputs.pop('labels')) or use "
-                "Trainer(compute_loss_func=...); or set tensor_parallel.vocab_parallel_loss: false."
-            )
-        made: dict[bool, Tensor] = kept.setdefault("_made", {})
-        wants_graph = torch.is_grad_enabled()
-        found = made.get(True, made.get(wants_graph))
-        if found is None:
-            kept["_before"]()
-            found = made[wants_graph] = kept["_after"](kept["_gather"](kept["_local"]))
-        return found
 
 
 @dataclass

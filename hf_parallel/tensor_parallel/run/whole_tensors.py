@@ -27,7 +27,7 @@ from hf_parallel.compat.private_torch import (
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.tensor_parallel.layout import ShardSpec
-from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over
+from hf_parallel.tensor_parallel.run.functions import SharedCopy, gather_over, sum_over
 
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Reads:
         reports: Whether this rank says who reads what.
         in_loss: Whether a loss of the user's runs now, outside of the model's forward.
         watching: What puts parts together in code of the user's that runs now (`parts.OnParts`).
+        sums: Whether the ranks read rows of their own, so that the gradients of what each computes are summed over them.
     """
 
     copy: SharedCopy
@@ -71,13 +72,14 @@ class Reads:
     in_loss: bool = False
     reports: bool = False
     watching: TorchFunctionMode | None = None
+    sums: bool = False
     inside: dict[int, Tensor] = field(default_factory=dict)
     outside: dict[int, Tensor] = field(default_factory=dict)
     reported: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reads:
         """A copy of a model communicates over the same group, with a state of its own."""
-        return Reads(self.copy, self.tp_rank)
+        return Reads(self.copy, self.tp_rank, sums=self.sums)
 
 
 @dataclass
@@ -137,9 +139,16 @@ def _tell(owned: Owned) -> None:
         return
     owned.reads.reported.add(owned.name)
     logger.warning(
-        "hf_parallel: %s is sharded over tensor-parallel ranks and read by %s, outside of its module: it is gathered in "
-        "each forward that does. Set tensor_parallel.plan: {%s: replicate} to keep it whole.",
-        *(owned.name, _reader(), owned.name.rpartition(".")[0]),
+        "hf_parallel: %s is sharded over ranks and read by %s, outside of its module: it is gathered in each forward that does. "
+        "Set %s to keep it whole.",
+        *(owned.name, _reader(), _setting(owned)),
+    )
+
+
+def _setting(owned: Owned) -> str:
+    """What keeps a parameter whole."""
+    return (
+        "ep_size to 1" if owned.reads.sums else f"tensor_parallel.plan: {{{owned.name.rpartition('.')[0]}: replicate}}"
     )
 
 
@@ -212,7 +221,7 @@ def gathered(owned: Owned, part: Tensor) -> Tensor:
 
 
 class _StandIn(torch.autograd.Function):
-    """A `Whole` of a parameter; readers compute alike on every rank, so the gradient is this rank's slice, without a sum."""
+    """A `Whole` of a parameter. Readers compute alike on tensor-parallel ranks: the gradient is this rank's slice, without a sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, owned: Owned) -> Tensor:
@@ -222,7 +231,9 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         reads: Reads = ctx.owned.reads
-        return ctx.owned.spec.shard(grads[0], reads.copy.group.size(), reads.tp_rank), None
+        group = reads.copy.group
+        whole = sum_over(grads[0], group) if reads.sums else grads[0]
+        return ctx.owned.spec.shard(whole, group.size(), reads.tp_rank), None
 
 
 class Refused(Tensor):
@@ -278,10 +289,9 @@ ON_THE_PART: dict[Any, Callable[..., Any]] = {
 
 
 def _refuse(owned: Owned, what: str, reader: str) -> NoReturn:
-    module = owned.name.rpartition(".")[0]
     raise UnsupportedError(
         f"{owned.name} is {what} by {reader}, outside of the model's forward, where this rank has only its part of it (cut along "
         f"dim {owned.spec.dim}, {owned.spec.full_size} in all). Read it in the model's forward or in a Trainer's compute_loss, "
-        f"which gather it; take whole weights from accelerator.get_state_dict(model) on all ranks; or set "
-        f"tensor_parallel.plan: {{{module}: replicate}} to keep it whole."
+        f"which gather it; take whole weights from accelerator.get_state_dict(model) on all ranks; or set {_setting(owned)} to keep "
+        "it whole."
     )

@@ -1,0 +1,301 @@
+"""The windows of a pipeline that does not drain between optimizer steps (PipeDream, PipeDream-2BW).
+
+The batches of an optimizer step are a window. A step completes one window, and lets the stages begin those that follow, which run
+with older weights than the newest: window t with the weights after update t - delay. So nothing has to wait for an update.
+What the ranks must tell each other of a window (its losses, digests of its batches, what each counts of the
+gradient norm) leaves a rank as soon as its last backward of the window is over, and is waited for at the end of the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hf_parallel.compat.private_transformers import AFTER_DATA
+from hf_parallel.data_parallel.norms import power_sum
+from hf_parallel.engine.direct import Attachment
+from hf_parallel.engine.last_stage import LastStage
+from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
+from hf_parallel.engine.window import COUNTS
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.mesh import new_group_of
+from hf_parallel.model.random_streams import StepSeeds
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime, Stream
+from hf_parallel.pipeline_parallel.run.versions import WeightVersions
+from hf_parallel.pipeline_parallel.schedule.actions import Action
+from hf_parallel.pipeline_parallel.schedule.asynchronous import empty, next_slice
+from hf_parallel.pipeline_parallel.schedule.program import Program
+
+
+Batches: TypeAlias = list[dict[str, Any]]
+NOT_ANNOUNCED = (
+    "a training forward that no data loader announced, with pipeline.schedule={name}: batches of the next steps enter the pipeline "
+    "before their call, so stock code alone may stand between the data loader and the model. Leave {methods}, callbacks "
+    "between batches and hooks on the model as the Trainer has them, and gradient_accumulation_steps as it is within an epoch, or set "
+    "pipeline.schedule to 1f1b."
+)
+
+
+@dataclass
+class _Begun:
+    """A window that is in the pipeline.
+
+    Attributes:
+        batches: Its batches, as the model will be called with them.
+        shares: What each microbatch contributes to the loss of its batch.
+        first: Number of its first microbatch.
+        step: What its random numbers are drawn by.
+        version: Of the weights it runs with.
+        gradients: What its last backward has left; None until then.
+        told: Waits for what the ranks tell each other of it.
+    """
+
+    batches: Batches
+    shares: list[Share]
+    first: int
+    step: int
+    version: int
+    gradients: list[tuple[nn.Parameter, Tensor]] | None = None
+    told: Callable[[], tuple[list[Tensor], Tensor]] | None = None
+
+    @property
+    def numbers(self) -> range:
+        """Of its microbatches."""
+        return range(self.first, self.first + len(self.shares))
+
+
+@dataclass
+class Ahead:
+    """Runs the windows; building it is collective.
+
+    Args:
+        attachment: Model, mesh, gradients.
+        runtime: Executor of this rank's stage.
+        last_stage: Makes losses known.
+        loss: Cuts batches.
+        seeds: Of the random numbers of microbatches.
+        name: Of the schedule.
+        delay: By how many updates the weights of a window are older than the newest before its own.
+    """
+
+    attachment: Attachment
+    runtime: PipelineRuntime
+    last_stage: LastStage
+    loss: MicrobatchLoss
+    seeds: StepSeeds
+    name: str
+    delay: int
+    following: list[tuple[Batches, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        mesh, parameters = self.attachment.mesh, self.attachment.parameters
+        self.versions = WeightVersions(
+            self.attachment.model, {n: p for n, p in parameters.items() if p.requires_grad}, self.delay
+        )
+        self._trained = [p.requires_grad for p in parameters.values()]
+        self._begun: deque[_Begun] = deque()
+        self._done, self._next = empty(mesh.shape.pp_size), 0
+        self._programs: dict[Any, tuple[Program, Any]] = {}
+        self._stream = Stream(self._loss_of, self._before, self._after)
+        self._is_due = False
+        self._written: list[int] = []
+        # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
+        self._tells_early = (
+            mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
+        )
+        self._group = new_group_of(mesh.shape.groups(lambda d, p, t, s: (d, s)), timeout=mesh.timeout, backend=None)
+        gradients = self.attachment.gradients
+        gradients.before_write = self._before_write
+        factors = gradients.shown.factors  # compared while the next step runs, so that no rank waits for another here
+        factors.is_late = True
+        gradients.replicas.before_reading.append(factors.judge)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def run(self, batches: Batches) -> list[Tensor]:
+        """Complete a window, and begin others; its losses. Its gradients are in `p.grad` then.
+
+        Args:
+            batches: Of the window, as the model is called with the first.
+        """
+        self._check()
+        self.seeds.next_step()
+        self.versions.follow()
+        if not self._begun:
+            self._begin(batches)
+        elif not _are_same(self._begun[0].batches, batches):
+            raise UnsupportedError(
+                f"what the model is called with beside the batch (num_items_in_batch, use_cache) is not what was announced, with "
+                f"pipeline.schedule={self.name}: its microbatches have entered the pipeline already. Set it to 1f1b."
+            )
+        extras = {key: value for key, value in batches[0].items() if key in COUNTS}
+        for others, count in self.following[len(self._begun) - 1 : self.delay]:
+            more = {k: count if k == "num_items_in_batch" else value for k, value in extras.items()}
+            given = [{key: value for key, value in batch.items() if value is not None} for batch in others]
+            self._begin([{**batch, **more} for batch in given])
+        before, self.runtime.before = self.runtime.before, self._seed
+        try:
+            self.runtime.advance(self._stream, self._program())
+        finally:
+            self.versions.put(None)
+            self.runtime.before = before
+        return self._complete(self._begun.popleft())
+
+    def _begin(self, batches: Batches) -> None:
+        self.attachment.batch_check.check(batches)
+        parts = [part for index, batch in enumerate(batches) for part in self.loss.cut(index, batch)]
+        place = len(self._begun)
+        begun = _Begun(
+            batches, [share for _, share in parts], self._next, self.seeds.step + place, self.versions.recent[place]
+        )
+        self._begun.append(begun)
+        self._next += len(parts)
+        self._stream.inputs.update(zip(begun.numbers, (inputs for inputs, _ in parts), strict=True))
+
+    def _program(self) -> Program:
+        counts = tuple(len(begun.shares) for begun in self._begun)
+        key = self._done, counts
+        if key not in self._programs:
+            found = next_slice(self._done, counts)
+            self._programs[key] = found.program(self.attachment.mesh.pp_rank), found.done
+        program, self._done = self._programs[key]
+        return program.shifted(self._begun[0].first)
+
+    def _complete(self, window: _Begun) -> list[Tensor]:
+        self._tell(window)
+        losses, power = window.told()  # type: ignore[misc]
+        for parameter, gradient in window.gradients or ():
+            parameter.grad = gradient
+        self.attachment.gradients.foresee(power if self._tells_early else None)
+        for number in window.numbers:
+            self._stream.forget(number)
+        self._is_due, self._written = True, self.versions.written
+        return losses
+
+    # -- one microbatch ------------------------------------------------------------------------------------------
+
+    def _window_of(self, number: int) -> _Begun:
+        return next(begun for begun in self._begun if number in begun.numbers)
+
+    def _seed(self, stage: int, number: int) -> None:
+        window, step = self._window_of(number), self.seeds.step
+        self.seeds.step = window.step
+        self.seeds.set(stage, number - window.first)
+        self.seeds.step = step
+
+    def _loss_of(self, output: Any, number: int) -> Tensor:
+        window = self._window_of(number)
+        return self.loss.of(output, window.shares[number - window.first])
+
+    def _before(self, action: Action) -> None:
+        self.versions.put(self._window_of(action.microbatch).version)
+
+    def _after(self, action: Action) -> None:
+        window = self._window_of(action.microbatch)
+        if action.microbatch == window.numbers[-1]:
+            window.gradients = self.versions.take_gradients(window.version)
+            if self._tells_early:
+                self._tell(window)
+
+    def _tell(self, window: _Begun) -> None:
+        """Send this rank's part of what the ranks tell each other of a window, once."""
+        if window.told is not None:
+            return
+        made, nothing = self._stream.losses, torch.zeros((), device=self.attachment.device)  # if it is given up
+        losses = [made.get(number, nothing) for number in window.numbers] if self.runtime.has_last_stage else []
+        gradients = [gradient for _, gradient in window.gradients or ()] if self._tells_early else []
+        power = power_sum(gradients, 2.0, self.attachment.device)
+        window.told = self.last_stage.send_losses(losses, window.shares, window.batches, power, self._group)
+
+    # -- beside the steps ----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Refuse what must not change while windows are under way.
+
+        Raises:
+            UnsupportedError: A parameter was frozen or unfrozen, or the gradients of the last step were not used.
+        """
+        if self._is_due:
+            raise UnsupportedError(
+                f"no optimizer.step() followed the batches before, with pipeline.schedule={self.name}: their gradients would be lost. "
+                "Leave gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
+            )
+        self.loss.check()
+        parameters = self.attachment.parameters.items()
+        for (name, parameter), trained in zip(parameters, self._trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise UnsupportedError(
+                    f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
+                    "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
+                )
+
+    def refuse_hooks(self, hooked: Sequence[nn.Parameter]) -> None:
+        """Refuse hooks on parameters.
+
+        Raises:
+            UnsupportedError: There are some.
+        """
+        if hooked:
+            raise UnsupportedError(
+                f"hooks on {len(hooked)} parameters (register_hook, an optimizer that steps in the backward pass) with "
+                f"pipeline.schedule={self.name}: gradients of several steps are made at a time. Remove them, or set "
+                "pipeline.schedule to 1f1b."
+            )
+
+    @property
+    def not_announced(self) -> str:
+        """What to say of a training forward that was not announced."""
+        return NOT_ANNOUNCED.format(name=self.name, methods=", ".join(AFTER_DATA[:4]))
+
+    def _before_write(self) -> None:
+        """An optimizer writes to the parameters next."""
+        if not self._is_due:
+            raise UnsupportedError(
+                f"a second optimizer.step() for one batch with pipeline.schedule={self.name}: each update makes one version of "
+                "the weights. Use one optimizer, which steps once, or set pipeline.schedule to 1f1b."
+            )
+        if self.versions.written != self._written:
+            raise UnsupportedError(
+                f"weights were changed between the backward pass and optimizer.step() with pipeline.schedule={self.name}: microbatches "
+                "of the next steps run with them. Change them after the step (on_step_end), or set pipeline.schedule to 1f1b."
+            )
+        self._is_due = False
+        self.versions.advance()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around forward passes that train nothing; collective over the pipeline."""
+        with self.runtime.aside() if self._begun else nullcontext():
+            yield
+
+    def give_up(self) -> None:
+        """Windows that were begun will not be called for: an epoch was left early. Collective over the pipeline."""
+        self.following = []
+        if not self._begun:
+            return
+        for window in self._begun:  # some ranks may have sent their part of one, so that the others have to
+            self._tell(window)
+            window.told()  # type: ignore[misc]
+        self.runtime.give_up(self._stream)
+        for version in set(self.versions.recent):
+            self.versions.take_gradients(version)
+        self._begun.clear()
+        self._done = empty(self.attachment.mesh.shape.pp_size)
+
+
+def _are_same(begun: Sequence[dict[str, Any]], called: Sequence[dict[str, Any]]) -> bool:
+    """Whether batches are those that were begun."""
+    return len(begun) == len(called) and all(
+        one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+        for one, other in zip(begun, called, strict=True)
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)

@@ -1,0 +1,86 @@
+"""Sharing the sequence of each row over ranks: tried on the whole model, then put into its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_parallel.engine.setup import Setup
+from hf_parallel.errors import PlanError
+from hf_parallel.model.fewer import may_need_fewer, with_blocks
+from hf_parallel.model.probes import Probes
+from hf_parallel.model.record import unchanged
+from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.ulysses.attention import Shared, share_attention
+from hf_parallel.ulysses.exchange import SequenceGroup
+from hf_parallel.ulysses.verify import verify_model
+
+
+def shared_rows(setup: Setup) -> Shared | None:
+    """What the model will know of the sequence that its ranks share; None with sp_size 1."""
+    group = setup.mesh.sp_group
+    return None if group is None else Shared(SequenceGroup(group))
+
+
+def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> None:
+    """Compare the model on parts of each row with the whole one; collective over the ranks that share rows.
+
+    Raises:
+        PlanError: They differ; nothing was changed.
+    """
+    if shared is None or probes is None:
+        return
+    setup.watchdog.runs("compares the model on parts of each row with the whole one")
+    judge_rows(setup.model, shared, probes)
+
+
+def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
+    """As `check_rows`, and whether rows of several documents are exact, which only matters to batches that have some."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise PlanError(
+            f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
+            "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
+        )
+    with probes.running(), unchanged(model):
+        shown = _shown_by(model, probes)
+        verify_model(shown, shared, probes.check)
+        documents = _documents(probes.batch)
+        if documents is not None:
+            try:
+                verify_model(shown, shared, [documents])
+            except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
+                shared.no_documents = str(error)
+
+
+def share_rows(setup: Setup, shared: Shared | None) -> None:
+    """Let the model's attention exchange heads for sequence. In place."""
+    if shared is not None:
+        share_attention(setup.model, shared)
+
+
+def _shown_by(model: nn.Module, probes: Probes) -> nn.Module:
+    """The blocks of a deep model that show what all do; the model itself where that cannot be known."""
+    try:
+        if may_need_fewer(model, candidate_stacks(model)[0]):
+            kept = discover_stages(model, probes.batch).kept
+            return model if kept is None else with_blocks(model, kept.stack, kept.blocks)
+    except Exception:  # noqa: BLE001 - then the whole model is tried, which says what is wrong, if anything is
+        return model
+    return model
+
+
+def _documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The rows of a batch as two documents each, without a mask; None for a batch without token ids."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.shape[1] < 4:
+        return None
+    first = ids.shape[1] // 2 - 1
+    positions: Sequence[int] = [*range(first), *range(ids.shape[1] - first)]
+    placed = torch.tensor(positions, device=ids.device).expand(ids.shape)
+    return {"input_ids": ids, "labels": ids, "position_ids": placed, "use_cache": False}

@@ -1,0 +1,196 @@
+"""A model's own attention on the whole sequence and on some of the heads, by the registries of transformers.
+
+A model asks a registry for its attention function and for that of its masks, by the name in its config. Ours exchange heads for
+sequence, call what the name was before, and exchange back. Parameters with a number for each head (sinks) are read in parts.
+
+Extents: B batch, S sequence, H heads, K key-value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import packed_sequence_compatibility_function
+
+from hf_parallel.compat.private_torch import in_backward_pass
+from hf_parallel.compat.private_transformers import attention_names
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
+
+
+Attention: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+
+KNOWN = ("eager", "sdpa")  # implementations whose masks are made of indices alone
+
+
+@dataclass
+class Shared:
+    """What the attention of a model knows of its rows; one for each model.
+
+    Args:
+        group: The ranks that share the sequence.
+        length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
+        packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
+        no_documents: Why batches of packed documents are refused; "" if they are exact.
+    """
+
+    group: SequenceGroup
+    length: int = 0
+    packed: tuple[Tensor, Tensor] | None = None
+    no_documents: str = ""
+    _is_running: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        """Names in the registries are of this one."""
+        return self
+
+    @contextmanager
+    def running(self, length: int) -> Iterator[None]:
+        """Inside, the model runs on a part of rows that have so many tokens."""
+        self.length, self._is_running = length, True
+        try:
+            yield
+        finally:
+            self._is_running, self.packed = False, None
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether what attention is given now are parts of rows: it may also be called for whole ones, outside of `running`."""
+        return self._is_running or in_backward_pass()
+
+
+def share_attention(model: nn.Module, shared: Shared) -> Callable[[], None]:
+    """Let all attention of a model work on some heads of the whole sequence. In place; returns what undoes it.
+
+    Raises:
+        UnsupportedError: An implementation whose masks or packed documents are not made of indices.
+    """
+    names = attention_names(model)
+    odd = sorted({str(name) for _, name in names} - {*KNOWN})
+    if odd:
+        raise UnsupportedError(
+            f"attn_implementation={odd[0]!r} with sp_size={shared.group.size}: its masks are not known for a shared sequence. Load "
+            "the model with attn_implementation='sdpa', or set sp_size to 1."
+        )
+    for _, name in names:
+        key = _key(shared, name)
+        AttentionInterface.register(key, _attention(name, shared))
+        AttentionMaskInterface.register(key, _mask(name, shared))
+    undo = [_renamed(set_name, name, _key(shared, name)) for set_name, name in names]
+
+    def restore() -> None:
+        for back in undo:
+            back()
+
+    return restore
+
+
+def _renamed(set_name: Callable[[str], None], before: str, name: str) -> Callable[[], None]:
+    set_name(name)
+    return lambda: set_name(before)
+
+
+def _key(shared: Shared, name: str) -> str:
+    """The name under which the implementation `name` of one model is registered."""
+    return f"hf_parallel_ulysses_{id(shared):x}_{name}"
+
+
+def _attention(name: str, shared: Shared) -> Attention:
+    registered: Any = None if name == "eager" else AttentionInterface()[name]
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> Any:
+        own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+        if not shared.has_parts:
+            return own(module, query, key, value, mask, **named)
+        return _exchanged(own, shared.group, module, (query, key, value), mask, named)
+
+    return attention
+
+
+def _exchanged(
+    own: Attention,
+    group: SequenceGroup,
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    named: Mapping[str, Any],
+) -> tuple[Tensor, None]:
+    """Attention of this rank's heads; returns f[B S/sp H D] of all heads."""
+    query, key, value = states  # (batch, heads or kv heads, seq / sp, width)
+    heads, kv_heads = query.shape[1], key.shape[1]
+    padded = -(-heads // group.size) * group.size
+    repeats = repeats_for(heads, kv_heads, group.size)
+    if heads % (kv_heads * repeats) or padded > heads:
+        repeats = heads // kv_heads
+    sent = [query, *(state.repeat_interleave(repeats, dim=1) if repeats > 1 else state for state in (key, value))]
+    if padded > heads:  # heads that attend evenly to all tokens and are dropped again
+        sent = [F.pad(state, (0, 0, 0, 0, 0, padded - heads)) for state in sent]
+    mine = range(group.rank * padded // group.size, (group.rank + 1) * padded // group.size)
+    # A mask says how long rows are. Without one no token looks at what comes after it, so not at what fills up a row.
+    filled = query.shape[2] * group.size
+    length = mask.shape[-1] if isinstance(mask, Tensor) else filled
+    query, key, value = (x[:, :, :length] for x in to_heads(sent, group))  # (batch, heads / sp, seq, width)
+    with _of_heads(module, heads, mine, repeats):
+        parts = {name: _part(tensor, heads, mine) for name, tensor in named.items()}
+        output, _ = own(
+            module, query, key, value, _mask_part(mask, heads, mine), **parts
+        )  # (batch, seq, heads / sp, D)
+    output = F.pad(output, (0, 0, 0, 0, 0, filled - length)) if length < filled else output
+    return to_sequence(output, group)[:, :, :heads].contiguous(), None
+
+
+def _part(value: Any, heads: int, mine: range) -> Any:
+    """This rank's part of what has one number for each head."""
+    if not isinstance(value, Tensor) or value.ndim != 1 or len(value) != heads:
+        return value
+    return F.pad(value, (0, max(0, mine.stop - heads)))[mine.start : mine.stop]
+
+
+def _mask_part(mask: Tensor | None, heads: int, mine: range) -> Tensor | None:
+    """A mask i[B H S S] of single heads is cut; one for all heads stays."""
+    if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] != heads or heads == 1:
+        return mask
+    return F.pad(mask, (0, 0, 0, 0, 0, max(0, mine.stop - heads)))[:, mine.start : mine.stop]
+
+
+@contextmanager
+def _of_heads(module: nn.Module, heads: int, mine: range, repeats: int) -> Iterator[None]:
+    """Inside, an attention module has this rank's numbers of each head, and as many queries for a key as there are now."""
+    shown: dict[str, Any] = {
+        name: _part(parameter, heads, mine)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 1 and len(parameter) == heads
+    }
+    groups = vars(module).get("num_key_value_groups")
+    if repeats > 1 and isinstance(groups, int):
+        shown["num_key_value_groups"] = max(1, groups // repeats)
+    before = {name: vars(module)[name] for name in shown if name in vars(module)}
+    vars(module).update(shown)
+    try:
+        yield
+    finally:
+        for name in shown:
+            del vars(module)[name]
+        vars(module).update(before)
+
+
+def _mask(name: str, shared: Shared) -> Callable[..., Any]:
+    own = AttentionMaskInterface()[name]
+
+    def mask(q_length: int, kv_length: int, mask_function: Callable[..., Any], **named: Any) -> Any:
+        if not shared.has_parts:
+            return own(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **named)
+        if shared.packed is not None:
+            positions, documents = shared.packed
+            mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
+            named["allow_is_causal_skip"] = False
+        return own(q_length=shared.length, kv_length=shared.length, mask_function=mask_function, **named)
+
+    return mask

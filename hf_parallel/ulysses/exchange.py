@@ -1,0 +1,157 @@
+"""What ranks that share a sequence send each other, as autograd functions on plain local tensors.
+
+Source: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509): an all-to-all turns parts of the sequence with all heads into
+the whole sequence with some heads, and back.
+
+Extents: B batch, S sequence, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class SequenceGroup:
+    """The ranks that share a sequence. All of them call each function.
+
+    Args:
+        bare: The process group.
+    """
+
+    def __init__(self, bare: dist.ProcessGroup) -> None:
+        self.bare = bare
+        self.size, self.rank = bare.size(), bare.rank()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceGroup:
+        """A copy of a model communicates over the same group."""
+        return self
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Send row i of `x`, f[size n], to rank i; returns the rows that this rank was sent, in rank order."""
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=self.bare)
+        return received
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The ranks' `x`, all of one shape, in rank order; outside autograd."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x, group=self.bare)
+        return parts
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of the ranks' `x` in new memory; outside autograd."""
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.bare)
+        return total
+
+
+def to_heads(tensors: Sequence[Tensor], group: SequenceGroup) -> list[Tensor]:
+    """Parts of a sequence with all heads become the whole sequence with this rank's heads: one message each way.
+
+    Args:
+        tensors: Each f[B H S/sp D], with its own H, which the ranks divide, and D.
+        group: The ranks that share the sequence.
+
+    Returns:
+        Each f[B H/sp S D].
+    """
+    size = group.size
+    sent = [x.unflatten(1, (size, -1)).movedim(1, 0) for x in tensors]  # (sp, batch, heads / sp, seq / sp, width)
+    received = _exchanged([x.reshape(size, -1) for x in sent], group)
+    return [
+        part.view(x.shape).permute(1, 2, 0, 3, 4).flatten(2, 3)  # (batch, heads / sp, seq, width)
+        for part, x in zip(received, sent, strict=True)
+    ]
+
+
+def to_sequence(x: Tensor, group: SequenceGroup) -> Tensor:
+    """The whole sequence with this rank's heads becomes its part of the sequence with all heads.
+
+    Args:
+        x: f[B S H/sp D].
+        group: The ranks that share the sequence.
+
+    Returns:
+        f[B S/sp H D].
+    """
+    sent = x.unflatten(1, (group.size, -1)).movedim(1, 0)  # (sp, batch, seq / sp, heads / sp, width)
+    received = _exchanged([sent.reshape(group.size, -1)], group)[0].view(sent.shape)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (batch, seq / sp, heads, width)
+
+
+def _exchanged(rows: Sequence[Tensor], group: SequenceGroup) -> Sequence[Tensor]:
+    """Exchange several tensors f[sp n] in one message."""
+    together = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
+    received: Tensor = _Exchange.apply(together.contiguous(), group)  # type: ignore[no-untyped-call]
+    parts: Sequence[Tensor] = received.split([row.shape[1] for row in rows], dim=1)
+    return parts
+
+
+def summed(x: Tensor, group: SequenceGroup) -> Tensor:
+    """Sum of the ranks' `x`. The gradient of each rank's share is `size` times that of the sum: gradients are averaged over the ranks.
+
+    What a loss adds past the model (a penalty on parameters) has its gradient on every rank, so a sum would count it several times.
+    """
+    result: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gathered(x: Tensor, group: SequenceGroup, length: int) -> Tensor:
+    """The whole sequence, f[B S ...], of the ranks' parts, f[B S/sp ...]; `length` cuts off what was filled up.
+
+    Its gradient must be the same on all ranks; each takes the part of its own tokens, `size` times as `summed` does.
+    """
+    result: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return result[:, :length]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group = group
+        return group.exchange(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.exchange(grads[0].contiguous()), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.size = group.size
+        return group.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.size, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group, ctx.length = group, x.shape[1]
+        return torch.cat(group.gather(x), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        group = ctx.group
+        return grads[0].narrow(1, group.rank * ctx.length, ctx.length) * group.size, None
+
+
+def repeats_for(heads: int, kv_heads: int, size: int) -> int:
+    """How often key-value heads are repeated so that `size` ranks divide them and each finds its own beside its queries.
+
+    Args:
+        heads: Query heads, a multiple of `kv_heads` and of `size`.
+        kv_heads: Key-value heads.
+        size: Ranks.
+    """
+    return math.lcm(kv_heads, size) // kv_heads

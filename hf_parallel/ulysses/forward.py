@@ -1,0 +1,212 @@
+"""A model's forward on this rank's part of each row, which to its caller is the forward on whole rows.
+
+Every rank is called with the whole batch, keeps the tokens of its part, and returns the loss of the batch: the sum over the
+ranks of what their tokens add to it. Logits are gathered: at once without labels and in evaluation, else when they are read.
+
+Extents: B batch, S sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.utils.generic import ModelOutput
+
+from hf_parallel.compat.private_transformers import IGNORED_LABEL
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.head.labelled import LabelledOutput
+from hf_parallel.model.samples import output_flags
+from hf_parallel.ulysses.attention import Shared
+from hf_parallel.ulysses.draws import own_draws
+from hf_parallel.ulysses.exchange import gathered, summed
+
+
+# What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
+TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
+KNOWN = TOKENS | {"position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
+GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
+RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's tokens of each row.
+
+    Args:
+        length: Tokens of a row, S.
+        start: The first of this rank.
+        size: How many it has; the last ranks' are filled up.
+    """
+
+    length: int
+    start: int
+    size: int
+
+    def of(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
+        """This rank's part of a tensor along its sequence dim."""
+        held = x.narrow(dim, min(self.start, self.length), max(0, min(self.size, self.length - self.start)))
+        missing = self.size - held.shape[dim]
+        if not missing:
+            return held.contiguous()  # models view it
+        behind = [0] * (2 * (x.ndim - 1 - dim % x.ndim)) + [0, missing]
+        return F.pad(held, behind, value=fill)
+
+
+def share_forward(
+    model: nn.Module, forward: Callable[..., Any], shared: Shared, *, hides_logits: bool = True
+) -> Callable[..., Any]:
+    """`forward` on parts of the sequence; `shared` is that of the model's attention.
+
+    Args:
+        model: The model.
+        forward: Its genuine forward.
+        shared: What its attention knows.
+        hides_logits: In training with labels, gather logits when they are read. False for a caller that reads none: they stay parts.
+
+    Returns:
+        A function with the signature of `forward`.
+    """
+    signature = inspect.signature(forward)
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+    def takes(name: str) -> bool:
+        return takes_all or name in signature.parameters
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(signature.bind_partial(*args, **kwargs).arguments) if args else dict(kwargs)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        given = {name: value for name, value in given.items() if value is not None}
+        if not torch.is_grad_enabled() and (given.get("use_cache") or {*given} & GENERATING):
+            return forward(**given)  # each rank computes whole rows
+        refuse_odd_inputs(given, shared.group.size)
+        part = _part_of(given, shared)
+        trains = model.training and torch.is_grad_enabled()
+        with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
+            local = _local_inputs(model, given, part, shared)
+            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
+        output = _refuse_odd_output(output, shared.group.size)
+        if output.get("hidden_states") is not None:
+            states = output["hidden_states"]
+            output["hidden_states"] = tuple(gathered(x, shared.group, part.length) for x in states)
+        if output.get("loss") is not None:
+            output["loss"] = summed(output["loss"], shared.group)
+            if trains:
+                return _with_hidden_logits(output, part, shared) if hides_logits else output
+        if output.get("logits") is not None:
+            output["logits"] = gathered(output["logits"], shared.group, part.length)
+        return output
+
+    return run
+
+
+def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
+    """Refuse what is not known to be shared along the sequence.
+
+    Raises:
+        UnsupportedError: Names the argument.
+    """
+    odd = [name for name, value in given.items() if isinstance(value, Tensor) and name not in KNOWN]
+    odd += [name for name in ("output_attentions", "output_router_logits", *sorted(GENERATING)) if given.get(name)]
+    odd += ["return_dict=False"] if given.get("return_dict") is False else []
+    if odd:
+        raise UnsupportedError(
+            f"the model's argument {odd[0]} with sp_size={size}: it is not known how it is shared along the sequence. Leave it out "
+            f"(known are {', '.join(sorted(KNOWN))}), or set sp_size to 1."
+        )
+
+
+def _part_of(given: Mapping[str, Any], shared: Shared) -> Part:
+    tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given)
+    length: int = tokens.shape[1]
+    size = -(-length // shared.group.size)
+    return Part(length, shared.group.rank * size, size)
+
+
+def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared: Shared) -> dict[str, Any]:
+    """Arguments for this rank: tokens and labels of its part, positions counted from the row's first token."""
+    local = {name: part.of(value) if name in TOKENS else value for name, value in given.items()}
+    local["use_cache"] = False
+    tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if name in given)
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)
+    elif "attention_mask" not in given and positions.ndim == 2:
+        local |= _packed(tokens, positions, shared, keeps_cache=bool(dict(output_flags(model, given))["use_cache"]))
+    local["position_ids"] = _counted_on(positions, part)
+    if "labels" in given:
+        labels = given["labels"]
+        shifted = given.get("shift_labels")
+        shifted = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
+        local["labels"] = part.of(labels, fill=IGNORED_LABEL)
+        local["shift_labels"] = part.of(shifted, fill=IGNORED_LABEL)
+        if "num_items_in_batch" not in given:
+            local["num_items_in_batch"] = shifted.ne(IGNORED_LABEL).sum()
+    return local
+
+
+def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
+    """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
+    whole = positions.expand(len(tokens), -1)
+    documents = find_packed_sequence_indices(whole)
+    if documents is None:
+        return {}
+    if keeps_cache:
+        raise UnsupportedError(
+            f"position_ids that begin anew without attention_mask and with use_cache on (the config's default), with "
+            f"sp_size={shared.group.size}: transformers lets these documents see each other with a cache, and keeps them apart "
+            "without one, and parts of rows have none. Set model.config.use_cache to False, or pass an attention_mask of ones for "
+            "documents that see each other."
+        )
+    if shared.no_documents:
+        raise UnsupportedError(
+            f"position_ids of several documents in a row with sp_size={shared.group.size}: {shared.no_documents} Pad rows instead of "
+            "packing them (packing=False), or set sp_size to 1."
+        )
+    shared.packed = whole, documents
+    return {"attention_mask": torch.ones_like(whole)}  # with a mask, nobody looks for documents in the part
+
+
+def _counted_on(positions: Tensor, part: Part) -> Tensor:
+    """Position ids i[... S] of a part; what fills up a row goes on counting."""
+    missing = max(0, part.start + part.size - part.length)
+    if missing:
+        more = torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
+        positions = torch.cat([positions, positions[..., -1:] + more], dim=-1)
+    return positions[..., part.start : part.start + part.size]
+
+
+def _refuse_odd_output(output: Any, size: int) -> ModelOutput:
+    """Refuse outputs that are not known to be shared along the sequence, or to add up.
+
+    Raises:
+        UnsupportedError: Names one.
+    """
+    odd = sorted(set(output) - RETURNED) if isinstance(output, ModelOutput) else [type(output).__name__]
+    if odd:
+        raise UnsupportedError(
+            f"the model returns {odd[0]} with sp_size={size}: it is of this rank's tokens, and not known to add up over the ranks "
+            "(the loss that balances experts does not). Set config.output_router_logits to False, or sp_size to 1."
+        )
+    return output  # type: ignore[no-any-return]
+
+
+def _with_hidden_logits(output: ModelOutput, part: Part, shared: Shared) -> ModelOutput:
+    """Logits are gathered when somebody reads them."""
+
+    def whole(x: Tensor) -> Tensor:
+        return gathered(x, shared.group, part.length)
+
+    if isinstance(output, LabelledOutput):  # parts of the vocabulary
+        return output.then(whole)
+    return LabelledOutput().hide(output, whole) if output.get("logits") is not None else output

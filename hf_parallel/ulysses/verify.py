@@ -1,0 +1,237 @@
+"""Proof before the first step: the model on parts of the sequence computes what the plain model does.
+
+Models that mix tokens outside of the attention registry (recurrences, convolutions, ALiBi, sums over tokens) run on parts of a
+sequence as well, and are wrong. So every model is tried: all ranks of a sequence run it plainly and in parts, and compare the
+loss, the logits, every gradient, and on the way what enters and leaves each module, which names the one where they part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_parallel.errors import PlanError
+from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.tensors import tensors_in
+from hf_parallel.ulysses.attention import Shared, share_attention
+from hf_parallel.ulysses.forward import share_forward
+
+
+TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
+# Of modules: what is wrong there may still cancel out, so they only name the place.
+FIX = "Set sp_size to 1; tp_size and pp_size shard this model instead"
+
+
+@dataclass
+class Trail:
+    """What entered and left the modules of one forward pass, in the order of the calls.
+
+    Args:
+        seen: (module, "enters" or "leaves") and its tensors.
+        open: Modules whose forward runs.
+    """
+
+    seen: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Found:
+    """Of one run.
+
+    Args:
+        loss: The loss (0-d).
+        logits: f[B S V].
+        gradients: By name of the parameter; None where there is none.
+        trail: Of its forward.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    gradients: dict[str, Tensor | None]
+    trail: Trail
+
+
+def verify_model(model: nn.Module, shared: Shared, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Compare `model` on parts of the sequence with itself; collective over the ranks that share it.
+
+    The model is as before when this returns. Needs memory for two sets of gradients, and for a copy in fp32 of a model in half
+    precision.
+
+    Args:
+        model: The whole model, or some blocks of it that show what all do.
+        shared: The group, and what the model's attention will know.
+        samples: Batches with labels.
+
+    Raises:
+        PlanError: They differ, or the model does not run; names the module. On every rank.
+    """
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    for sample in samples:
+        plain = _run(model, model.forward, sample)
+        problem = ""
+        restore = share_attention(model, shared)
+        trail = Trail()
+        try:
+            parts = _run(model, share_forward(model, model.forward, shared), sample, trail)
+        except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
+            problem = f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}"
+        else:
+            problem = _compare(plain, parts, shared)
+        finally:
+            restore()
+        refuse(model, shared, problem)
+
+
+def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
+    """Raise on all ranks of the sequence what any of them has found; collective.
+
+    Raises:
+        PlanError: There is a problem.
+    """
+    problems: list[str] = [""] * shared.group.size
+    dist.all_gather_object(problems, problem, group=shared.group.bare)
+    found = next(filter(None, problems), "")
+    if found:
+        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}: {found}. {FIX}.")
+
+
+def _place(trail: Trail) -> str:
+    name = trail.open[-1] if trail.open else ""
+    return f"{name or 'the model'} does not run on a part of the sequence"
+
+
+def _run(
+    model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail | None = None
+) -> Found:
+    """One training forward and backward pass without dropout; gradients of parameters are left alone."""
+    trail = Trail() if trail is None else trail
+    held = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    required = [(p, p.requires_grad) for p in held.values()]
+    trains = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        for parameter in held.values():
+            parameter.requires_grad_(True)
+        with torch.enable_grad(), NoDropout(), _watched(model, trail):
+            output = forward(**sample)
+            loss: Tensor = output["loss"]
+            gradients = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
+        with torch.no_grad(), NoDropout():
+            logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
+    finally:
+        for parameter, value in required:
+            parameter.requires_grad_(value)
+        for module, value in trains:
+            module.training = value
+    return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
+
+
+@contextmanager
+def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
+    """Inside, calls of modules leave a trail. A recomputation does not: the loss is there by then."""
+    handles: list[RemovableHandle] = []
+
+    def enters(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            trail.open.append(name)
+            trail.seen.append((name, "enters", _floats((args, kwargs))))
+
+        return note
+
+    def leaves(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            trail.open.pop()
+            trail.seen.append((name, "leaves", _floats(output)))
+
+        return note
+
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(enters(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(leaves(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floats(values: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors_in(values) if t.is_floating_point()]
+
+
+def _compare(plain: Found, parts: Found, shared: Shared) -> str:
+    """What is wrong, "" if nothing is; collective."""
+    group = shared.group
+    wrong = []
+    if (error := _error(parts.loss, plain.loss)) > TOLERANCE:
+        wrong.append(f"the loss (relative error {error:.1e})")
+    if (error := _error(parts.logits, plain.logits)) > TOLERANCE:
+        wrong.append(f"the logits (relative error {error:.1e})")
+    sizes = [float(g.norm()) / g.numel() ** 0.5 for g in plain.gradients.values() if g is not None and g.numel()]
+    floor = 1e-3 * max(sizes, default=0.0)
+    for name, gradient in plain.gradients.items():
+        mine = parts.gradients[name]
+        present = torch.tensor([mine is not None], dtype=torch.float32, device=plain.loss.device)
+        if bool(group.total(present)) != (gradient is not None):
+            wrong.append(f"the gradient of {name}, which only one of them has")
+        if gradient is None:
+            continue
+        total = group.total(torch.zeros_like(gradient) if mine is None else mine) / group.size
+        if (error := _error(total, gradient, floor)) > TOLERANCE:
+            wrong.append(f"the gradient of {name} (relative error {error:.1e})")
+    if not wrong:
+        return ""
+    return f"{_first_difference(plain.trail, parts.trail, group.rank)} ({', '.join(wrong[:3])})"
+
+
+def _first_difference(plain: Trail, parts: Trail, rank: int) -> str:
+    """The module where the two forward passes part."""
+    for (name, how, whole), (other, _, local) in zip(plain.seen, parts.seen, strict=False):
+        if name != other:
+            return f"{name} runs in the plain model where {other} runs on a part of the sequence"
+        if len(whole) != len(local):
+            continue
+        if any(not _is_part(mine, all_, rank) for mine, all_ in zip(local, whole, strict=True)):
+            home = name if how == "leaves" else name.rpartition(".")[0] or "the model"
+            return f"{home} mixes tokens outside of the attention that is exchanged"
+    return "the model differs from the plain one"
+
+
+def _is_part(local: Tensor, whole: Tensor, rank: int) -> bool:
+    """Whether `local` is this rank's part of `whole`; True where that cannot be told."""
+    if local.shape == whole.shape:
+        return _error(local, whole) <= TOLERANCE
+    if local.ndim != whole.ndim:
+        return True
+    odd = [dim for dim in range(local.ndim) if local.shape[dim] != whole.shape[dim]]
+    if len(odd) != 1 or (odd[0] == 0 and local.ndim < 3):  # tokens of all rows, one after the other
+        return True
+    dim, size = odd[0], local.shape[odd[0]]
+    if rank * size + size > whole.shape[dim]:
+        return True
+    return _error(local, whole.narrow(dim, rank * size, size)) <= TOLERANCE
+
+
+def _error(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """Norm of the difference over that of the reference; inf for tensors that cannot be compared."""
+    if value.shape != reference.shape:
+        return float("inf")
+    least = max(floor * max(reference.numel(), 1) ** 0.5, torch.finfo(reference.dtype).tiny)
+    both = value.double(), reference.double()
+    if torch.equal(both[0].isnan(), both[1].isnan()):  # a model of its own may give some for padding
+        both = both[0].nan_to_num(), both[1].nan_to_num()
+    if torch.equal(*both):
+        return 0.0
+    error = float((both[0] - both[1]).norm()) / max(float(both[1].norm()), least)
+    return error if error == error else float("inf")

@@ -1,0 +1,230 @@
+"""Asynchronous schedules train as one process does whose gradients are made of older weights (`trainer_cases.Delayed`).
+
+If a row fails, microbatches run with the weights of another step than they should, on one stage or in one direction, or
+gradients of one window reach the update of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_runner import run_ranks
+from safetensors.torch import load_file
+from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases, wanted_cases
+from transformers import Trainer, TrainerCallback
+
+
+# All runs happen in the set-up of the first test.
+pytestmark = pytest.mark.timeout(600)
+
+
+def case_of(name: str, pp_size: int, parts: int, **more: Any) -> Case:
+    schedule = more.pop("schedule", "pipedream_2bw")
+    settings = {"pp_size": pp_size, "schedule": schedule, **({"num_microbatches": parts} if parts > 1 else {})}
+    settings |= more.pop("settings", {})
+    delay = pp_size - 1 if schedule == "pipedream" else 1
+    return Case(name, parallel=settings, delay=delay, arguments={**NO_NOISE, **more.pop("arguments", {})}, **more)
+
+
+DEFAULT = [
+    case_of("2bw_pp2_m4", 2, 4, model="llama_tied", variable_length=True),
+]
+TWO = [
+    case_of("2bw_pp2_m1", 2, 1, settings={"num_microbatches": 1}),
+    case_of("2bw_pp2_windows", 2, 2, accumulation=2, count=40, steps=7, variable_length=True),
+    case_of("2bw_pp2_recompute", 2, 4, arguments={"gradient_checkpointing": True}),
+    case_of("2bw_pp2_evaluates", 2, 4, evaluate=True, metrics=True),
+    case_of("2bw_pp2_gpt2", 2, 3, model="gpt2", variable_length=True, loss="func"),
+    case_of("2bw_pp2_no_clip", 2, 4, clip=0.0),
+    case_of("2bw_pp2_lora", 2, 4, model="llama_lora"),
+    case_of("2bw_pp2_sgd", 2, 2, arguments={"optim": "sgd"}),
+    case_of("pipedream_pp2", 2, 1, schedule="pipedream"),
+]
+FOUR = [
+    case_of("2bw_pp4_m3", 4, 3, model="llama_8", batch=6),
+    case_of("2bw_pp4_m8", 4, 8, model="llama_8"),
+    case_of("2bw_pp2_dp2", 2, 4, model="llama_tied", variable_length=True),
+    case_of("2bw_pp2_tp2", 2, 4, model="llama_tied", settings={"tp_size": 2}, variable_length=True),
+    case_of(
+        *("2bw_pp2_tp2_gpt2", 2, 3),
+        model="gpt2",
+        settings={"tp_size": 2},
+        evaluate=True,
+        arguments={"gradient_checkpointing": True},
+    ),
+    case_of("pipedream_pp4", 4, 1, model="llama_8", schedule="pipedream"),
+]
+
+
+def runs_of(cases: list[Case], world_size: int, folder: Path) -> dict[str, dict[str, Any]]:
+    stock = [dataclasses.replace(case, parallel=None, name=f"stock_{case.name}") for case in cases]
+    return run_cases(stock, 1, folder / "stock") | run_cases(cases, world_size, folder / "mesh")
+
+
+def final_of(run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the run has saved at its end, of adapters those alone."""
+    (file,) = (Path(run["folder"]) / "final").glob("*model.safetensors")
+    return load_file(file)
+
+
+def compare_final(mine: dict[str, Any], reference: dict[str, Any]) -> None:
+    compare(mine, reference)
+    found, expected = (final_of(run) for run in (mine, reference))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = float((found[name] - tensor).norm() / tensor.norm().clamp(min=1e-30))
+        assert difference <= 1e-5, f"{name} differs by {difference:.1e} relative after the last step"
+
+
+SAVED = case_of("saved", 2, 4, model="llama_tied", save=True, evaluate=True, count=40)  # within an epoch of five steps
+
+
+@pytest.mark.long
+def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(tmp_path: Path) -> None:
+    whole = runs_of([SAVED], 2, tmp_path / "whole")
+    compare_final(whole["saved"], whole["stock_saved"])
+    for checkpoint in (2, 4):
+        resumed = dataclasses.replace(SAVED, resume_at=checkpoint, save=False)
+        folder = tmp_path / f"from{checkpoint}"
+        shutil.copytree(tmp_path / "whole" / "mesh" / "saved", folder / "saved")
+        again = run_cases([resumed], 2, folder)["saved"]
+        assert again["history"][-1] == pytest.approx(whole["saved"]["history"][-1], abs=1e-6)
+        final, expected = (final_of(run) for run in (again, whole["saved"]))
+        for name, tensor in expected.items():
+            torch.testing.assert_close(final[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Stops(TrainerCallback):
+    """Leaves the first epoch early, and unfreezes or steps as a test asks."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "leaves" and state.global_step == 2:
+            control.should_epoch_stop = True
+        if self.kind == "freezes" and state.global_step == 2:
+            next(model.parameters()).requires_grad_(False)
+        if self.kind == "adds_up" and state.global_step == 2:
+            args.gradient_accumulation_steps = 2
+        if self.kind == "steps_again" and state.global_step == 2:
+            kwargs["optimizer"].step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "writes" and state.global_step == 2:
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.5)
+
+        if self.kind == "scales" and state.global_step == 2:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            total = sum(float(gradient.norm()) ** 2 for gradient in gradients) ** 0.5
+            for gradient in gradients:
+                gradient.mul_(1.0 / total)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "hooks":
+            next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+
+
+class OwnStep(Trainer):
+    """A user's subclass that handles batches between the data loader and the model."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        loss = "subclass" if kind == "own_loss" else ""
+        trainer = make_trainer(dataclasses.replace(case, loss=loss), Path(folder) / kind, world_size, [Stops(kind)])
+        if kind == "own_step":
+            trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
+        try:
+            trainer.train()
+            found[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        except Exception as error:
+            found[kind] = f"{type(error).__name__}: {error}"
+        session = getattr(trainer.accelerator, "hf_parallel", None)
+        if session is not None:
+            session.watchdog.stop()
+    return found
+
+
+SMALL = case_of("small", 2, 4, count=40)
+ALONE = case_of("alone", 2, 1, settings={"num_microbatches": 1}, count=40)  # the last stage is a step ahead
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [SMALL, ALONE], ids=lambda case: case.name)
+def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout": 120, "env": ENV}
+    found = run_ranks(losses_with, 2, case, ["leaves"], str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
+    one = dataclasses.replace(case, parallel=None)
+    (expected,) = run_ranks(
+        losses_with,
+        1,
+        one,
+        ["leaves"],
+        str(tmp_path / "one"),
+        tmp_path=tmp_path / "alone",
+        init_group=False,
+        **options,
+    )
+    assert len(found[0]["leaves"]) == 6
+    assert found[0]["leaves"] == pytest.approx(expected["leaves"], abs=1e-5)
+
+
+REFUSED = {
+    "freezes": "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training",
+    "hooks": "hooks on 1 parameters .*Remove them",
+    "writes": "weights were changed between the backward pass and optimizer.step.*Change them after the step",
+    "adds_up": "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch",
+    "scales": "all gradients of a stage were multiplied by one number",  # by another on each
+    "steps_again": "a second optimizer.step.*Use one optimizer",
+    "own_loss": "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss",
+    "own_step": "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("refusals")
+    found: dict[str, Any] = run_ranks(
+        losses_with, 2, SMALL, list(REFUSED), str(folder), tmp_path=folder, timeout=240, env=ENV
+    )[0]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_meets_the_gradients_of_several_steps_is_refused(kind: str, refusals: dict[str, Any]) -> None:
+    assert re.search(REFUSED[kind], str(refusals[kind])), refusals[kind]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    two, four = wanted_cases(request, DEFAULT + TWO), wanted_cases(request, FOUR)
+    found = runs_of(two, 2, tmp_path_factory.mktemp("two")) if two else {}
+    return found | (runs_of(four, 4, tmp_path_factory.mktemp("four")) if four else {})
+
+
+@pytest.mark.parametrize("case", DEFAULT, ids=lambda case: case.name)
+def test_an_asynchronous_run_is_that_of_one_process_with_delayed_gradients(
+    case: Case, runs: dict[str, dict[str, Any]]
+) -> None:
+    compare_final(runs[case.name], runs[f"stock_{case.name}"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", TWO + FOUR, ids=lambda case: case.name)
+def test_every_asynchronous_run_is_that_of_one_process_with_delayed_gradients(
+    case: Case, runs: dict[str, dict[str, Any]]
+) -> None:
+    compare_final(runs[case.name], runs[f"stock_{case.name}"])

@@ -1,0 +1,239 @@
+"""A stock Trainer whose ranks share the sequence of each row trains as one process does.
+
+If a row fails, setting `sp_size` changes what users train.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+from rank_runner import run_ranks
+from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
+from transformers import Trainer, TrainingArguments
+
+from hf_parallel.engine.share_rows import judge_rows
+from hf_parallel.errors import PlanError
+from hf_parallel.model.probes import Probes
+from hf_parallel.ulysses.attention import Shared, share_attention
+from hf_parallel.ulysses.exchange import SequenceGroup
+from hf_parallel.ulysses.forward import share_forward
+
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from bench_ulysses import kept
+
+
+pytestmark = [pytest.mark.timeout(300)]
+
+SP2: dict[str, Any] = {"sp_size": 2}
+PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 3}
+VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True}  # some rows of odd length
+TWO_RANKS = [
+    Case("ulysses2", parallel=SP2, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
+]
+TWO_RANKS_LONG = [
+    Case("ulysses2_gpt2", model="gpt2", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
+    Case("ulysses2_sliding", model="sliding", parallel=SP2, **VARIABLE),
+    Case("ulysses2_odd_heads", model="uneven", parallel=SP2, **VARIABLE),
+    Case("ulysses2_gpt_oss", model="gpt_oss_biased", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
+    Case("ulysses2_latent", model="deepseek_v3", parallel=SP2, **VARIABLE),
+    Case("ulysses2_experts", model="mixtral_plain", parallel=SP2, **VARIABLE),
+    Case("ulysses2_lora", model="llama_lora", parallel=SP2, **VARIABLE),
+    Case("ulysses2_zero1", parallel={**SP2, "zero": {"stage": 1}}, **VARIABLE),
+    Case("ulysses2_zero2", parallel={**SP2, "zero": {"stage": 2}}, accumulation=2, **VARIABLE),
+    Case("ulysses2_zero3", parallel={**SP2, "zero": {"stage": 3}}, **VARIABLE),
+    Case("ulysses2_recomputed", parallel={**SP2, "activation_checkpointing": {"every": 2}}, **VARIABLE),
+    Case(
+        "ulysses2_offloaded", parallel={**SP2, "activation_checkpointing": {"every": 1, "offload": True}}, **VARIABLE
+    ),
+    Case(
+        "ulysses2_selective",
+        parallel={**SP2, "activation_checkpointing": {"every": 2, "mode": "selective"}},
+        **VARIABLE,
+    ),
+    Case("ulysses2_checkpointing", parallel=SP2, arguments={"gradient_checkpointing": True}, **VARIABLE),
+    Case("ulysses2_own_loss", parallel=SP2, loss="func", **VARIABLE),
+    Case("ulysses2_subclass", parallel=SP2, loss="subclass", **VARIABLE),
+    Case("ulysses2_smoothing", parallel=SP2, arguments={"label_smoothing_factor": 0.1}, **VARIABLE),
+    Case("ulysses2_saved", parallel={**SP2, "zero": {"stage": 1}}, save=True, **VARIABLE),
+]
+FOUR_RANKS = [
+    Case("ulysses2_dp2", parallel=SP2, accumulation=2, **VARIABLE),
+    Case("ulysses2_dp2_zero1", model="llama_tied", parallel={**SP2, "zero": {"stage": 1}}, **VARIABLE),
+    Case("ulysses2_dp2_zero2", parallel={**SP2, "zero": {"stage": 2}}, accumulation=2, **VARIABLE),
+    Case("ulysses2_dp2_zero3", parallel={**SP2, "zero": {"stage": 3}}, accumulation=2, **VARIABLE),
+    Case("ulysses2_tp2", parallel={**SP2, "tp_size": 2}, evaluate=True, metrics=True, **VARIABLE),
+    Case("ulysses2_tp2_qwen3", model="qwen3", parallel={**SP2, "tp_size": 2}, accumulation=2, **VARIABLE),
+    Case("ulysses2_pp2", parallel={**SP2, **PP2}, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
+    Case("ulysses2_pp2_gpt2", model="gpt2", parallel={**SP2, **PP2}, arguments=NO_NOISE, **VARIABLE),
+    Case(
+        "ulysses2_pp2_zero_bubble",
+        model="llama_tied",
+        parallel={**SP2, **PP2, "schedule": "zbv_zero_bubble"},
+        **VARIABLE,
+    ),
+    Case(
+        "ulysses2_pp2_recomputed",
+        parallel={**SP2, **PP2, "activation_checkpointing": {"every": 1}, "zero": {"stage": 1}},
+        **VARIABLE,
+    ),
+    Case("ulysses2_pp2_own_loss", parallel={**SP2, **PP2}, loss="func", **VARIABLE),
+    Case("ulysses4_repeated", parallel={"sp_size": 4}, **VARIABLE),  # two key-value heads
+]
+
+
+def stock(case: Case) -> Case:
+    """The run it must equal: no callback, one process."""
+    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
+
+
+def run_all(made: dict[int, list[Case]], folder: Path) -> dict[str, dict[str, Any]]:
+    """One launch a world size, and the stock runs."""
+    found = run_cases([stock(case) for cases in made.values() for case in cases], 1, folder / "world1")
+    for world_size, cases in made.items():
+        found |= run_cases(cases, world_size, folder / f"world{world_size}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_all({2: TWO_RANKS}, tmp_path_factory.mktemp("short"))
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_all({2: TWO_RANKS_LONG, 4: FOUR_RANKS}, tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
+def test_parts_of_rows_train_as_the_stock_trainer_does(case: Case, short_runs: dict[str, dict[str, Any]]) -> None:
+    compare(short_runs[case.name], short_runs[f"stock_{case.name}"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", TWO_RANKS_LONG + FOUR_RANKS, ids=lambda case: case.name)
+def test_parts_of_rows_train_so_with_all_else(case: Case, long_runs: dict[str, dict[str, Any]]) -> None:
+    compare(long_runs[case.name], long_runs[f"stock_{case.name}"])
+
+
+def documents(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Each row is two documents, told apart by positions; without a mask. Two ranks do not divide its 15 tokens."""
+    rows = [feature["input_ids"][:15] for feature in features]
+    positions = [[*range(6), *range(9)] for _ in rows]
+    return {"input_ids": torch.tensor(rows), "labels": torch.tensor(rows), "position_ids": torch.tensor(positions)}
+
+
+def trained(rank: int, world_size: int, kind: str, model: str) -> list[float]:
+    """Losses and gradient norms of three steps."""
+    from hf_parallel import HFParallelCallback
+
+    kinds: dict[str, type[Trainer]] = {"packed": Trainer, "penalty": Penalised}
+    arguments = TrainingArguments(
+        kind,
+        per_device_train_batch_size=4,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        adam_epsilon=1e-5,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    made = tiny.MODELS[model]()
+    made.config.use_cache = False  # or transformers sees no documents
+    trainer = kinds[kind](
+        made,
+        arguments,
+        train_dataset=tiny.rows(16),
+        data_collator=documents if kind == "packed" else tiny.collate,
+        callbacks=[HFParallelCallback({}, sp_size=2)] if world_size > 1 else [],
+    )
+    trainer.train()
+    found = [log[key] for log in trainer.state.log_history for key in ("loss", "grad_norm") if key in log]
+    session = getattr(trainer.accelerator, "hf_parallel", None)
+    if session is not None:
+        session.watchdog.stop()
+    return [*found, *(float(p.detach().sum()) for p in made.parameters())]
+
+
+class Penalised(Trainer):
+    """A term on the parameters, which every rank computes."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        penalty = 0.05 * sum(p.norm() for p in model.parameters())
+        return (found[0] + penalty, found[1]) if return_outputs else found + penalty
+
+
+def all_trained(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[list[float]]:
+    return [trained(rank, world_size, *case) for case in cases]
+
+
+@pytest.mark.long
+def test_documents_in_rows_and_losses_on_parameters_are_those_of_one_process(tmp_path: Path) -> None:
+    cases = [("packed", "llama"), ("packed", "sliding"), ("penalty", "llama_tied")]
+    alone = run_ranks(all_trained, 1, cases, tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    for mine in run_ranks(all_trained, 2, cases, tmp_path=tmp_path, env=ENV):
+        for case, values, expected in zip(cases, mine, alone, strict=True):
+            assert values == pytest.approx(expected, rel=1e-5, abs=1e-5), case
+
+
+REFUSED = {
+    "mamba": r"backbone\.layers\.0\.mixer .*sp_size to 1",
+    "bloom": r"transformer\.h\.0\.self_attention .*sp_size to 1",
+    "mixtral": r"config\.output_router_logits=True .*or sp_size to 1",
+}
+
+
+def judged(rank: int, world_size: int, models: list[str]) -> list[str]:
+    """What each model is refused with."""
+    found = []
+    for name in models:
+        model = tiny.MODELS[name]()
+        with pytest.raises(PlanError) as refused:
+            judge_rows(model, Shared(SequenceGroup(dist.group.WORLD)), Probes(model, torch.device("cpu")))
+        found.append(str(refused.value))
+    return found
+
+
+def test_a_model_that_mixes_tokens_elsewhere_is_refused_with_the_module(tmp_path: Path) -> None:
+    for messages in run_ranks(judged, 2, list(REFUSED), tmp_path=tmp_path, env=ENV):
+        for message, pattern in zip(messages, REFUSED.values(), strict=True):
+            assert re.search(pattern, message), message
+
+
+def dropped(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
+    """A token that every rank has in its part: the hidden state that dropout leaves of it, and the random state after."""
+    torch.manual_seed(7)
+    model = tiny.MODELS["gpt2_dropout"]().train()
+    shared = Shared(SequenceGroup(dist.group.WORLD))
+    forward = share_forward(model, model.forward, shared)
+    share_attention(model, shared)
+    kept: list[torch.Tensor] = []
+    model.transformer.drop.register_forward_hook(lambda module, args, output: kept.append((output == 0).float()))
+    forward(input_ids=torch.full((1, 8), 3), labels=torch.full((1, 8), 3))
+    return float(torch.rand(())), kept[0]
+
+
+def test_each_part_of_a_row_has_dropout_masks_of_its_own_and_ranks_stay_alike(tmp_path: Path) -> None:
+    (first, mask), (second, other) = run_ranks(dropped, 2, tmp_path=tmp_path, env=ENV)
+    assert first == second
+    assert 0 < float(mask.mean()) < 1
+    assert not torch.equal(mask, other)
+
+
+def test_activations_of_a_rank_fall_with_the_number_of_ranks(tmp_path: Path) -> None:
+    sizes = ("llama", 256, 2, 128, 2)
+    counts = {n: run_ranks(kept, n, *sizes, tmp_path=tmp_path, init_group=n > 1, env=ENV) for n in (1, 2)}
+    assert max(counts[2]) <= 0.52 * counts[1][0]
+    assert min(counts[2]) >= 0.45 * counts[1][0]

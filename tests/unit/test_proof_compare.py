@@ -1,0 +1,70 @@
+"""What may differ is derived from runs of one process that rounding alone drives apart, choices of experts included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_parallel.proof.compare import EXACT, MARGIN, _numbers
+from hf_parallel.proof.job import Job
+from hf_parallel.proof.ties import Ties, noise_of
+
+
+def test_choices_that_are_as_near_as_rounding_are_turned_and_others_stay(tmp_path: Path) -> None:
+    rows = torch.tensor([[0.5, 0.5002, float("-inf")], [0.6, 0.3, 0.1], [0.6, 0.3, 0.1]])
+    for name, seed in (("reference", None), ("perturbed1", 0)):
+        (tmp_path / name).mkdir()
+        noted = Ties()
+        with noted:
+            moved = rows if seed is None else rows + 1e-4
+            chosen = torch.topk(moved, 1).indices
+            assert chosen[:, 0].tolist() == [1, 0, 0]
+            moved.topk(2, dim=-1)
+        noted.write(tmp_path / name)
+    noise = noise_of(tmp_path / "reference", tmp_path / "perturbed1")
+    assert noise == [pytest.approx(1e-4, rel=1e-2)] * 2
+    scores = rows.clone().requires_grad_()
+    with Ties([noise[0]] * 4):
+        values, chosen = torch.topk(scores, 1, dim=-1)
+        assert chosen[:, 0].tolist() == [0, 0, 0]
+        assert scores.topk(k=2).indices.sort().values.tolist() == [[0, 1]] * 3
+        assert torch.topk(-rows[:, :2], 1, -1, False).indices[:, 0].tolist() == [0, 0, 0]
+        assert torch.topk(rows.T[:2], 1, 0).indices[0].tolist() == [0, 0, 0]
+        assert torch.topk(scores, 1).indices[0].item() == 1  # of this one nothing is known
+        assert torch.topk(torch.arange(3), 1).indices.item() == 2
+    assert values.equal(scores.gather(-1, chosen))  # what is chosen keeps its score
+    values.sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.sum() == 3
+
+
+def test_runs_without_choices_leave_no_scores(tmp_path: Path) -> None:
+    noted = Ties()
+    with noted:
+        torch.ones(3).sort()
+    noted.write(tmp_path)
+    assert noise_of(tmp_path, tmp_path) == []
+
+
+def run(folder: Path, losses: list[float]) -> None:
+    folder.mkdir()
+    logged: list[dict[str, Any]] = [{"loss": loss} for loss in losses]
+    (folder / "run.json").write_text(json.dumps({"logged": logged}))
+
+
+def test_what_a_number_may_differ_by_is_its_spread_over_all_steps(tmp_path: Path) -> None:
+    run(tmp_path / "reference", [2.0, 2.0])
+    run(tmp_path / "perturbed1", [2.0, 2.002])  # by chance no difference in the first step
+    run(tmp_path / "perturbed2", [2.0, 1.999])
+    run(tmp_path / "rank0", [2.001, 2.1])
+    first, second = _numbers(Job("", steps=2), tmp_path)
+    assert first.allowed == second.allowed == pytest.approx(MARGIN * 1e-3)
+    assert (first.excess <= 1, second.excess > 1) == (True, True)
+    run(tmp_path / "rank1", [2.001, 2.1])
+    for place in ("perturbed1", "perturbed2"):
+        (tmp_path / place / "run.json").write_text((tmp_path / "reference" / "run.json").read_text())
+    assert {each.allowed for each in _numbers(Job("", steps=2), tmp_path)} == {EXACT}

@@ -1,0 +1,85 @@
+"""What `sp_size` is combined with, refused with, and what it leaves of a batch to each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import check_accelerate
+from hf_parallel.ulysses.exchange import repeats_for
+from hf_parallel.ulysses.forward import Part, refuse_odd_inputs
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"zero": {"stage": 1, "engine": "deepspeed"}}, "zero.engine=deepspeed"),
+    ({"gradient_compression": {"method": "int8"}}, "gradient_compression.method=int8"),
+    ({"local_sgd": {"sync_every": 8}}, "local_sgd.sync_every=8"),
+    ({"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}}, "tensor_parallel.sequence_parallel=true"),
+    ({"pipeline": {"compile_blocks": "inductor"}}, "pipeline.compile_blocks=inductor"),
+    ({"chunked_loss": True}, "chunked_loss=true"),
+    ({"ep_size": 2}, "ep_size=2"),
+    ({"pp_size": 2, "pipeline": {"schedule": "pipedream_2bw"}}, "pipeline.schedule=pipedream_2bw"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_what_is_not_exact_with_a_shared_sequence_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"sp_size=2 with {named} is not available.*or sp_size to 1"):
+        HFParallelConfig(sp_size=2, **settings)
+
+
+def test_the_processes_of_a_copy_are_counted_with_those_of_a_sequence() -> None:
+    config = HFParallelConfig(tp_size=2, sp_size=2)
+    assert config.dp_size(8) == 2
+    with pytest.raises(
+        ConfigError, match=r"tp_size \* pp_size \* sp_size = 2 \* 1 \* 2 = 4.*or lower tp_size, pp_size"
+    ):
+        config.dp_size(6)
+
+
+def test_zero_partitions_over_a_sequence_without_replicas() -> None:
+    assert HFParallelConfig(sp_size=2, zero={"stage": 1}).dp_size(2) == 1
+    with pytest.raises(ConfigError, match=r"zero\.stage=1 .*there is one replica"):
+        HFParallelConfig(tp_size=2, zero={"stage": 1}).dp_size(2)
+
+
+@pytest.mark.parametrize("key", ["parallelism_config_sp_size", "parallelism_config_cp_size"])
+def test_sizes_of_accelerate_are_refused_with_ours_named(key: str) -> None:
+    section = {key: 2, "hf_parallel": {"sp_size": 2}}
+    with pytest.raises(ConfigError, match=rf"{key}=2 beside.*set parallelism_config\.hf_parallel\.sp_size"):
+        check_accelerate(
+            HFParallelConfig(sp_size=2),
+            {"distributed_type": "MULTI_GPU", "num_processes": 2, "parallelism_config": section},
+        )
+
+
+def test_a_name_that_other_programs_have_for_it_is_answered() -> None:
+    with pytest.raises(ConfigError, match=r"context_parallel_size: .*Did you mean sp_size\?"):
+        HFParallelConfig(context_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "pixel_values"])
+def test_an_input_that_is_not_known_to_be_shared_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"argument {name} with sp_size=2.*or set sp_size to 1"):
+        refuse_odd_inputs({"input_ids": torch.zeros(1, 4), name: torch.zeros(3)}, 2)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_are_the_row_filled_up_at_its_end(length: int, size: int) -> None:
+    row, each = torch.arange(2 * length).view(2, length), -(-length // size)
+    parts = [Part(length, rank * each, each).of(row, fill=-100) for rank in range(size)]
+    whole = torch.cat(parts, dim=1)
+    assert whole.shape == (2, size * each)
+    assert torch.equal(whole[:, :length], row)
+    assert bool((whole[:, length:] == -100).all())
+
+
+@pytest.mark.parametrize(("kv_heads", "size", "times"), [(2, 2, 1), (1, 2, 2), (2, 4, 2), (8, 4, 1), (2, 3, 3)])
+def test_key_value_heads_are_repeated_until_the_ranks_divide_them(kv_heads: int, size: int, times: int) -> None:
+    assert repeats_for(24, kv_heads, size) == times
+    assert kv_heads * times % size == 0
