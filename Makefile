@@ -1,5 +1,7 @@
 # Every target works as the first command on a fresh clone: it installs what it needs into .venv once.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The Python of an activated environment (venv or conda), else the newest that every tool here knows.
+ACTIVE := $(filter-out $(CURDIR)/.venv,$(or $(VIRTUAL_ENV),$(CONDA_PREFIX)))
+PYTHON ?= $(shell $(if $(ACTIVE),command -v $(ACTIVE)/bin/python ||) command -v python3.11 || command -v python3)
 TORCH_SPEC ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST_ARGS ?=
@@ -11,10 +13,13 @@ export OMP_NUM_THREADS ?= 1
 
 setup: .venv/.installed  ## install into .venv (TORCH_SPEC, PIP_EXTRA_INDEX_URL choose the torch build)
 
-# A torch that the base interpreter already has (a CUDA image) is kept; otherwise TORCH_SPEC is installed first.
+# A torch that PYTHON already has (a CUDA image, an activated environment) is kept; otherwise TORCH_SPEC is installed first.
+# .venv sees the packages of the base interpreter; those of an activated venv, which is none, by a path file.
 .venv/.installed: pyproject.toml setup.py
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
-		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages .venv; \
+		echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages .venv && \
+		$(PYTHON) -c "import sysconfig as s; print(s.get_path('purelib'))" \
+			> "$$($(BIN)/python -c "import sysconfig as s; print(s.get_path('purelib'))")/of_the_active_environment.pth"; \
 	else \
 		$(PYTHON) -m venv .venv && $(BIN)/python -m pip install --quiet "$(TORCH_SPEC)"; \
 	fi
@@ -162,7 +167,7 @@ reference-pages: setup  ## write docs/settings.md, docs/cli.md and docs/settings
 
 docs: setup  ## build the documentation site into build/site, strictly
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
-	$(BIN)/python -m mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 messages-page: setup  ## write docs/messages.md from the messages in the code
 	$(BIN)/python benchmarks/messages_page.py

@@ -1,7 +1,7 @@
 """Hooks of mkdocs: pages that are not in docs/, and links that lead out of it.
 
-The README is the first page, with its links made relative to docs/; the Python reference is one entry for each public
-name. A link to a file outside of docs/, which a site does not have, becomes its name.
+The README is the first page, with its links made relative to docs/; docs/README.md, which leads on from there, is the page
+of goals; the Python reference is one entry for each public name. A link to a file outside of docs/, which a site does not have, becomes its name.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    files.append(File.generated(config, "start.md", content=outside(readme, "")))
+    readme = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("](docs/README.md", "](goals.md")
+        .replace("](docs/", "](")
+    )
+    goals = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    files.remove(files.get_file_from_path("README.md"))
+    files.append(File.generated(config, "index.md", content=outside(readme, "")))
+    files.append(File.generated(config, "goals.md", content=goals))
     files.append(File.generated(config, "python.md", content=reference()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead to the first page instead of the README, and nowhere instead of out of the site."""
-    inside = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", r"](start.md\1)", markdown)
+    inside = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", r"](index.md\1)", markdown)
     return outside(inside, "../")
 
 

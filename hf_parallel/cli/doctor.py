@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from hf_parallel.cli.answers import log_lines_on_stderr
+from hf_parallel.cli.bug_report import of_this_process
 from hf_parallel.dry_run.doctor import Check, examine
 from hf_parallel.dry_run.peers import examine_peers, place_of
 from hf_parallel.errors import ConfigError
@@ -40,6 +41,9 @@ def doctor(
     ] = None,
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for the other machines.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print Markdown for an issue, with packages and variables.")
+    ] = False,
 ) -> None:
     """Look at GPUs, cores, RAM, disk, networks, backends, compilers and versions; exit with 1 if something is wrong.
 
@@ -63,14 +67,20 @@ def doctor(
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
         typer.echo(json.dumps({"ok": not wrong, "checks": rows}, indent=2))
+    elif report:
+        typer.echo(of_this_process(list(_lines(checks))))
     else:
-        width = max(len(check.topic) for check in checks)
-        for check in checks:
-            typer.echo(f"{check.status:<8}{check.topic:<{width}}  {check.text}")
-            if check.fix:
-                typer.echo(f"{'':<{8 + width}}  fix: {check.fix}")
+        typer.echo("\n".join(_lines(checks)))
     if wrong:
         raise typer.Exit(1)
+
+
+def _lines(checks: Sequence[Check]) -> Iterator[str]:
+    width = max(len(check.topic) for check in checks)
+    for check in checks:
+        yield f"{check.status:<8}{check.topic:<{width}}  {check.text}"
+        if check.fix:
+            yield f"{'':<{8 + width}}  fix: {check.fix}"
 
 
 def _of_peers(file: str, given: Mapping[str, Any], wait_s: float) -> list[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Annotated, Any, Final
 
@@ -45,6 +46,12 @@ class _Commands(TyperGroup):
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
         alone.command(name=cmd_name)(getattr(importlib.import_module(f"hf_parallel.cli.{module}"), function))
         return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        near = [] if args[0] in COMMANDS else difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if near:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{near[0]}'?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):

@@ -47,7 +47,7 @@ def plan(  # noqa: PLR0913 - the options are the interface
 ) -> None:
     """Rank the layouts of a cluster by predicted time, with their memory; starts nothing and needs no GPU."""
     from hf_parallel.cli import plan_tables as tables
-    from hf_parallel.cli.plan_plot import draw_scaling
+    from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
     from hf_parallel.planner.calibrate import Calibration
     from hf_parallel.planner.guide import guide
     from hf_parallel.planner.hardware import Cluster
@@ -56,6 +56,8 @@ def plan(  # noqa: PLR0913 - the options are the interface
     from hf_parallel.planner.search import plan as search
 
     try:
+        if plot is not None:
+            refuse_plot(plot)
         given = _mapping(layout) | ({"adapters": adapters} if adapters else {})
         sizes: dict[str, Any] = {"intra": intra, "intra_gb_s": intra_gb_s, "inter_gbit_s": inter_gbit_s}
         sizes |= {"gpu_memory_gb": gpu_memory_gb, "ram_gb": ram_gb}

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.scaling import Scaled
+
+
+def refuse_plot(path: Path) -> None:
+    """Before anything is counted: that the picture can be drawn.
+
+    Args:
+        path: Of the picture.
+
+    Raises:
+        ConfigError: Its ending is another, or matplotlib is not installed.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"plot={path}: expected a file that ends in .svg or .png. Rename it.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"plot={path}: a picture needs matplotlib, which is not installed. Run pip install 'hf_parallel[viz]', or leave "
+            "out --plot."
+        )
 
 
 def draw_scaling(rows: Sequence[Scaled], path: Path) -> None:
@@ -16,15 +35,9 @@ def draw_scaling(rows: Sequence[Scaled], path: Path) -> None:
         rows: From `scaling`.
         path: Whose ending says the format: .svg or .png.
 
-    Raises:
-        ConfigError: The ending is another, or matplotlib is not installed.
     """
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"plot={path}: expected a file that ends in .svg or .png. Rename it.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"plot={path}: drawing needs matplotlib. Install it, or leave out --plot.") from None
+    from matplotlib.figure import Figure
+
     counts = [row.plan.cluster.num_gpus for row in rows]
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()

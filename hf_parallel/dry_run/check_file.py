@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -125,6 +126,7 @@ def check_file(path: Path, machine: Machine) -> Checked:
     engine = config is not None and config.zero.engine == "deepspeed"
     found += place.findings("error", machine_problems(accelerate, machine, deepspeed=engine))
     found += place.findings("warning", machine_warnings(accelerate, machine, deepspeed=engine))
+    found += place.findings("warning", _not_installed(engine or accelerate.get("distributed_type") == "DEEPSPEED"))
     deepspeed, foreign = _check_deepspeed(place, accelerate, machine)
     found += foreign
     findings = sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
@@ -224,6 +226,12 @@ def machine_problems(accelerate: Mapping[str, Any], machine: Machine, *, deepspe
             f"mixed_precision='bf16': {old[0].name} has compute capability {major}.{minor}, and bf16 needs 8.0 (Ampere). Set "
             "mixed_precision to fp16."
         )
+
+
+def _not_installed(deepspeed: bool) -> Iterator[str]:
+    """A package that the run needs; a file may be checked on another machine."""
+    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+        yield "zero.engine=deepspeed: DeepSpeed is not installed here. Run pip install 'hf_parallel[deepspeed]' where it runs."
 
 
 def machine_warnings(accelerate: Mapping[str, Any], machine: Machine, *, deepspeed: bool = False) -> Iterator[str]:

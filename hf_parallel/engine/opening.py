@@ -42,7 +42,10 @@ def opening(
     """
     how = "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
     how = "ready" if plans.cut is None and plans.tensor_parallel is None and plans.experts is None else how
-    lines = [f"{how} in {seconds:.1f} s; tables of cut, costs and shards with HF_PARALLEL_LOG=debug"]
+    details = "details with HF_PARALLEL_LOG=debug"
+    if setup.config.monitor.report:
+        details += ", and in hf_parallel_report.html of output_dir after training"
+    lines = [f"{how} in {max(seconds, 0.1):.1f} s; {details}"]
     parts = [*_stages(plans), *_shards(plans), *_recomputed(plans), *replicas]
     lines += ["; ".join(parts)] if parts else []
     lines.append(_memory(holdings, plans.prediction, setup))
@@ -125,7 +128,8 @@ def _limit(setup: Setup) -> float:
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
+    """At least three digits, so that the terms of a sum add up on the screen."""
+    return f"{size / 1e9:.1f}" if size >= 1e11 else f"{size / 1e9:.3g}"
 
 
 def _idle(plans: Plans, prediction: Prediction) -> str:
@@ -169,7 +173,8 @@ def batch_line(rows: int, steps: int, dp_size: int, config: HFParallelConfig) ->
     if config.local_sgd.sync_every > 1:
         lossy.append(f"replicas meet every {config.local_sgd.sync_every} steps")
     equal = f"not those of one process: {' and '.join(lossy)}" if lossy else "those of one process with these rows"
+    batches = "1 batch" if steps == 1 else f"{steps} batches"
     return (
-        f"an optimizer step has {rows * steps * dp_size} rows ({rows} a batch x {steps} batches x dp {dp_size}); its loss and "
+        f"an optimizer step has {rows * steps * dp_size} rows ({rows} a batch x {batches} x dp {dp_size}); its loss and "
         f"gradients are {equal}"
     )

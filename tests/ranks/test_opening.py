@@ -45,11 +45,11 @@ def begun(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> 
     ("settings", "says"),
     [
         (
-            {"pp_size": 2},
+            {"pp_size": 2, "monitor": {"report": True}},
             [
                 r"^hf_parallel \d+\.\d+\.\d+: tp 1 x pp 2 x dp 1 over 2 processes, from the mapping given in code by gloo$",
-                r"^hf_parallel: an optimizer step has 4 rows \(4 a batch x 1 batches x dp 1\); its loss and gradients are those of one",
-                r"^hf_parallel: planned and compared with the whole model in \d+\.\d s; tables .* HF_PARALLEL_LOG=debug$",
+                r"^hf_parallel: an optimizer step has 4 rows \(4 a batch x 1 batch x dp 1\); its loss and gradients are those of one",
+                r"^hf_parallel: planned and compared with the whole model in \d+\.\d s; details with HF_PARALLEL_LOG=debug, and in hf_parallel_report.html of output_dir after training$",
                 r"stage 0 on rank 0 blocks 0 to \d \(\d+% of the compute\), stage 1 on rank 1 blocks \d to \d",
                 r"memory of the fullest rank: weights \S+ \+ gradients \S+ \+ Adam \S+ = \S+ GB of \S+ GB, and activations of",
                 r"expected: ranks are idle for \d+% of a step of 4 microbatches \(1f1b\); num_microbatches: 8 would leave \d+%",
@@ -69,7 +69,7 @@ def begun(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> 
             {"zero": {"stage": 1}, "gradient_compression": {"method": "bf16"}},
             [
                 r"pure data parallelism over 2 processes",
-                r"an optimizer step has 8 rows \(4 a batch x 1 batches x dp 2\); .* not those of one process: gradients are sent as bf16",
+                r"an optimizer step has 8 rows \(4 a batch x 1 batch x dp 2\); .* not those of one process: gradients are sent as bf16",
                 r"^hf_parallel: ready in",
                 r"zero stage 1: optimizer state in 2 parts; gradient compression bf16",
                 r"memory of the fullest rank",
@@ -84,9 +84,14 @@ def test_a_run_begins_with_at_most_six_lines_of_rank_0(
     first, second = run_ranks(begun, 2, str(tmp_path), settings, tmp_path=tmp_path, env=env, timeout=200)
     assert [text for level, text in second if level >= logging.INFO] == []
     assert [text for level, text in first if level > logging.INFO] == []
-    lines = [text for level, text in first if level == logging.INFO]
+    lines = [
+        text for level, text in first if level == logging.INFO and "measured:" not in text and "report:" not in text
+    ]
     assert len(lines) == len(says) <= 6
     for line, pattern in zip(lines, says, strict=True):
         assert re.search(pattern, line), line
+    (terms,) = [line.partition("rank: ")[2].partition(" GB of")[0] for line in lines if "memory of" in line]
+    *parts, total = (float(number) for number in re.findall(r"\d\S*", terms))
+    assert sum(parts) == pytest.approx(total, rel=0.02), "the terms of a sum add up"
     if "pp_size" in settings:
         assert any("stage  rank" in text for level, text in first if level == logging.DEBUG)

@@ -200,10 +200,29 @@ def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
     assert (again.exit_code, "is there already" in again.output) == (1, True)
 
 
-def test_prebuild_without_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("package", "extra", "exit_code", "arguments"),
+    [
+        ("deepspeed", "deepspeed", 1, ["prebuild", "cpu_dp2_deepspeed"]),
+        ("deepspeed", "deepspeed", 0, ["validate", "cpu_dp2_deepspeed"]),
+        ("matplotlib", "viz", 1, ["plan", "--model", "nothing", "--gpu", "h100", "--seq", "8", "--batch", "8", "--plot", "p.svg"]),
+    ],
+)  # fmt: skip
+def test_without_an_optional_package_a_command_names_the_extra(
+    package: str, extra: str, exit_code: int, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *rest: None if name == "deepspeed" else found(name, *rest)
+        "importlib.util.find_spec", lambda name, *rest: None if name == package else found(name, *rest)
     )
-    result = invoke("prebuild", "cpu_dp2_deepspeed")
-    assert (result.exit_code, "pip install 'hf_parallel[deepspeed]'" in result.output) == (1, True)
+    result = invoke(*arguments)
+    assert (result.exit_code, f"pip install 'hf_parallel[{extra}]'" in result.output) == (exit_code, True), (
+        result.output
+    )
+
+
+def test_a_misspelt_command_is_told_the_nearest() -> None:
+    for typed, meant in (("valdate", "validate"), ("dryrun", "dry-run")):
+        result = invoke(typed, "file.yaml")
+        assert (result.exit_code, f"Did you mean '{meant}'?" in result.output) == (2, True), result.output
+    assert "Did you mean" not in invoke("xyzzy").output

@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
+import hf_parallel
+from hf_parallel.cli.bug_report import bug_report
 from hf_parallel.cli.main import app
 from hf_parallel.dry_run import doctor
 from hf_parallel.dry_run.doctor import Check
@@ -204,6 +207,20 @@ def test_the_command_runs_on_this_machine_and_every_finding_has_a_fix() -> None:
         "ninja",
     } <= topics
     assert all(row["fix"] for row in report["checks"] if row["status"] != "ok")
+
+
+def test_the_report_for_an_issue_has_versions_and_variables_and_no_secret() -> None:
+    lines = list(
+        bug_report(["ok      torch"], {"NCCL_P2P_DISABLE": "1", "HF_TOKEN": "hf_secret", "WANDB_API_KEY": "key"})
+    )
+    assert lines[0].startswith(f"hf_parallel {hf_parallel.__version__}, Python 3.")
+    text = "\n".join(lines)
+    assert f"torch {version('torch')}, transformers {version('transformers')}" in text
+    assert "NCCL_P2P_DISABLE=1" in text
+    assert "ok      torch" in text
+    assert "secret" not in text
+    assert "key" not in text
+    assert (lines.count("```text"), lines.count("```")) == (1, 1)
 
 
 def test_a_container_s_limit_is_its_memory(tmp_path: Path) -> None:

@@ -43,5 +43,5 @@ def test_the_site_has_every_page() -> None:
         return found
 
     nav = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    made = {"start.md", "python.md"}  # by benchmarks/site_hooks.py
-    assert nav - made == {path.name for path in (ROOT / "docs").glob("*.md")}
+    made = {"index.md", "goals.md", "python.md"}  # by benchmarks/site_hooks.py, goals.md of docs/README.md
+    assert nav - made == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_parallel.checkpoints.agree import raise_anywhere
+from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.memory import is_in_memory
 from hf_parallel.checkpoints.weights.conversions import Group, groups_to_save
 from hf_parallel.checkpoints.weights.gather import WEIGHTS, WEIGHTS_INDEX, gather_tensors
@@ -31,6 +33,7 @@ from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.compat.private_transformers import weight_transforms, weights_left_out
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger
+from hf_parallel.logs import told_if_slow
 from hf_parallel.watchdog import Watchdog
 
 
@@ -158,22 +161,35 @@ def write_weights(
     except OSError as error:
         problem = f"{folder}: weights cannot be written: {error.strerror}."
     raise_anywhere(problem)
-    for group in export.groups:
-        entries = [ledger.find(name) for name in group.names]
-        wanted = Ledger({entry.name: entry for entry in entries})
-        with watchdog.waiting(f"waits for {group.target} on its way to the writer"):
-            found = gather_tensors(wanted, held, mesh)
-        if writes and problem is None:
-            try:
-                for name, tensor in group.convert({n: found[ledger.find(n).name] for n in group.names}, model).items():
-                    write(places[name], tensor)
-            except Exception as error:  # noqa: BLE001  raised below, on every rank: the others go on sending
-                problem = error
-        del found
+    with told_if_slow(partial(_tell, folder if writes else None)):
+        for group in export.groups:
+            entries = [ledger.find(name) for name in group.names]
+            wanted = Ledger({entry.name: entry for entry in entries})
+            with watchdog.waiting(f"waits for {group.target} on its way to the writer"):
+                found = gather_tensors(wanted, held, mesh)
+            if writes and problem is None:
+                try:
+                    for name, tensor in group.convert(
+                        {n: found[ledger.find(n).name] for n in group.names}, model
+                    ).items():
+                        write(places[name], tensor)
+                except Exception as error:  # noqa: BLE001  raised below, on every rank: the others go on sending
+                    problem = error
+            del found
     if writes and folder is not None and problem is None:
         problem = _finish(export, folder)
     with watchdog.waiting("waits for the weights to be written"):
         raise_anywhere(problem)
+
+
+def _tell(folder: Path | None) -> None:
+    if folder is not None:
+        logger.info("hf_parallel: writes the weights to %s ...", _at_the_end(folder))
+
+
+def _at_the_end(folder: Path) -> Path:
+    """Where a folder is when it is whole; see `folders.STAGING`."""
+    return Path(*(part for part in folder.parts if part != STAGING))
 
 
 def _finish(export: Export, folder: Path) -> str | None:
@@ -210,4 +226,5 @@ def move_in(staging: Path, folder: Path, export: Export) -> None:
     count = sum(len(tensors) for tensors in export.files.values())
     what = f"{count} tensors, {sum(sizes) / 1e9:.2f} GB, in {len(sizes)} file{'s' * (len(sizes) > 1)}"
     level = logging.DEBUG if is_in_memory(folder) else logging.INFO  # those may be as many as steps
-    logger.log(level, "hf_parallel: saved %s to %s (%s)", what, folder, WEIGHTS if len(sizes) == 1 else WEIGHTS_INDEX)
+    place = _at_the_end(folder)
+    logger.log(level, "hf_parallel: saved %s to %s (%s)", what, place, WEIGHTS if len(sizes) == 1 else WEIGHTS_INDEX)

@@ -81,7 +81,7 @@ class DryRun:
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
-        yield f"{self.rank}: {self.parameters / GB:.3g}e9 parameters, peak {self.peak_bytes / GB:.2f} GB"
+        yield f"{self.rank}: {self.parameters / MB:.3g} million parameters, peak {self.peak_bytes / GB:.2f} GB"
         yield f"  between steps {self.after_bytes / GB:.2f} GB; at the peak:"
         for kind, size in self.peak.by_kind.items():
             yield f"  {size / GB:9.3f} GB  {kind}"

@@ -80,10 +80,11 @@ def timeline(
     kinds = [rows for rows in (("planned", planned), ("measured", measured)) if rows[1]]
     block, scale = ROW * len(kinds) + 10, (WIDTH - LEFT - 10) / end
     height, parts = block * len(names) + 24, []
+    unit, per_s = ("s", 1.0) if end >= 2 else ("ms", 1e3)
     for tick in _ticks(end):
         x = LEFT + scale * tick
         parts.append(f"<line class='grid' x1='{x:.1f}' x2='{x:.1f}' y1='0' y2='{height - 18:.0f}'/>")
-        parts.append(f"<text x='{x:.1f}' y='{height - 5:.0f}' text-anchor='middle'>{1e3 * tick:g} ms</text>")
+        parts.append(f"<text x='{x:.1f}' y='{height - 5:.0f}' text-anchor='middle'>{per_s * tick:g} {unit}</text>")
     for rank, name in enumerate(names):
         for place, (word, bars) in enumerate(kinds):
             y = block * rank + ROW * place

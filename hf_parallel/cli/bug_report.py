@@ -1,0 +1,64 @@
+"""What an issue about a run needs to know of the machine, as Markdown to paste."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import hf_parallel
+
+
+PACKAGES: Final = (
+    "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "bitsandbytes", "datasets", "safetensors", "numpy", "pydantic", "typer"
+)  # fmt: skip
+# Beginnings of variables that change what a run does, none of which holds a password or a token.
+VARIABLES: Final = (
+    "HF_PARALLEL_",
+    "ACCELERATE_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "OMP_",
+    "TORCH_NCCL_",
+    "TORCHDYNAMO_",
+    "PYTORCH_",
+)
+
+
+def bug_report(checks: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Lines of Markdown.
+
+    Args:
+        checks: What `hf-parallel doctor` found, a line each.
+        environment: Of the process.
+    """
+    yield f"hf_parallel {hf_parallel.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    yield ""
+    yield "```text"
+    yield from checks
+    yield ""
+    yield "packages   " + ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    chosen = sorted(name for name in environment if name.startswith(VARIABLES))
+    yield "variables  " + (
+        ", ".join(f"{name}={environment[name]}" for name in chosen) or "none of " + ", ".join(VARIABLES)
+    )
+    yield "```"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def of_this_process(checks: Sequence[str]) -> str:
+    """The report with this process's variables.
+
+    Args:
+        checks: As for `bug_report`.
+    """
+    return "\n".join(bug_report(checks, os.environ))
