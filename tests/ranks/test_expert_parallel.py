@@ -39,6 +39,7 @@ MATRIX = [
     case_of("dp2_ep2_gpt_oss", "gpt_oss"),
     case_of("dp2_ep2_windows_deepseek_v3", "deepseek_v3", **WINDOWS),
     case_of("dp2_ep2_zero1_deepseek_v3", "deepseek_v3", **{"zero.stage": 1}),
+    case_of("dp2_ep2_offload_deepseek_v3", "deepseek_v3", **{"zero.stage": 1, "zero.offload_optimizer": "cpu"}),
     case_of("dp2_ep2_recompute_gpt_oss", "gpt_oss", every=1),
     case_of("dp2_ep2_selective_deepseek_v3", "deepseek_v3", every=1, **{"activation_checkpointing.mode": "selective"}),
     case_of("dp4_ep2_mixtral", "mixtral", 4),
