@@ -136,7 +136,7 @@ def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPa
     slow_head = StageCosts((1.0,) * 5, 0.0, 20.0, StageCosts((2.0,) * 5, 0.0, 40.0), "ms")
     monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", lambda *args: slow_head)
     config = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
-    mesh: Any = SimpleNamespace(shape=SimpleNamespace(mp_size=2, pp_size=2, tp_size=1), rank=0)
+    mesh: Any = SimpleNamespace(shape=SimpleNamespace(mp_size=2, pp_size=2, tp_size=1, ep_size=1, sp_size=1), rank=0)
     watchdog: Any = Silent()
     cpu = torch.device("cpu")
     schedule = ScheduleChoice(config.pipeline, config.pp_size)
