@@ -54,10 +54,17 @@ MATRIX = [
     ),
 ]
 DEFAULT = ("dp2_ep2_mixtral", "dp2_ep2_zero1_deepseek_v3")
+SLOW = (
+    "dp2_ep2_gpt_oss",
+    "dp2_ep2_recompute_gpt_oss",
+    "dp4_ep2_mixtral",
+    "pp2_ep2_deepseek_v3",
+)  # others contain them
 
 
 def marked(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.long)
+    marks: dict[str, Any] = {**dict.fromkeys(DEFAULT, ()), **dict.fromkeys(SLOW, pytest.mark.slow)}
+    return pytest.param(case, id=case.name, marks=marks.get(case.name, pytest.mark.long))
 
 
 def reference_of(case: Case) -> Case:
@@ -216,7 +223,13 @@ def loaded_main(rank: int, world_size: int, source: str, settings: dict[str, Any
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", [{"ep_size": 2}, {"ep_size": 2, "pp_size": 2, "num_microbatches": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"ep_size": 2}, marks=pytest.mark.slow, id="ep2"),
+        pytest.param({"ep_size": 2, "pp_size": 2, "num_microbatches": 2}, id="pp2_ep2"),
+    ],
+)
 def test_each_rank_reads_its_own_experts(settings: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
     tiny.MODELS["qwen3_moe"]().save_pretrained(source)
