@@ -55,6 +55,27 @@ class FreezesBetween(TrainerCallback):
             model.get_input_embeddings().requires_grad_(False)
 
 
+class PutsBack(TrainerCallback):
+    """Half of a step's gradient is there again when the next step begins."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.kept = [(p, p.grad.detach().clone() * 0.5) for p in model.parameters()]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for parameter, gradient in self.kept:
+            parameter.grad = gradient
+
+
+def on_sums(trainer: Trainer) -> None:
+    """Hooks that see what one parameter has accumulated so far."""
+
+    def limit(parameter: Any) -> None:
+        parameter.grad.clamp_(-1e-3, 1e-3)
+
+    for parameter in trainer.model.parameters():  # type: ignore[union-attr]
+        parameter.register_post_accumulate_grad_hook(limit)
+
+
 class OnGradients(TrainerCallback):
     """Each parameter has a seed of its own."""
 
@@ -210,6 +231,7 @@ OPTIMIZERS = (
 )
 NAMES = ("Lookahead", "InGroups", "ByNumber", "OneByOne")
 KINDS |= {name: (Trainer, stepping(kind)) for name, kind in zip(NAMES, OPTIMIZERS, strict=True)}
+KINDS |= {"PutsBack": (Trainer, adding(PutsBack)), "on_sums": (Trainer, {"change": on_sums})}
 user_steps.KINDS |= KINDS
 
 ONE_AFTER_ANOTHER = "random numbers that a callback draws one after another"
@@ -230,6 +252,8 @@ JOBS: list[Job] = [
     ("Lookahead", PP2, {}, BY_PLACE),
     ("ByNumber", PP2, {}, BY_PLACE),
     ("OneByOne", PP2, {}, ""),
+    ("PutsBack", PP2, TIED, ""),
+    ("on_sums", ZERO3, {}, "would see the gradient of this backward pass only"),
 ]
 MORE: list[Job] = [
     *((kind.__name__, layout, {}, "") for kind in (*ON_GRADIENTS, *ON_WEIGHTS) for layout in (TP2, ZERO3)),

@@ -17,7 +17,9 @@ from rank_runner import RankError, run_ranks
 from resume_cases import SAVED_AT, Job, resumed, run_jobs, states_equal
 from safetensors.torch import load_file
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, make_trainer, run_cases, wanted_cases
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from hf_parallel import sharded_loading
 
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -39,6 +41,7 @@ MATRIX = [
     case_of("dp2_ep2_gpt_oss", "gpt_oss"),
     case_of("dp2_ep2_windows_deepseek_v3", "deepseek_v3", **WINDOWS),
     case_of("dp2_ep2_zero1_deepseek_v3", "deepseek_v3", **{"zero.stage": 1}),
+    case_of("dp2_ep2_offload_deepseek_v3", "deepseek_v3", **{"zero.stage": 1, "zero.offload_optimizer": "cpu"}),
     case_of("dp2_ep2_recompute_gpt_oss", "gpt_oss", every=1),
     case_of("dp2_ep2_selective_deepseek_v3", "deepseek_v3", every=1, **{"activation_checkpointing.mode": "selective"}),
     case_of("dp4_ep2_mixtral", "mixtral", 4),
@@ -51,10 +54,17 @@ MATRIX = [
     ),
 ]
 DEFAULT = ("dp2_ep2_mixtral", "dp2_ep2_zero1_deepseek_v3")
+SLOW = (
+    "dp2_ep2_gpt_oss",
+    "dp2_ep2_recompute_gpt_oss",
+    "dp4_ep2_mixtral",
+    "pp2_ep2_deepseek_v3",
+)  # others contain them
 
 
 def marked(case: Case) -> Any:
-    return pytest.param(case, id=case.name, marks=() if case.name in DEFAULT else pytest.mark.long)
+    marks: dict[str, Any] = {**dict.fromkeys(DEFAULT, ()), **dict.fromkeys(SLOW, pytest.mark.slow)}
+    return pytest.param(case, id=case.name, marks=marks.get(case.name, pytest.mark.long))
 
 
 def reference_of(case: Case) -> Case:
@@ -190,6 +200,44 @@ def test_a_replica_with_fewer_rows_than_microbatches_runs_empty_ones(tmp_path: P
     options: dict[str, Any] = {"tmp_path": tmp_path, "env": ENV}
     (alone,) = run_ranks(uneven_main, 1, str(tmp_path / "1"), init_group=False, **options)
     mine = run_ranks(uneven_main, 4, str(tmp_path / "4"), **options)[0]
+    compare(mine, alone)
+
+
+def loaded_main(rank: int, world_size: int, source: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train what each rank reads its own part of."""
+
+    def load() -> Any:
+        with sharded_loading({}, **settings):
+            return AutoModelForCausalLM.from_pretrained(source)
+
+    tiny.MODELS["loaded"] = load
+    case = Case("loaded", model="loaded", steps=3, parallel=settings)
+    snapshots = Snapshots(Path(folder))
+    trainer = snapshots.trainer = make_trainer(case, Path(folder), world_size, [snapshots])
+    before = sum(p.numel() for p in trainer.model.parameters() if not p.is_meta)
+    trainer.train()
+    if world_size > 1:
+        trainer.accelerator.hf_parallel.watchdog.stop()
+    history = [{key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history[:-1]]
+    return {"folder": folder, "history": history, "counts": None, "before": before}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"ep_size": 2}, marks=pytest.mark.slow, id="ep2"),
+        pytest.param({"ep_size": 2, "pp_size": 2, "num_microbatches": 2}, id="pp2_ep2"),
+    ],
+)
+def test_each_rank_reads_its_own_experts(settings: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny.MODELS["qwen3_moe"]().save_pretrained(source)
+    options: dict[str, Any] = {"tmp_path": tmp_path, "env": ENV}
+    (alone,) = run_ranks(loaded_main, 1, str(source), {}, str(tmp_path / "1"), init_group=False, **options)
+    world = 2 * settings.get("pp_size", 1)
+    mine = run_ranks(loaded_main, world, str(source), settings, str(tmp_path / "ranks"), **options)[0]
+    assert (mine["before"], alone["before"] > 0) == (0, True), "nothing is read before the cut"
     compare(mine, alone)
 
 

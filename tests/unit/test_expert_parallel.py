@@ -40,6 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"local_sgd": {"sync_every": 4}}, r"ep_size=2 with local_sgd\.sync_every=4"),
     ({"pp_size": 2, "pipeline": {"compile_blocks": "inductor"}}, r"ep_size=2 with pipeline\.compile_blocks=inductor"),
     ({"zero": {"stage": 1, "engine": "deepspeed"}}, r"ep_size=2 with zero\.engine=deepspeed has no effect"),
+    ({"pp_size": 2, "pipeline": {"schedule": "pipedream_2bw"}}, r"ep_size=2 with pipeline\.schedule=pipedream_2bw"),
     ({"layout": "auto"}, r"ep_size=2 with layout=auto"),
 ]
 

@@ -36,8 +36,8 @@ def sharded_loading(config: Settings = None, **overrides: Any) -> Iterator[None]
 
     The model has all its parameters, without values. It may be cast, frozen and given to a Trainer with
     `HFParallelCallback`, or to an Accelerator with `HFParallelPlugin`, of the same settings; it cannot run before. What
-    cannot be read in parts (GGUF, pickled weights) is read whole, with a warning. In a run of one process, without
-    pipeline and tensor parallelism, or with `ep_size` above 1, everything is as without it.
+    cannot be read in parts (GGUF, pickled weights) is read whole, with a warning. In a run of one process, or without
+    pipeline, tensor and expert parallelism, everything is as without it.
 
     Args:
         config: As of `HFParallelCallback`: None (the YAML given to `accelerate launch`), a path, a recipe name, a mapping,
@@ -52,7 +52,7 @@ def sharded_loading(config: Settings = None, **overrides: Any) -> Iterator[None]
         `with sharded_loading(): model = AutoModelForCausalLM.from_pretrained(name)`
     """
     resolved, _ = resolve_config(config, **overrides)
-    if find_launch().world_size == 1 or resolved.weight_parts == 1 or resolved.ep_size > 1:
+    if find_launch().world_size == 1 or resolved.weight_parts * resolved.ep_size == 1:
         yield
         return
     with replaced_loading(_Loading(resolved).load, _check_files):
