@@ -212,7 +212,7 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_with_the_module(tmp_path
             assert re.search(pattern, message), message
 
 
-def dropped(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
+def dropped(rank: int, world_size: int) -> tuple[float, list[bool]]:
     """A token that every rank has in its part: the hidden state that dropout leaves of it, and the random state after."""
     torch.manual_seed(7)
     model = tiny.MODELS["gpt2_dropout"]().train()
@@ -220,20 +220,23 @@ def dropped(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     forward = share_forward(model, model.forward, shared)
     share_attention(model, shared)
     kept: list[torch.Tensor] = []
-    model.transformer.drop.register_forward_hook(lambda module, args, output: kept.append((output == 0).float()))
+    model.transformer.drop.register_forward_hook(lambda module, args, output: kept.append(output == 0))
     forward(input_ids=torch.full((1, 8), 3), labels=torch.full((1, 8), 3))
-    return float(torch.rand(())), kept[0]
+    return float(torch.rand(())), kept[0].flatten().tolist()
 
 
 def test_each_part_of_a_row_has_dropout_masks_of_its_own_and_ranks_stay_alike(tmp_path: Path) -> None:
     (first, mask), (second, other) = run_ranks(dropped, 2, tmp_path=tmp_path, env=ENV)
     assert first == second
-    assert 0 < float(mask.mean()) < 1
-    assert not torch.equal(mask, other)
+    assert 0 < sum(mask) < len(mask)
+    assert mask != other
 
 
 def test_activations_of_a_rank_fall_with_the_number_of_ranks(tmp_path: Path) -> None:
-    sizes = ("llama", 256, 2, 128, 2)
+    """By their number, but for what attention gives in each block, which is there with its heads and with its tokens."""
+    hidden, blocks, length, rows = 256, 2, 128, 2
+    sizes = ("llama", hidden, blocks, length, rows)
     counts = {n: run_ranks(kept, n, *sizes, tmp_path=tmp_path, init_group=n > 1, env=ENV) for n in (1, 2)}
-    assert max(counts[2]) <= 0.52 * counts[1][0]
+    twice = blocks * rows * (length // 2) * hidden * 4
+    assert max(counts[2]) <= 0.505 * counts[1][0] + twice
     assert min(counts[2]) >= 0.45 * counts[1][0]

@@ -88,6 +88,8 @@ def test_every_recipe_is_what_deepspeed_takes_or_is_refused_with_the_reason(name
     foreign = {
         "pp_size": config.pp_size > 1,
         "tp_size": config.tp_size > 1,
+        "sp_size": config.sp_size > 1,
+        "ep_size": config.ep_size > 1,
         "gradient_compression": config.gradient_compression.method != "none",
         "local_sgd": config.local_sgd.sync_every > 1,
     }

@@ -211,7 +211,7 @@ def test_a_model_loaded_whole_says_what_it_held_for_nothing(
     model = tiny.llama()
     ledger = build_ledger(model, pp_size=2, holds=lambda rank, name: (rank == 0) == ("layers.0" in name), specs={})
     setup: Any = SimpleNamespace(
-        model=model, mesh=SimpleNamespace(pp_rank=0, shape=SimpleNamespace(tp_size=1)), reports=True
+        model=model, mesh=SimpleNamespace(pp_rank=0, shape=SimpleNamespace(parts_size=1)), reports=True
     )
     weights.warn_of_waste(setup, ledger)
     assert caplog.text == ""
