@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,12 @@ EXPERTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4xep2xzero1": (4, {"ep_size": 2, "zero": {"stage": 1}}),
     "pp2xep2": (4, {**PP2, "ep_size": 2}),
 }
-KNOWN = {**LAYOUTS, **SCHEDULES, **EXPERTS}
+# The sequence of each row on several ranks.
+SEQUENCES: dict[str, tuple[int, dict[str, Any]]] = {
+    "sp2": (2, {"sp_size": 2}),
+    "dp2xsp2xzero1": (4, {"sp_size": 2, "zero": {"stage": 1}}),
+}
+KNOWN = {**LAYOUTS, **SCHEDULES, **EXPERTS, **SEQUENCES}
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class StateAgain(TrainerCallback):
 
 def make_trainer(job: Job) -> Trainer:
     settings = job.settings
-    replicas = job.world_size // (settings.get("pp_size", 1) * settings.get("tp_size", 1))
+    replicas = job.world_size // math.prod(settings.get(axis, 1) for axis in ("pp_size", "tp_size", "sp_size"))
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": BATCH // replicas,
         "max_steps": STEPS,

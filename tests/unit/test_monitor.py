@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.mesh import MeshShape
 from hf_parallel.monitor.recorder import MOST_PENDING, Recorder, Span, StepRecord, silent
 from hf_parallel.monitor.report.metrics import Job, exposed_s, metrics_of
-from hf_parallel.monitor.report.page import write_report
+from hf_parallel.monitor.report.page import _scaling, write_report
 from hf_parallel.monitor.report.scaling import Scaled
 from hf_parallel.monitor.report.slow import slow_ranks, words
 from hf_parallel.monitor.report.told import Told, decoded, encoded, summed
@@ -138,6 +139,17 @@ def test_a_rank_is_slow_by_its_replicas_or_else_by_its_share_of_the_plan(
     found = slow_ranks(seconds, shares, shape, 1.2)
     assert [(slow.rank, slow.by_plan) for slow in found] == named
     assert all(f"rank {slow.rank}" in words(slow, shape, seconds) for slow in found)
+
+
+def test_ranks_of_a_sequence_count_as_copies_that_exchange_gradients() -> None:
+    choice = ScheduleChoice(PipelineConfig(), 2)
+    job = dataclasses.replace(
+        job_of(records_of([1.0, 1.0], [1.0, 1.0], 2, choice), choice), shape=MeshShape(1, 1, 1, 2)
+    )
+    assert "monitor/exposed_s/dp" in metrics_of(job)
+    scaled = [Scaled(1, "tp 1 x pp 1 x dp 1", 100.0, 1.0, 2e9)]
+    page = _scaling(job, scaled)
+    assert "this run: tp 1 x pp 1 x sp 2 x dp 1" in page
 
 
 def test_a_trace_puts_all_clocks_on_that_of_rank_0() -> None:

@@ -40,7 +40,8 @@ class Job:
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        return {"dp": self.shape.dp_size, "pp": self.shape.pp_size, "tp": self.shape.tp_size}
+        """Ranks on each axis; gradients travel between all copies of the weights, those of one sequence included."""
+        return {"dp": self.shape.num_copies, "pp": self.shape.pp_size, "tp": self.shape.tp_size}
 
     @property
     def wall_s(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from hf_parallel.mesh import MeshShape
 from hf_parallel.monitor.recorder import COMPUTED, Span, StepRecord
 from hf_parallel.monitor.report.metrics import Job, bubbles_of_ranks, exposed_s, metrics_of
 from hf_parallel.monitor.report.picture import Arrow, Bar, beside, curve, timeline
@@ -188,8 +189,7 @@ def _page(
     planned_ranks: Sequence[Scaled],
 ) -> str:
     shape = job.shape
-    sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
-    title = f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
+    title = _layout(shape)
     left_out = max(0, shape.world_size - MOST_ROWS)
     parts = [
         f"<h1>hf_parallel: {title}</h1>",
@@ -281,11 +281,15 @@ def _memory(job: Job) -> str:
     return "<p>Peak of each rank, planned above measured.</p>" + beside(rows, "GB")
 
 
+def _layout(shape: MeshShape) -> str:
+    sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
+    return f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
+
+
 def _scaling(job: Job, planned: Sequence[Scaled]) -> str:
     if not planned:
         return ""
     ranks, reached = job.shape.world_size, job.tokens_per_s
-    shape = job.shape
     rows = [
         [
             str(one.ranks),
@@ -297,7 +301,7 @@ def _scaling(job: Job, planned: Sequence[Scaled]) -> str:
         for one in planned
     ]
     memory = max(one.memory_bytes for one in job.told) / 1e9
-    layout = f"this run: tp {shape.tp_size} x pp {shape.pp_size} x dp {shape.dp_size}"
+    layout = f"this run: {_layout(job.shape)}"
     rows.append([str(ranks), layout, f"{reached:,.0f}", "", f"{memory:.3g}"])
     note = (
         "<p>What the planner says of 1 rank and more of this kind, each with as many rows as in this run: the fastest layout that "
