@@ -49,7 +49,7 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
         )
     with probes.running(), unchanged(model):
         shown = _shown_by(model, probes)
-        verify_model(shown, shared, probes.check)
+        verify_model(shown, shared, [*probes.check, *_without_mask(probes.batch)])
         documents = _documents(probes.batch)
         if documents is not None:
             try:
@@ -73,6 +73,17 @@ def _shown_by(model: nn.Module, probes: Probes) -> nn.Module:
     except Exception:  # noqa: BLE001 - then the whole model is tried, which says what is wrong, if anything is
         return model
     return model
+
+
+def _without_mask(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a batch without a mask, which a model may make itself, and of a length that ranks share unequally."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or "attention_mask" not in batch or ids.shape[1] < 3:
+        return []
+    length = ids.shape[1] - 1 + ids.shape[1] % 2
+    whole = {name: value for name, value in batch.items() if name != "attention_mask"}
+    rows = {n: v for n, v in whole.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape}
+    return [whole | {name: value[:, :length] for name, value in rows.items()}]
 
 
 def _documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -191,6 +191,11 @@ def _mask(name: str, shared: Shared) -> Callable[..., Any]:
             positions, documents = shared.packed
             mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
             named["allow_is_causal_skip"] = False
+        given = named.get("attention_mask")
+        if isinstance(given, Tensor) and given.ndim == 2 and given.shape[-1] != shared.length:
+            named["attention_mask"] = (
+                None  # ones for this rank's tokens, of a model that makes a mask where none is given
+            )
         return own(q_length=shared.length, kv_length=shared.length, mask_function=mask_function, **named)
 
     return mask

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
 from transformers import Trainer, TrainingArguments
+from zoo.rows import rows_main
 
 from hf_parallel.engine.share_rows import judge_rows
 from hf_parallel.errors import PlanError
@@ -210,6 +211,11 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_with_the_module(tmp_path
     for messages in run_ranks(judged, 2, list(REFUSED), tmp_path=tmp_path, env=ENV):
         for message, pattern in zip(messages, REFUSED.values(), strict=True):
             assert re.search(pattern, message), message
+
+
+def test_a_mask_that_a_model_makes_of_its_part_hides_nothing(tmp_path: Path) -> None:
+    for rows in run_ranks(rows_main, 2, ["biogpt"], tmp_path=tmp_path, env=ENV):
+        assert [(row.verdict, row.note) for row in rows] == [("exact", "")]
 
 
 def dropped(rank: int, world_size: int) -> tuple[float, list[bool]]:
