@@ -45,7 +45,7 @@ def scaled_down(name: str) -> tuple[dict[str, Any], int]:
     content = dict(read_section(find_recipe(name))[1])
     config = load_recipe(name)
     section = dict(content[SECTION][KEY])
-    sizes = {axis: min(2, getattr(config, axis)) for axis in ("tp_size", "pp_size")}
+    sizes = {axis: min(2, getattr(config, axis)) for axis in ("tp_size", "pp_size", "sp_size")}
     replicas = min(2, config.dp_size(content["num_processes"]))
     if "pipeline" in section:
         section["pipeline"] = section["pipeline"] | {"num_microbatches": 2}
