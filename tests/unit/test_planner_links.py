@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from hf_parallel.cli.plan_plot import draw_scaling
+from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
 from hf_parallel.errors import ConfigError
 from hf_parallel.mesh import MeshShape
 from hf_parallel.planner.collectives import groups_of, stays_on_node
@@ -70,7 +70,7 @@ def test_the_speed_up_is_drawn(name: str, tmp_path: Path) -> None:
     begun = (tmp_path / name).read_bytes()[:200]
     assert b"<?xml" in begun if name.endswith("svg") else begun.startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"expected a file that ends in \.svg or \.png"):
-        draw_scaling(rows, tmp_path / "speed.jpg")
+        refuse_plot(tmp_path / "speed.jpg")
 
 
 @pytest.mark.parametrize(
