@@ -25,7 +25,6 @@ from hf_parallel.settings.replica_sections import (
     LocalSgdConfig,
     ZeroConfig,
 )
-from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
@@ -38,6 +37,7 @@ from hf_parallel.settings.sections import (
     number,
     spelled,
 )
+from hf_parallel.settings.sequence_rules import sequence_problems
 from hf_parallel.settings.zero_rules import compression_problems, deepspeed_problems, partition_problems
 
 
@@ -187,7 +187,10 @@ class HFParallelConfig(Section):
             *expert_problems(
                 *(self.ep_size, self.tp_size, self.pipeline, self.zero, self.gradient_compression, self.local_sgd)
             ),
-            *self._sequence_problems(),
+            *sequence_problems(
+                *(self.sp_size, self.ep_size, self.tensor_parallel, self.pipeline, self.zero),
+                *(self.gradient_compression, self.local_sgd, self.chunked_loss),
+            ),
             *self.gradient_compression.problems("gradient_compression"),
             *self._between_replicas(),
         ]
@@ -239,41 +242,6 @@ class HFParallelConfig(Section):
                 "loss would need it later. Set chunked_loss to auto, or zero.stage to 1."
             ]
         return []
-
-    def _sequence_problems(self) -> list[str]:
-        """What a shared sequence cannot be combined with."""
-        if self.sp_size == 1:
-            return []
-        others = {
-            f"zero.engine={self.zero.engine}": (self.zero.engine == "deepspeed", "zero.engine to native"),
-            f"gradient_compression.method={self.gradient_compression.method}": (
-                self.gradient_compression.method != "none",
-                "gradient_compression.method to none",
-            ),
-            f"local_sgd.sync_every={self.local_sgd.sync_every}": (
-                self.local_sgd.sync_every > 1,
-                "local_sgd.sync_every to 1",
-            ),
-            "tensor_parallel.sequence_parallel=true": (
-                self.tensor_parallel.sequence_parallel,
-                "tensor_parallel.sequence_parallel to false",
-            ),
-            f"pipeline.compile_blocks={self.pipeline.compile_blocks}": (
-                self.pipeline.compile_blocks != "none",
-                "pipeline.compile_blocks to none",
-            ),
-            "chunked_loss=true": (self.chunked_loss is True, "chunked_loss to auto"),
-            f"ep_size={self.ep_size}": (self.ep_size > 1, "ep_size to 1"),
-            f"pipeline.schedule={self.pipeline.schedule}": (
-                self.pipeline.schedule in ASYNCHRONOUS,
-                "pipeline.schedule to 1f1b",
-            ),
-        }
-        return [
-            f"sp_size={self.sp_size} with {what} is not available: it has not been shown to be exact. Set {fix}, or sp_size to 1."
-            for what, (given, fix) in others.items()
-            if given
-        ]
 
     def _uncompiled(self) -> list[str]:
         """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""

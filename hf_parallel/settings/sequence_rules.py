@@ -1,0 +1,42 @@
+"""What `sp_size` means together with the rest of the config; pure. Problems are one line each: key and value, rule, fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hf_parallel.settings.replica_sections import GradientCompressionConfig, LocalSgdConfig, ZeroConfig
+from hf_parallel.settings.schedule_names import ASYNCHRONOUS
+from hf_parallel.settings.sections import PipelineConfig, TensorParallelConfig
+
+
+def sequence_problems(
+    sp_size: int,
+    ep_size: int,
+    tensor_parallel: TensorParallelConfig,
+    pipeline: PipelineConfig,
+    zero: ZeroConfig,
+    compression: GradientCompressionConfig,
+    local_sgd: LocalSgdConfig,
+    chunked_loss: object,
+) -> Iterator[str]:
+    """What a shared sequence cannot be combined with."""
+    if sp_size == 1:
+        return
+    method, blocks = compression.method, pipeline.compile_blocks
+    refused = [
+        (zero.engine == "deepspeed", f"zero.engine={zero.engine}", "zero.engine to native"),
+        (method != "none", f"gradient_compression.method={method}", "gradient_compression.method to none"),
+        (local_sgd.sync_every > 1, f"local_sgd.sync_every={local_sgd.sync_every}", "local_sgd.sync_every to 1"),
+        (
+            tensor_parallel.sequence_parallel,
+            "tensor_parallel.sequence_parallel=true",
+            "tensor_parallel.sequence_parallel to false",
+        ),
+        (blocks != "none", f"pipeline.compile_blocks={blocks}", "pipeline.compile_blocks to none"),
+        (chunked_loss is True, "chunked_loss=true", "chunked_loss to auto"),
+        (ep_size > 1, f"ep_size={ep_size}", "ep_size to 1"),
+        (pipeline.schedule in ASYNCHRONOUS, f"pipeline.schedule={pipeline.schedule}", "pipeline.schedule to 1f1b"),
+    ]
+    for given, what, fix in refused:
+        if given:
+            yield f"sp_size={sp_size} with {what} is not available: it has not been shown to be exact. Set {fix}, or sp_size to 1."
