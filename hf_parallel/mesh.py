@@ -215,6 +215,7 @@ class Mesh:
         mp_group = group(shape.groups(lambda d, p, t, s: (d,)))
         is_shared = shape.sp_size > 1
         copies_group = group(shape.groups(lambda d, p, t, s: (p, t))) if is_shared else dp_group
+        model_group = group(shape.groups(lambda d, p, t, s: (d, s))) if is_shared else mp_group
         whole = shard_size == shape.dp_size
         return cls(
             shape=shape,
@@ -227,9 +228,8 @@ class Mesh:
             dp_shard_group=copies_group if whole else group(shape.groups(lambda d, p, t, s: (d // shard_size, p, t))),
             dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t, s: (d % shard_size, p, t, s))),
             mp_group=mp_group,
-            **{"model_group": group(shape.groups(lambda d, p, t, s: (d, s))) if is_shared else mp_group}
-            | _expert_groups(shape, group),
             timeout=timeout,
+            **({"model_group": model_group} | _expert_groups(shape, group)),
         )
 
     @property
