@@ -67,6 +67,11 @@ def _local(every: int, **compression: Any) -> dict[str, Any]:
     return {"local_sgd": {"sync_every": every, **({"compression": compression} if compression else {})}}
 
 
+def _diloco(every: int, **compression: Any) -> dict[str, Any]:
+    settings = _local(every, **compression)
+    return {"local_sgd": {**settings["local_sgd"], "outer_lr": 0.7, "outer_momentum": 0.9}}
+
+
 METHODS: dict[str, dict[str, Any]] = {
     NONE: {},
     "fp16": _gradients("fp16"),
@@ -87,6 +92,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "local H=4, int4": _local(4, method="int4"),
     "local H=8, int4": _local(8, method="int4"),
     "local H=8, top-k 3 %": _local(8, method="topk", density=0.03),
+    "DiLoCo H=16": _diloco(16),
+    "DiLoCo H=16, int4": _diloco(16, method="int4"),
 }
 
 
@@ -113,11 +120,15 @@ class Settings:
         return {name: value for name, value in asdict(self).items() if name not in ("methods", "seeds", "seconds")}
 
 
+PRETRAINED_METHODS = (
+    *(NONE, "int8", "int4", "powersgd r4", "onebit", "top-k 1 %"),
+    *("local H=8", "local H=8, int4", "DiLoCo H=16", "DiLoCo H=16, int4"),
+)
 PRESETS: dict[str, dict[str, Any]] = {
     "small": {},
     "smollm2": {
-        **{"model": "smollm2", "methods": (NONE, "int8", "int4"), "seeds": (0,), "pretraining": 0},
-        **{"steps": 30, "lr": 5e-5, "evaluated": 16},
+        **{"model": "smollm2", "methods": PRETRAINED_METHODS, "seeds": (0, 1), "pretraining": 0},
+        **{"length": 64, "steps": 48, "lr": 2e-5, "evaluated": 32},
     },
 }
 
@@ -404,7 +415,7 @@ def section(rows: Sequence[Mapping[str, Any]], settings: Settings, parameters: i
         f"A byte-level Llama of {parameters / 1e6:.2f}M parameters, trained for {settings.pretraining} steps on Python's help "
         "texts without compression"
         if settings.model == "small"
-        else f"SmolLM2-135M ({parameters / 1e6:.0f}M parameters)"
+        else f"SmolLM2-135M ({parameters / 1e6:.0f}M parameters), pretrained"
     )
     text = (
         f"{model}, then fine-tuned for {settings.steps} steps on the source of the standard library: {RANKS} gloo ranks, "
@@ -441,7 +452,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     shown = sorted(rows[1:], key=lambda row: row["ratio"])
     figure, axes = plt.subplots(figsize=(8, 0.26 * len(shown) + 1.2))
     for place, row in enumerate(shown):
-        local = row["method"].startswith("local")
+        local = row["method"].startswith(("local", "DiLoCo"))
         colour, marker = ("tab:orange", "s") if local else ("tab:blue", "o")
         axes.plot([min(row["changes"]), max(row["changes"])], [place, place], color=colour, linewidth=1)
         axes.plot(row["change"], place, marker, color=colour, markersize=4)
