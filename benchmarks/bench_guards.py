@@ -96,7 +96,9 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     (MicrobatchLoss, "check", None),
     (RandomCheck, "watching", contextlib.nullcontext()),
     *((ShownGradients, name, None) for name in ("show", "show_between", "take_between", "compare_factors")),
+    *((ShownGradients, name, None) for name in ("show_after_step", "cleared")),
     (ShownGradients, "take_back", ()),
+    (ShownGradients, "withdrawn", contextlib.nullcontext()),
     (WeightGuard, "check", None),
 )
 

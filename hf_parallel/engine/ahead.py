@@ -26,7 +26,8 @@ from hf_parallel.engine.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
-from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime, Stream
+from hf_parallel.pipeline_parallel.run.live import Stream
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.versions import WeightVersions
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.asynchronous import empty, next_slice

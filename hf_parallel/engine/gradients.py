@@ -7,7 +7,6 @@ in the flat parts that the optimizer updates, and the model's parameters have no
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,10 +25,10 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
+from hf_parallel.engine.optimizer_rules import refuse_crossing_updates, refuse_whole_tensor_updates
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.crossing import crosses_parameters, goes_by_place, keeps_by_place
-from hf_parallel.guards.elementwise import known_names, treats_elements_alone
+from hf_parallel.guards.crossing import keeps_by_place
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
@@ -40,8 +39,6 @@ from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder
 
-
-logger = logging.getLogger(__name__)
 
 DEFAULTS = ReplicaSettings()
 
@@ -356,8 +353,9 @@ class GradientSync:
             group["params"] = [p for p in group["params"] if id(p) in live]
         for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in live]:
             del optimizer.state[parameter]
-        self._refuse_whole_tensor_updates(optimizer)
-        self._refuse_crossing_updates(optimizer, pairs=pairs)
+        partitions = self.replicas.partitions
+        refuse_whole_tensor_updates(optimizer, self._ledger, self._parameters, self._mesh, partitions=partitions)
+        refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         if model is not None and self._weights is None:
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
             replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
@@ -445,65 +443,3 @@ class GradientSync:
         self.arrivals.put_back()  # of a forward pass without a backward pass
         if self.before_write is not None:
             self.before_write()
-
-    def _refuse_whole_tensor_updates(self, optimizer: torch.optim.Optimizer) -> None:
-        if treats_elements_alone(optimizer):
-            return
-        kind = type(optimizer).__name__
-        if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
-            kind += f" of {type(optimizer).__module__}"
-        sharded = [name for name in self._parameters if self._ledger.entries[name].spec is not None]
-        by = self._mesh.shape.sharded_by
-        if sharded:
-            raise UnsupportedError(
-                f"optimizer {kind} with {by}={self._mesh.parts.size}: its update may use norms or factors of "
-                f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
-                f"{known_names()}, or {by} 1."
-            )
-        if self.replicas.partitions:
-            raise UnsupportedError(
-                f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
-                f"whole tensors, but each rank updates a part of them. Use one of "
-                f"{known_names()}, or zero.stage 0."
-            )
-
-    def _refuse_crossing_updates(self, optimizer: torch.optim.Optimizer, *, pairs: bool) -> None:
-        """Each stage steps on its own parameters: an update must not depend on those of others. Collective.
-
-        Args:
-            optimizer: With the parameters of this stage only.
-            pairs: Whether it has tensors that go with those that it had before.
-        """
-        if self._mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
-            return
-        has_any = any(group["params"] for group in optimizer.param_groups)
-        crosses = crosses_parameters(optimizer) if has_any else False
-        by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
-        device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place)], device=device)
-        if self._mesh.mp_group is not None:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.mp_group)
-        kind, (anywhere, unknown, placed) = (
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            found.tolist(),
-        )
-        if anywhere:
-            raise UnsupportedError(
-                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of one parameter depends on the gradients "
-                "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
-                f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
-            )
-        if placed:
-            raise UnsupportedError(
-                f"optimizer {kind} with pp_size={self._mesh.shape.pp_size}: its update of a parameter depends on the place of that "
-                "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
-                f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
-                f"{known_names()}, or set pp_size to 1."
-            )
-        if unknown:
-            logger.warning(
-                "hf_parallel: whether optimizer %s updates each parameter by itself could not be found out. With pp_size=%d "
-                "each stage steps on its own parameters: if it uses norms over several, set pp_size to 1.",
-                kind,
-                self._mesh.shape.pp_size,
-            )

@@ -42,7 +42,8 @@ from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.outputs import PipelineOutput, PipelineTrainingOutput
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
-from hf_parallel.pipeline_parallel.run.runtime import PhaseState, PipelineRuntime
+from hf_parallel.pipeline_parallel.run.live import PhaseState
+from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import Programs

@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.settings.asynchronous_rules import asynchronous_problems
-from hf_parallel.settings.expert_rules import expert_problems
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,
@@ -37,27 +35,7 @@ from hf_parallel.settings.sections import (
     number,
     spelled,
 )
-from hf_parallel.settings.sequence_rules import sequence_problems
-from hf_parallel.settings.zero_rules import compression_problems, deepspeed_problems, partition_problems
-
-
-# Settings that nothing reads without stages.
-PIPELINE_ONLY = (
-    "schedule",
-    "schedule_file",
-    "stages_per_rank",
-    "num_microbatches",
-    "split",
-    "costs",
-    "rank_speed",
-    "rank_memory_gb",
-    "transport",
-)
-# Settings that nothing reads when no layer is shared.
-TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "reduce_dtype", "on_fallback")
-
-# What may stand beside `layout: auto`; all else is for the plan to say.
-BESIDE_AUTO = ("layout", "checkpoint", "monitor")
+from hf_parallel.settings.together import problems_together
 
 
 def _section(model: type[Section]) -> Any:
@@ -162,137 +140,10 @@ class HFParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = [*self.pipeline.problems(self.pp_size), *self.monitor.problems()]
-        recompute = self.activation_checkpointing
-        if recompute.every is None:
-            problems += [
-                f"activation_checkpointing.{name}={spelled(value)} without activation_checkpointing.every has no effect. Set "
-                f"activation_checkpointing.every to 1 or more, or remove the {name}."
-                for name, value in recompute.model_dump(exclude_defaults=True).items()
-            ]
-        problems += [
-            *self._beside_auto(),
-            *self._accumulated_twice(),
-            *self._uncompiled(),
-            *self._without_effect(),
-            *asynchronous_problems(
-                *(self.pipeline, self.pp_size),
-                sequence_parallel=self.tensor_parallel.sequence_parallel,
-                zero=self.zero,
-                compression=self.gradient_compression,
-                local_sgd=self.local_sgd,
-                accumulation=self.gradient_accumulation_steps,
-            ),
-            *self._loss_problems(),
-            *expert_problems(
-                *(self.ep_size, self.tp_size, self.pipeline, self.zero, self.gradient_compression, self.local_sgd)
-            ),
-            *sequence_problems(
-                *(self.sp_size, self.ep_size, self.tensor_parallel, self.pipeline, self.zero),
-                *(self.gradient_compression, self.local_sgd, self.chunked_loss),
-            ),
-            *self.gradient_compression.problems("gradient_compression"),
-            *self._between_replicas(),
-        ]
+        problems = problems_together(self)
         if problems:
             raise PydanticCustomError("together", "{text}", {"text": "\n".join(problems)})
         return self
-
-    def _beside_auto(self) -> list[str]:
-        """Settings that a plan would replace."""
-        if self.layout != "auto":
-            return []
-        return [
-            f"{name}={spelled(value)} with layout=auto: the plan says it. Leave {name} out, or set layout to given."
-            for name, value in self.model_dump(exclude_defaults=True).items()
-            if name not in BESIDE_AUTO
-        ]
-
-    def _accumulated_twice(self) -> list[str]:
-        """Two settings that say how many batches a step has."""
-        if self.global_batch_size is None or self.gradient_accumulation_steps == "auto":
-            return []
-        return [
-            f"global_batch_size={self.global_batch_size} with gradient_accumulation_steps={self.gradient_accumulation_steps}: the first "
-            "follows the number of replicas, the second does not. Remove one of them."
-        ]
-
-    def _without_effect(self) -> list[str]:
-        """Settings of an axis that nothing reads because the axis has one rank."""
-        return [
-            *_unread(self.pipeline, "pipeline", PIPELINE_ONLY, "pp", self.pp_size, "there is one stage"),
-            *_unread(self.tensor_parallel, "tensor_parallel", TENSOR_ONLY, "tp", self.tp_size, "no layer is shared"),
-        ]
-
-    def _loss_problems(self) -> list[str]:
-        """A loss without logits that cannot be, or that nobody would compute otherwise."""
-        wanted = self.chunked_loss
-        if wanted is True and self.model_parallel_size == 1:
-            return [
-                "chunked_loss=true with tp_size=1 and pp_size=1 is not available: outputs of replicas are watched, which makes "
-                "the logits. Set chunked_loss to false, or pp_size to 2."
-            ]
-        if wanted is True and self.zero.engine == "deepspeed":
-            return [
-                "chunked_loss=true with zero.engine=deepspeed has no effect: DeepSpeed runs the model. Set it to false."
-            ]
-        if wanted is True and self.zero.shards_parameters:
-            return [
-                f"chunked_loss=true with zero.stage={self.zero.stage}: the head's weight is gathered while the head runs, and the "
-                "loss would need it later. Set chunked_loss to auto, or zero.stage to 1."
-            ]
-        return []
-
-    def _uncompiled(self) -> list[str]:
-        """Layouts that watch every operation of a block: torch runs blocks eager then, without a word."""
-        backend, recompute = self.pipeline.compile_blocks, self.activation_checkpointing
-        if backend == "none":
-            return []
-        others = []
-        if self.tp_size > 1:
-            others.append((f"tp_size={self.tp_size}", "tp_size to 1"))
-        if recompute.every is not None and recompute.mode == "selective":
-            others.append(
-                ("activation_checkpointing.mode=selective", "activation_checkpointing.mode to block or alternate")
-            )
-        return [
-            f"pipeline.compile_blocks={backend} with {what} is not available: single operations of a block are watched there, and "
-            f"torch compiles none of them. Set pipeline.compile_blocks to none, or {fix}."
-            for what, fix in others
-        ]
-
-    def _between_replicas(self) -> list[str]:
-        """What the replicas do with each other, and whose work it is."""
-        method, every = self.gradient_compression.method, self.local_sgd.sync_every
-        dtype_problems = self.data_parallel.problems({
-            "zero.engine=deepspeed": self.zero.engine == "deepspeed",
-            f"gradient_compression.method={method}": method != "none",
-            f"local_sgd.sync_every={every}": every > 1,
-        })  # fmt: skip
-        if self.zero.engine == "deepspeed":
-            given = self.model_dump(exclude_defaults=True)
-            return [*dtype_problems, *deepspeed_problems(self.zero, self.pp_size, self.tp_size, given)]
-        return [
-            *dtype_problems,
-            *partition_problems(self.zero, self.pp_size, self.data_parallel),
-            *compression_problems(self.zero, self.gradient_compression),
-            *self._local_steps(),
-        ]
-
-    def _local_steps(self) -> list[str]:
-        """Local steps with what expects equal replicas after every step."""
-        found, every = self.local_sgd.problems(), self.local_sgd.sync_every
-        if every > 1 and self.zero.stage:
-            found.append(
-                f"local_sgd.sync_every={every} with zero.stage={self.zero.stage}: replicas differ between "
-                "synchronisations, so they cannot share one optimizer. Set zero.stage to 0, or local_sgd.sync_every to 1."
-            )
-        if every > 1 and self.gradient_compression.method != "none":
-            found.append(
-                f"local_sgd.sync_every={every} with gradient_compression.method={self.gradient_compression.method}: no "
-                "gradient travels between synchronisations. Move the settings to local_sgd.compression."
-            )
-        return found
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any] | None, source: str = "config") -> Self:
@@ -473,18 +324,3 @@ class HFParallelConfig(Section):
         sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}  # sp_size where it is not 1
         plain: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
         return sizes | plain
-
-
-def _unread(settings: Section, section: str, names: Iterable[str], axis: str, size: int, why: str) -> list[str]:
-    if size > 1:
-        return []
-    problems = []
-    for name in names:
-        value, default = getattr(settings, name), type(settings).model_fields[name].default
-        if value != default:
-            shown = spelled(value)
-            problems.append(
-                f"{section}.{name}={shown} with {axis}_size=1 has no effect: {why}. Set {axis}_size to 2 or more, or "
-                f"{section}.{name} to {spelled(default)}."
-            )
-    return problems

@@ -18,27 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from hf_parallel.errors import PlanError, ScheduleError
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.pipeline_parallel.run.links import Links, gradient_specs
+from hf_parallel.pipeline_parallel.run.live import Inputs, Live, LossFunction, OutputFunction, PhaseState, Run, Stream
 from hf_parallel.pipeline_parallel.run.messages import Counters, Probe, signature_of
-from hf_parallel.pipeline_parallel.run.transport import TensorSpec, Transport
-from hf_parallel.pipeline_parallel.run.weight_gradients import Pending, WeightGradients, accumulate
+from hf_parallel.pipeline_parallel.run.transport import Transport
+from hf_parallel.pipeline_parallel.run.weight_gradients import WeightGradients, accumulate
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.program import Program
-
-
-Inputs: TypeAlias = Mapping[str, Any]
-LossFunction: TypeAlias = Callable[[Any, int], Tensor]
-OutputFunction: TypeAlias = Callable[[Any, int], tuple[Tensor, ...]]
 
 
 class _Enter(torch.autograd.Function):
@@ -51,73 +46,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
-
-
-@dataclass(slots=True)
-class _Live:
-    """A microbatch between its forward and the end of its backward on one stage.
-
-    Attributes:
-        leaves: The received tensors that require a gradient.
-        roots: Where the backward starts, None for a tensor that requires no gradient. Edges of the graph, not tensors,
-            so that a payload's memory is free once it has been sent.
-        specs: Of the gradients that come back for the payload; empty on the last stage.
-        pending: Weight gradients that the input backward deferred.
-    """
-
-    leaves: tuple[Tensor, ...]
-    roots: tuple[GradientEdge | None, ...]
-    specs: tuple[TensorSpec, ...]
-    pending: Pending | None = None
-
-
-@dataclass(slots=True)
-class PhaseState:
-    """What `forward_phase` keeps for `backward_phase`.
-
-    Attributes:
-        outputs: On the rank of the last stage the detached output tensors of each microbatch, elsewhere empty.
-    """
-
-    num_microbatches: int
-    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
-    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Run:
-    """One execution of a program: what it works on, and what it does on the last stage."""
-
-    microbatches: Sequence[Inputs] | Mapping[int, Inputs]
-    finish: OutputFunction
-    seeds: Callable[[int], Sequence[Tensor | None]]
-    live: dict[tuple[int, int], _Live]
-    keeps: bool = True
-
-
-@dataclass(slots=True)
-class Stream:
-    """Microbatches that enter and leave a pipeline which does not drain, under numbers of their own.
-
-    Attributes:
-        inputs: Model inputs of each that is under way, the same on all stages.
-        losses: Of those that have passed the last stage, where it is (0-d).
-        loss_of: ``loss_of(output, number)`` gives the normalised scalar loss on the last stage.
-        before: Called before every forward and backward.
-        after: Called after every backward.
-    """
-
-    loss_of: LossFunction
-    before: Callable[[Action], None]
-    after: Callable[[Action], None]
-    inputs: dict[int, Inputs] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
-
-    def forget(self, number: int) -> None:
-        """A microbatch has left the pipeline."""
-        self.inputs.pop(number, None)
-        self.losses.pop(number, None)
 
 
 class PipelineRuntime:
@@ -215,7 +143,7 @@ class PipelineRuntime:
         def seeds(i: int) -> Sequence[Tensor]:
             return (torch.full_like(results[i], seed),)
 
-        run = _Run(microbatches, finish, seeds, {}, keeps=backward)
+        run = Run(microbatches, finish, seeds, {}, keeps=backward)
         with torch.set_grad_enabled(backward):
             self._execute(program, run, "FBIW" if backward else "F")
         return [results[i] for i in sorted(results)]
@@ -243,7 +171,7 @@ class PipelineRuntime:
             return tensors
 
         with torch.enable_grad():
-            self._execute(program, _Run(microbatches, finish, lambda i: (), state.live), "F")
+            self._execute(program, Run(microbatches, finish, lambda i: (), state.live), "F")
         state.outputs = [outputs[i] for i in sorted(outputs)]
         return state
 
@@ -265,7 +193,7 @@ class PipelineRuntime:
                 "stage needs them for each. Pass one sequence of gradients a microbatch."
             )
         gradients = output_grads or ()
-        run = _Run([{}] * state.num_microbatches, lambda output, i: (), lambda i: gradients[i], state.live)
+        run = Run([{}] * state.num_microbatches, lambda output, i: (), lambda i: gradients[i], state.live)
         with torch.enable_grad():
             self._execute(program, run, "BIW")
 
@@ -282,7 +210,7 @@ class PipelineRuntime:
             stream.losses[i] = loss.detach()
             return (loss,)
 
-        run = _Run(stream.inputs, finish, lambda i: (torch.ones_like(stream.losses[i]),), stream.live)
+        run = Run(stream.inputs, finish, lambda i: (torch.ones_like(stream.losses[i]),), stream.live)
         numbers = sorted(stream.inputs)
         self.peak_live = len(run.live)
         self._links.carry_on(program, dict(zip(numbers, self._signatures(run), strict=True)))
@@ -315,7 +243,7 @@ class PipelineRuntime:
         """Send headers anew from the next run on; to be called on every rank, after parameters were (un)frozen."""
         self._links.forget()
 
-    def _execute(self, program: Program, run: _Run, kinds: str) -> None:
+    def _execute(self, program: Program, run: Run, kinds: str) -> None:
         self._check_actions(program, len(run.microbatches), kinds)
         self.peak_live = len(run.live)
         start = self.probe.recorder.mark()
@@ -344,7 +272,7 @@ class PipelineRuntime:
                     "this batch."
                 )
 
-    def _signatures(self, run: _Run) -> list[Hashable]:
+    def _signatures(self, run: Run) -> list[Hashable]:
         """What decides the payload shapes of each microbatch, the same on every rank."""
         stage = next(iter(self.stages.values()))
         training = stage.training if isinstance(stage, nn.Module) else True
@@ -365,7 +293,7 @@ class PipelineRuntime:
             )
             raise
 
-    def _forward(self, action: Action, run: _Run) -> None:
+    def _forward(self, action: Action, run: Run) -> None:
         stage, i = action.stage, action.microbatch
         leaves = self._links.take_payload(stage, i)
         enter: Callable[[Tensor], Tensor] = _Enter.apply
@@ -386,15 +314,15 @@ class PipelineRuntime:
             roots = tuple(get_gradient_edge(t) if t.requires_grad else None for t in made)
             trained = tuple(leaf for leaf in leaves if leaf.requires_grad)
             specs = gradient_specs(made) if stage != self.last_stage else ()
-            run.live[stage, i] = _Live(trained, roots, specs)
+            run.live[stage, i] = Live(trained, roots, specs)
             self.peak_live = max(self.peak_live, len(run.live))
         if stage != self.last_stage:
             self._links.give_payload(stage, i, made)
 
-    def _backward(self, action: Action, run: _Run) -> None:
+    def _backward(self, action: Action, run: Run) -> None:
         self._run_backward(action, run.live.pop((action.stage, action.microbatch)), run)
 
-    def _backward_input(self, action: Action, run: _Run) -> None:
+    def _backward_input(self, action: Action, run: Run) -> None:
         live = run.live[action.stage, action.microbatch]
         if self.weights is None:
             raise ScheduleError(
@@ -404,11 +332,11 @@ class PipelineRuntime:
         with self.weights.deferring() as live.pending:
             self._run_backward(action, live, run)
 
-    def _backward_weight(self, action: Action, run: _Run) -> None:
+    def _backward_weight(self, action: Action, run: Run) -> None:
         live = run.live.pop((action.stage, action.microbatch))
         self._compute(action, lambda: accumulate(live.pending or []))
 
-    def _run_backward(self, action: Action, live: _Live, run: _Run) -> None:
+    def _run_backward(self, action: Action, live: Live, run: Run) -> None:
         """Backward through one stage's graph of one microbatch; consumes it."""
         stage, i = action.stage, action.microbatch
         pairs = [(root, seed) for root, seed in zip(live.roots, self._seeds(live, stage, i, run), strict=True) if root]
@@ -426,7 +354,7 @@ class PipelineRuntime:
                 stage, i, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             )
 
-    def _seeds(self, live: _Live, stage: int, i: int, run: _Run) -> Sequence[Tensor | None]:
+    def _seeds(self, live: Live, stage: int, i: int, run: Run) -> Sequence[Tensor | None]:
         if stage == self.last_stage:
             return run.seeds(i)
         gradients = iter(self._links.take_gradients(stage, i))

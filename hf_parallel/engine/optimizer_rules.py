@@ -1,0 +1,109 @@
+"""Which optimizers a rank may step by itself, given which parts of the parameters it has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.crossing import crosses_parameters, goes_by_place
+from hf_parallel.guards.elementwise import known_names, treats_elements_alone
+from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
+
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_whole_tensor_updates(
+    optimizer: torch.optim.Optimizer,
+    ledger: Ledger,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: Mesh,
+    *,
+    partitions: bool,
+) -> None:
+    """Shards and parts of tensors are updated by themselves: an update must not depend on the whole.
+
+    Args:
+        optimizer: With the parameters of this rank.
+        ledger: Says which are shards.
+        parameters: Of this rank, by name.
+        mesh: This rank's mesh.
+        partitions: Whether the optimizer updates flat parts of parameters.
+
+    Raises:
+        UnsupportedError: It may use norms or factors of whole tensors.
+    """
+    if treats_elements_alone(optimizer):
+        return
+    kind = type(optimizer).__name__
+    if hasattr(torch.optim, kind) and type(optimizer) is not getattr(torch.optim, kind):
+        kind += f" of {type(optimizer).__module__}"
+    sharded = [name for name in parameters if ledger.entries[name].spec is not None]
+    by = mesh.shape.sharded_by
+    if sharded:
+        raise UnsupportedError(
+            f"optimizer {kind} with {by}={mesh.parts.size}: its update may use norms or factors of "
+            f"whole tensors, but {len(sharded)} parameters are shards (first: {sharded[0]}). Use one of "
+            f"{known_names()}, or {by} 1."
+        )
+    if partitions:
+        raise UnsupportedError(
+            f"optimizer {kind} with zero.stage above 0: its update may use norms or factors of "
+            f"whole tensors, but each rank updates a part of them. Use one of "
+            f"{known_names()}, or zero.stage 0."
+        )
+
+
+def refuse_crossing_updates(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: Mesh, *, pairs: bool
+) -> None:
+    """Each stage steps on its own parameters: an update must not depend on those of others. Collective.
+
+    Args:
+        optimizer: With the parameters of this stage only.
+        parameters: Of this stage, by name.
+        mesh: This rank's mesh.
+        pairs: Whether it has tensors that go with those that it had before.
+
+    Raises:
+        UnsupportedError: Its update crosses parameters, or goes by their places.
+    """
+    if mesh.shape.pp_size == 1 or treats_elements_alone(optimizer):
+        return
+    has_any = any(group["params"] for group in optimizer.param_groups)
+    crosses = crosses_parameters(optimizer) if has_any else False
+    by_place = pairs or (has_any and crosses is False and goes_by_place(optimizer))
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    found = torch.tensor([int(crosses is True), int(crosses is None), int(by_place)], device=device)
+    if mesh.mp_group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.mp_group)
+    kind, (anywhere, unknown, placed) = (
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        found.tolist(),
+    )
+    if anywhere:
+        raise UnsupportedError(
+            f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of one parameter depends on the gradients "
+            "of others (a norm over all of them?), but each stage steps on its own parameters only. Clip with max_grad_norm, "
+            f"accelerator.clip_grad_norm_ or in on_pre_optimizer_step, use one of {known_names()}, or set pp_size to 1."
+        )
+    if placed:
+        raise UnsupportedError(
+            f"optimizer {kind} with pp_size={mesh.shape.pp_size}: its update of a parameter depends on the place of that "
+            "parameter among others (a list of tensors beside them, as of Lookahead, or their numbers), but each stage has its "
+            f"own parameters only, counted from its first. Keep such tensors in optimizer.state[parameter], use one of "
+            f"{known_names()}, or set pp_size to 1."
+        )
+    if unknown:
+        logger.warning(
+            "hf_parallel: whether optimizer %s updates each parameter by itself could not be found out. With pp_size=%d "
+            "each stage steps on its own parameters: if it uses norms over several, set pp_size to 1.",
+            kind,
+            mesh.shape.pp_size,
+        )
