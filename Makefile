@@ -169,6 +169,9 @@ docs: setup  ## build the documentation site into build/site, strictly
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
+pictures: setup  ## draw the pictures of the concept pages into docs/pictures
+	$(BIN)/python benchmarks/concept_pictures.py
+
 messages-page: setup  ## write docs/messages.md from the messages in the code
 	$(BIN)/python benchmarks/messages_page.py
 
