@@ -54,6 +54,9 @@ CASES = [
         num_microbatches=2,
     ),
     laid("tp2_dp2", NODES, tp_size=2),
+    laid("sp2_dp2_nodes", NODES, sp_size=2),
+    replace(laid("ep2_dp4_nodes", NODES, ep_size=2), model="deepseek_v3"),
+    replace(laid("pp2_ep2_dp2_replicas_inside", NODES | {"dp_inside": 2}, **PP2, ep_size=2), model="deepseek_v3"),
     laid("dp4_nodes", NODES),
     laid("dp4_zero1_in_nodes", NODES, zero={"stage": 1, "dp_shard_size": 2}),
 ]
