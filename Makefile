@@ -130,6 +130,9 @@ bench-tp: setup  ## time tensor parallelism against transformers' own and one pr
 bench-wire: setup  ## bytes and seconds of compressed gradients over a slow network; needs root
 	$(BIN)/python benchmarks/bench_wire.py
 
+bench-topology: setup  ## every order of stages and replicas on two nodes with a slow network; needs root, writes docs/topology.md
+	$(BIN)/python benchmarks/bench_topology.py --page docs/topology.md $(ARGS)
+
 bench-reducer: setup  ## time the gradient reduction against torch's DDP
 	$(BIN)/python benchmarks/bench_reducer.py
 

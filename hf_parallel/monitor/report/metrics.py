@@ -51,7 +51,7 @@ class Job:
     @property
     def tokens_per_s(self) -> float:
         """Of the whole job. The ranks of a model copy read the same tokens."""
-        read = sum(one.tokens for rank, one in enumerate(self.told) if rank % self.shape.mp_size == 0)
+        read = sum(self.told[self.shape.rank_at(replica, 0, 0)].tokens for replica in range(self.shape.dp_size))
         return read / self.wall_s if self.wall_s else 0.0
 
     def of_stages(self) -> dict[int, Stage]:
