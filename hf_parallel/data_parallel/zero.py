@@ -115,7 +115,7 @@ class ZeroPartition:
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
-        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
+        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps, noticed=traffic.noticed)
         self.late: LateGather | None = None
         self._absent_names: frozenset[str] | None = None
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
