@@ -24,6 +24,7 @@ class Overlap:
         start: Starts one.
         skipped: Indices of buckets that are always started at the end.
         watches: Whether anything is started before `finish`.
+        noticed: Called before anything else when a gradient has arrived, in whichever backward pass; None: nobody asks.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Overlap:
         skipped: frozenset[int] = frozenset(),
         *,
         watches: bool = True,
+        noticed: Callable[[], None] | None = None,
     ) -> None:
         self._buckets = buckets
         self._start = start
-        self._skipped = skipped
+        self._skipped = skipped if watches else frozenset(range(len(buckets)))
+        self._noticed = noticed
         self._armed = False
         self._next = 0
         self._seen: Counter[int] = Counter()
@@ -46,7 +49,7 @@ class Overlap:
         self._handles = [
             param.register_post_accumulate_grad_hook(self._hook(index, position))
             for index, bucket in enumerate(buckets)
-            if watches and index not in skipped
+            if noticed is not None or index not in self._skipped
             for position, param in enumerate(bucket.params)
         ]
 
@@ -62,11 +65,10 @@ class Overlap:
             self._seen.clear()
             self._missing = [len(bucket.params) for bucket in self._buckets]
             # Hooks of user code on accumulated gradients run after ours, and what they change must be reduced too.
-            own = len(self._handles) > 0
             self._watched = {
                 index
                 for index, bucket in enumerate(self._buckets)
-                if any(len(accumulation_hooks(param)) > own for param in bucket.params)
+                if index not in self._skipped and any(len(accumulation_hooks(param)) > 1 for param in bucket.params)
             }
 
     def finish(self) -> None:
@@ -104,7 +106,11 @@ class Overlap:
 
         def arrived(param: nn.Parameter) -> None:
             watched = reference()
-            if watched is not None and watched._armed:
+            if watched is None:
+                return
+            if watched._noticed is not None:
+                watched._noticed()
+            if watched._armed and index not in watched._skipped:
                 watched._arrived(index, position, param)
 
         return arrived

@@ -67,7 +67,9 @@ class GradientReducer:
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
-        self._overlap = Overlap(self._buckets, self._start, late, watches=traffic.overlaps and not alone)
+        noticed = None if alone else traffic.noticed
+        overlaps = traffic.overlaps and not alone
+        self._overlap = Overlap(self._buckets, self._start, late, watches=overlaps, noticed=noticed)
 
     @property
     def counters(self) -> Counts:

@@ -44,6 +44,7 @@ class Replicas:
         sharded: The model with sharded parameters (ZeRO 3); None without one.
         local: What synchronises replicas after local steps; None without local steps.
         before_reading: What comes before code outside of training reads the model.
+        noticed: Called when a gradient has arrived at a parameter that replicas share, in whichever backward pass.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Replicas:
         self.zero: ZeroPartition | None = None
         self.local: LocalSteps | None = None
         self.before_reading: list[Callable[[], None]] = []
+        self.noticed: Callable[[], None] = lambda: None
         self.sharded = settings.sharded
         self._steps_locally = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
         self._compression = settings.local_sgd.compression if self._steps_locally else settings.compression
@@ -171,6 +173,9 @@ class Replicas:
             waiting=self._settings.waiting,
             dtype=getattr(torch, data_parallel.reduce_dtype),
             recorder=self._settings.recorder,
+            noticed=(lambda: self.noticed())
+            if self._mesh.shape.pp_size == 1
+            else None,  # else hooks on parameters tell
         )
 
     @property

@@ -95,6 +95,7 @@ class Traffic:
         waiting: Context for waits on other ranks outside of a reduction.
         dtype: Of the sums; gradients of wider parameters keep theirs.
         recorder: Keeps when buckets were under way.
+        noticed: Called when a gradient has arrived at a parameter, in whichever backward pass; None: nobody asks.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -106,6 +107,7 @@ class Traffic:
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
     dtype: torch.dtype = torch.float32
     recorder: Recorder = field(default_factory=silent)
+    noticed: Callable[[], None] | None = None
 
 
 PLAIN = Traffic()

@@ -62,6 +62,7 @@ class ZeroPartition:
         late: Gathers updated parameters during the next forward; None: they are gathered when the step returns.
         copies: Sums this rank's part over the copies of the optimizer state; None if there is one copy.
         gathered_bytes: Of updated parameters that this rank handed to gathers so far.
+        absent_names: Names of parameters that have no gradient on any rank.
 
     Raises:
         UnsupportedError: If a parameter is in two groups, or two parameters share memory.
@@ -115,9 +116,11 @@ class ZeroPartition:
         late = frozenset(
             i for i, b in enumerate(buckets) if isinstance(b.kind, FlatKind) and traffic.late(b.kind.user)
         )
-        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps)
+        self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps, noticed=traffic.noticed)
         self.late: LateGather | None = None
-        self._absent_names: frozenset[str] | None = None
+        self.absent_names: frozenset[str] = frozenset()
+        self._dropped: frozenset[str] = frozenset()  # those of them that user code has dropped
+        self._missed: dict[str, bool] = {}  # names that a counted step left out, and whether user code wanted that
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
@@ -127,11 +130,6 @@ class ZeroPartition:
     def names(self) -> list[str]:
         """Names of the parameters that are partitioned."""
         return [name for bucket in self._buckets for name in bucket.names]
-
-    @property
-    def absent_names(self) -> frozenset[str]:
-        """Names of parameters that have no gradient on any rank."""
-        return self._absent_names or frozenset()
 
     def arm(self, factor: float | None) -> None:
         """The backward pass that follows is the last before `reduce`, or, in stage 2, before `accumulate`."""
@@ -222,31 +220,49 @@ class ZeroPartition:
             names = {shard.bucket.names[position] for position in missing}
             absent_names |= names if fresh else names & self.absent_names
             shard.absent = found if fresh else [piece for piece in shard.absent if piece in found]
-        self._judge_absent(frozenset(absent_names))
+        self.absent_names, self._dropped = frozenset(absent_names), frozenset()
 
     def dropped(self, names: Collection[str]) -> None:
         """User code has dropped the gradients of these: parts of nothing else have none, so that no step is counted for them."""
         gone = self.absent_names | frozenset(names)
-        alone: set[str] = set()
         for shard in self.shards:
             if gone.issuperset(shard.bucket.names):
                 shard.master.grad, shard.absent = None, []
-            else:
-                alone.update(gone.intersection(shard.bucket.names))
-        if alone - self.absent_names:
-            self._judge_absent(self.absent_names | alone)
+        self._dropped, self.absent_names = self._dropped | (gone - self.absent_names), gone
 
-    def _judge_absent(self, names: frozenset[str]) -> None:
-        """Say once when a parameter has a gradient in some steps only."""
-        known, self._absent_names = self._absent_names, names
-        counts_steps = any("step" in self.optimizer.state.get(shard.master, {}) for shard in self.shards)
-        if known is not None and known != names and counts_steps:
-            logger.warning(
-                "hf_parallel: %s has a gradient in some steps only. ZeRO does not change it in the others, but its "
-                "Adam step count is shared by its bucket, so the bias correction differs from that of one process. Set "
-                "zero.stage to 0 if that matters.",
-                sorted(known ^ names)[0],
+    def _judge_counts(self) -> None:
+        """Parameters of a bucket share one count of steps, in which none may have been left out that is updated now.
+
+        Raises:
+            UnsupportedError: User code has dropped the gradient of one in an earlier step.
+        """
+        if not (self.absent_names or self._missed):
+            return
+        for shard in self.shards:
+            if shard.master.grad is None:
+                continue
+            absent = self.absent_names.intersection(shard.bucket.names)
+            again = [name for name in shard.bucket.names if name in self._missed and name not in absent]
+            if again and "step" in self.optimizer.state.get(shard.master, {}):
+                self._refuse_or_warn(again)
+            self._missed |= {name: name in self._dropped for name in absent}
+
+    def _refuse_or_warn(self, again: Sequence[str]) -> None:
+        dropped = [name for name in again if self._missed[name]]
+        if dropped:
+            raise UnsupportedError(
+                f"the gradient of {dropped[0]} was dropped (p.grad = None) before an earlier step, and is stepped on now, with "
+                f"zero.stage={self.stage}: its optimizer counts steps for all parameters of a bucket together, so the bias correction "
+                "would differ from that of one process. Set the gradient to zero, drop those of all parameters, or set zero.stage to 0."
             )
+        logger.warning(
+            "hf_parallel: %s has a gradient in some steps only. ZeRO does not change it in the others, but its "
+            "Adam step count is shared by its bucket, so the bias correction differs from that of one process. Set "
+            "zero.stage to 0 if that matters.",
+            again[0],
+        )
+        for name in again:
+            del self._missed[name]
 
     def zero_grad(self) -> None:
         """Drop the gradients of this rank's parts."""
@@ -283,6 +299,7 @@ class ZeroPartition:
         self.note()
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._judge_counts()
         self.take_edits()
         if self._kernel is not None:
             self._kernel.before(optimizer.param_groups)

@@ -259,6 +259,7 @@ class DirectEngine(Engine):
         self._pass = 0  # batches of this step that were backpropagated
         self._begun = self.recorder.mark()  # when the backward pass of the last one did
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)
+        attachment.gradients.replicas.noticed = self.end_pass_later  # of a loss that reads parameters past the model
         common, random = self._common_weights(attachment), attachment.random_check
         leave = attachment.watchdog.leaves_others
         self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, leave)

@@ -193,6 +193,7 @@ class PipelineEngine(Engine):
         """As of every engine; from here on user code has the model, which is not whole."""
         super().install()
         self._running.depth = 0
+        self._direct.watch()
 
     # -- model(...) ----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,13 @@ from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
 
+NEVER_REDUCED = (
+    "optimizer.step() was called on a gradient of {name} that was never reduced: user code assigned it (torch.autograd.grad gives "
+    "such), and no backward pass of this step has given one, so that each replica may have its own. Call "
+    "accelerator.backward(loss) on a loss that reads {name}."
+)
+
+
 class ShownGradients:
     """Stand-ins for the gradients of one rank's parameters, between a reduction and what follows it.
 
@@ -322,16 +329,22 @@ class ShownGradients:
         self._refuse_changed_parts()
         settled: list[nn.Parameter] = []
         taken: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
-        self._give_room()
+        if not before_backward:
+            self._refuse_own_arrivals()
+            self._give_room()
         for name, parameter in self._parameters.items():
             gradient, flat = parameter.grad, self._flat.get(name)
             if flat is not None:
                 parameter.grad = None
                 self._return(flat, gradient, before_backward)
+                if gradient is not None and type(gradient) is not SharedGradient and self._may_arrive(before_backward):
+                    parameter.grad = gradient
             elif type(gradient) is SharedGradient:
                 _take(parameter)
                 if not getattr(gradient.part, "arrived", False):
                     settled.append(parameter)
+            elif gradient is not None and self._mesh.shape.pp_size > 1:  # assigned: stages add up what arrives only
+                settled.append(parameter)
             if type(gradient) is SharedGradient and gradient.changed is None:
                 taken.append((parameter, parameter.grad, gradient))
             elif flat is not None and gradient is not None and parameter.grad is None:  # laid open, or assigned
@@ -371,9 +384,28 @@ class ShownGradients:
             if assigned and master.grad is None and flat.gathered is None:
                 master.grad = torch.zeros_like(master)
 
+    def _may_arrive(self, before_backward: bool) -> bool:
+        """Whether autograd may have put a gradient there that is no stand-in: the first of a backward pass may be that of a
+        parameter which only the loss reads. On stages a hook is called before it; an assigned one is on all replicas alike.
+        """
+        return before_backward and self._mesh.shape.pp_size == 1
+
+    def _refuse_own_arrivals(self) -> None:
+        """What user code assigned where no backward pass has given a gradient: each replica may have its own.
+
+        Raises:
+            UnsupportedError: Names a parameter that has one.
+        """
+        absent = self._zero.absent_names if self._zero is not None else frozenset()
+        for name, flat in self._flat.items():
+            gradient = flat.parameter.grad
+            assigned = gradient is not None and type(gradient) is not SharedGradient
+            if assigned and name in absent:
+                raise UnsupportedError(NEVER_REDUCED.format(name=name))
+
     def _return(self, flat: FlatGradient, gradient: Tensor | None, before_backward: bool) -> None:
         shard, piece = flat.shard, flat.shard.inside(flat.position)
-        if gradient is None:
+        if gradient is None or (type(gradient) is not SharedGradient and self._may_arrive(before_backward)):
             self._cleared.add(flat.name)
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
                 shard.master.grad[piece] = 0.0
@@ -387,12 +419,8 @@ class ShownGradients:
         elif gradient.changed is not None or flat.gathered is not None:
             flat.take(gradient.plain())
         flat.close()
-        if flat.pending is not None and before_backward:
+        if flat.pending is not None:  # before a backward pass: it is reduced with what follows
             flat.parameter.grad = flat.pending
-        elif flat.pending is not None:
-            found = shard.part_of(flat.position, flat.pending)
-            if found is not None and shard.master.grad is not None:
-                shard.master.grad[found[0]].add_(found[1].to(shard.master.grad.device))
         flat.gathered = flat.pending = None
 
     @contextmanager

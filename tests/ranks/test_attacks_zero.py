@@ -240,6 +240,30 @@ def skipped(loop: Loop) -> None:
     trained(loop, drop)
 
 
+def dropped(*steps: int, which: str = "layers.0") -> Callable[[Loop], None]:
+    """Some parameters are left out of some steps, others never."""
+
+    def body(loop: Loop) -> None:
+        def drop(step: int) -> None:
+            for name, parameter in loop.named().items():
+                if which in name and step in steps:
+                    parameter.grad = None
+
+        trained(loop, drop)
+
+    return body
+
+
+def dropped_by_sgd(loop: Loop) -> None:
+    loop.prepare(torch.optim.SGD(loop.model.parameters(), lr=0.05, momentum=0.5))
+    for step in range(STEPS):
+        loop.backward(step)
+        for name, parameter in loop.named().items():
+            if "layers.0" in name and step == 1:
+                parameter.grad = None
+        loop.step()
+
+
 def temperature(loop: Loop) -> None:
     """A parameter that the loss reads past the model: its gradient may be the first to arrive."""
     loop.model.temperature = torch.nn.Parameter(torch.ones(1))
@@ -272,7 +296,10 @@ BODIES |= {f"{name}_inside": through_groups(change, inner=True) for name, change
 BODIES |= {"clamped_last": through_groups(CHANGES["clamped"], STEPS - 1), "clamped_in_hook": clamped_in_hook}
 BODIES |= {"clamped_last_inside": through_groups(CHANGES["clamped"], STEPS - 1, inner=True)}
 BODIES |= WHOLE | {"resized": resized, "skipped": skipped, "temperature": temperature}
+BODIES |= {f"dropped_at_{step}": dropped(step) for step in range(STEPS)}
+BODIES |= {"dropped_always": dropped(*range(STEPS)), "dropped_by_sgd": dropped_by_sgd}
 BODIES |= {"pruned": of_states(pruned), "halved": of_states(halved)}
+COUNTED = "was dropped (p.grad = None) before an earlier step, and is stepped on now"
 OF_PART = "the change would reach one replica only"
 IS_COPY, IS_PART = "rows are a copy and the change would be lost", "this rank has a part of it"
 # Changes where the optimizer has flat parts, and what is said of them.
@@ -304,6 +331,11 @@ EXPECTED: dict[str, dict[str, str]] = {
     "flattened": {"zero3": "aten.view.default on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
     "as_array": {"zero3": "numpy() on parameter model.embed_tokens.weight of shape (99, 32)", "dp2": ""},
     "skipped": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "zero3": "", "pp2": ""},
+    "dropped_at_0": {"dp2": "", "zero1": COUNTED, "pp2": ""},
+    "dropped_at_1": {"dp2": "", "zero1": COUNTED, "zero2": COUNTED, "zero1_offload": COUNTED, "zero3": ""},
+    "dropped_at_2": {"zero1": "", "zero2": ""},
+    "dropped_always": {"zero1": "", "zero1_offload": ""},
+    "dropped_by_sgd": {"zero1": "", "zero2": ""},
     "temperature": {"dp2": "", "zero1": "", "zero2": "", "zero1_offload": "", "tp2": ""},
     "resized": dict.fromkeys(("zero3", "tp2", "pp2", "zero1"), "resize_token_embeddings() was called after"),
     "unprepared": {"dp2": "", "zero3": "was not prepared with it", "tp2": ""},
