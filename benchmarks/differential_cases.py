@@ -175,7 +175,7 @@ def draw(seed: int) -> Setup:
     setup = Setup(**values)
     while consistent(setup) != setup:  # one choice rules out another, which may allow a third
         setup = consistent(setup)
-    return with_delay(with_sequence(with_experts(setup)))
+    return with_nodes(with_delay(with_sequence(with_experts(setup))))
 
 
 def with_experts(setup: Setup) -> Setup:
@@ -213,6 +213,15 @@ def with_delay(setup: Setup) -> Setup:
     parts = 1 if schedule == "pipedream" else setup.pp
     settings = {**setup.settings, "schedule": schedule, "num_microbatches": parts}
     return setup.replaced(settings=settings, rows=max(setup.rows, parts), delay=delay_of(settings, setup.pp))
+
+
+def with_nodes(setup: Setup) -> Setup:
+    """Two nodes of two ranks, with either order of stages and replicas, in most set-ups of four; drawn apart, as experts."""
+    rng = random.Random(f"nodes {setup.seed}")
+    if setup.world_size != 4 or setup.dp == 1 or rng.random() < 0.3:
+        return setup
+    inside = {"dp_inside": rng.choice((1, setup.dp))} if setup.pp > 1 else {}
+    return setup.replaced(settings={**setup.settings, "topology": {"nodes": 2, "gpus_per_node": 2, **inside}})
 
 
 def delay_of(settings: dict[str, Any], pp: int) -> int:
