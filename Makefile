@@ -130,6 +130,9 @@ bench-tp: setup  ## time tensor parallelism against transformers' own and one pr
 bench-wire: setup  ## bytes and seconds of compressed gradients over a slow network; needs root
 	$(BIN)/python benchmarks/bench_wire.py
 
+bench-topology: setup  ## every order of stages and replicas on two nodes with a slow network; needs root, writes docs/topology.md
+	$(BIN)/python benchmarks/bench_topology.py --page docs/topology.md $(ARGS)
+
 bench-reducer: setup  ## time the gradient reduction against torch's DDP
 	$(BIN)/python benchmarks/bench_reducer.py
 
@@ -168,6 +171,9 @@ reference-pages: setup  ## write docs/settings.md, docs/cli.md and docs/settings
 docs: setup  ## build the documentation site into build/site, strictly
 	$(BIN)/python -m pip install --quiet -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+pictures: setup  ## draw the pictures of the concept pages into docs/pictures
+	$(BIN)/python benchmarks/concept_pictures.py
 
 messages-page: setup  ## write docs/messages.md from the messages in the code
 	$(BIN)/python benchmarks/messages_page.py

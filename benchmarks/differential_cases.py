@@ -26,6 +26,8 @@ class Setup:
         extra: One of `EXTRAS`: how the Trainer is called or fed.
         before: What is done to the model before the Trainer is made.
         driver: `trainer`, or a raw accelerate loop: `plain`, `half_twice`, `two_losses`, `by_hand`.
+        delay: By how many updates the weights that gradients are made of are older (an asynchronous schedule): the reference
+            does so by hand.
         stock: Whether the reference is stock DDP on as many processes as there are replicas, and not one process.
     """
 
@@ -56,10 +58,11 @@ class Setup:
     local_counts: bool = False
     ragged: bool = False
     steps: int = 3
+    delay: int = 0
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * int(self.settings.get("sp_size", 1))
 
     @property
     def parallel(self) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def draw(seed: int) -> Setup:
     setup = Setup(**values)
     while consistent(setup) != setup:  # one choice rules out another, which may allow a third
         setup = consistent(setup)
-    return with_experts(setup)
+    return with_delay(with_sequence(with_experts(setup)))
 
 
 def with_experts(setup: Setup) -> Setup:
@@ -183,6 +186,37 @@ def with_experts(setup: Setup) -> Setup:
     if not fits or random.Random(f"experts {setup.seed}").random() < 0.3:
         return setup
     return setup.replaced(settings={**setup.settings, "ep_size": 2})
+
+
+def with_sequence(setup: Setup) -> Setup:
+    """Rows shared by two ranks, in some small set-ups; drawn apart, as experts."""
+    fits = setup.world_size <= 2 and setup.resume is None and setup.before not in ("mask_rows", "halve_gradients")
+    fits = (
+        fits and not setup.settings.keys() & {"ep_size", "sequence_parallel"} and setup.model not in WITHOUT_POSITIONS
+    )
+    if not fits or random.Random(f"sequence {setup.seed}").random() < 0.75:
+        return setup
+    return setup.replaced(settings={**setup.settings, "sp_size": 2})
+
+
+def with_delay(setup: Setup) -> Setup:
+    """A pipeline that does not drain, in some set-ups where stock code alone handles batches; drawn apart, as experts."""
+    rng = random.Random(f"delay {setup.seed}")
+    fits = setup.pp > 1 and setup.driver == "trainer" and not setup.loss[:1].isupper() and setup.resume is None
+    fits = (
+        fits and not setup.settings.keys() & {"zero", "sequence_parallel", "ep_size", "sp_size"} and not setup.ragged
+    )
+    fits = fits and setup.before not in ("mask_rows", "halve_gradients") and setup.extra not in ("twice", "second")
+    if not fits or rng.random() < 0.6:
+        return setup
+    schedule = "pipedream" if setup.accumulation == 1 and rng.random() < 0.3 else "pipedream_2bw"
+    parts = 1 if schedule == "pipedream" else setup.pp
+    settings = {**setup.settings, "schedule": schedule, "num_microbatches": parts}
+    return setup.replaced(settings=settings, rows=max(setup.rows, parts), delay=delay_of(settings, setup.pp))
+
+
+def delay_of(settings: dict[str, Any], pp: int) -> int:
+    return {"pipedream_2bw": 1, "pipedream": pp - 1}.get(settings.get("schedule", ""), 0)
 
 
 def draw_settings(rng: random.Random, tp: int, pp: int, dp: int) -> dict[str, Any]:
@@ -232,7 +266,7 @@ def draw_resume(
 
 def consistent(setup: Setup) -> Setup:
     """Without what means nothing together, or what has no reference."""
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"delay": delay_of(setup.settings, setup.pp)}
     if setup.driver != "trainer":
         changes |= {"callback": "", "evaluate": False, "resume": None, "local_counts": False, "ragged": False}
         changes |= {"optimizer": setup.optimizer if setup.optimizer.startswith("user") else ""}
@@ -417,7 +451,8 @@ def option_lines(setup: Setup) -> list[str]:
 
 
 def callback_lines(setup: Setup) -> list[str]:
-    lines = ["callbacks = [] if settings is None else [HFParallelCallback({}, **settings)]"]
+    alone = f"[Delayed({setup.delay})]" if setup.delay else "[]"
+    lines = [f"callbacks = {alone} if settings is None else [HFParallelCallback({{}}, **settings)]"]
     if setup.callback:
         first = setup.extra == "callback_first"
         lines.append(f"callbacks.{'insert(0, ' if first else 'append('}{setup.callback}())")
@@ -441,7 +476,8 @@ def trainer_text(setup: Setup) -> str:
             "            parameter.data.mul_(0.5)",
         ]
     lines += [
-        "    parts = (settings or {}).get('pp_size', 1) * (settings or {}).get('tp_size', 1)",
+        "    sizes = [(settings or {}).get(name, 1) for name in ('pp_size', 'tp_size', 'sp_size')]",
+        "    parts = sizes[0] * sizes[1] * sizes[2]",
         "    copies = processes // parts",
         "    args = TrainingArguments(",
         "        folder,",

@@ -337,7 +337,7 @@ def copies_differ(job: Job, facts: list[dict[str, Any]]) -> str:
     zero = job.setup.parallel.get("zero", {})
     if zero.get("stage") == 3 or zero.get("engine") == "fsdp2" or job.setup.resume is not None:
         return ""
-    parts = job.setup.tp * job.setup.pp * job.setup.parallel.get("ep_size", 1)
+    parts = job.setup.tp * job.setup.pp * job.setup.parallel.get("ep_size", 1) * job.setup.parallel.get("sp_size", 1)
     for rank, one in enumerate(facts):
         if one["digest"] != facts[rank % parts]["digest"]:
             return f"rank {rank} holds other parameters than rank {rank % parts}, its replica"

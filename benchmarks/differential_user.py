@@ -13,6 +13,25 @@ from transformers import Trainer, TrainerCallback
 # -- callbacks -------------------------------------------------------------------------------------------------------
 
 
+class Delayed(TrainerCallback):
+    """What a pipeline that does not drain computes: gradients at the weights of some updates ago, added to the newest."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay, self.versions = delay, []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.versions = [*self.versions[-self.delay :], [p.detach().clone() for p in model.parameters()]]
+        self.load(model, 0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.load(model, -1)
+
+    @torch.no_grad()
+    def load(self, model: Any, version: int) -> None:
+        for parameter, value in zip(model.parameters(), self.versions[version], strict=True):
+            parameter.copy_(value)
+
+
 class Clamp(TrainerCallback):
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -52,6 +52,7 @@ PAGES = {
     "pipeline_parallel/schedule": "schedules",
     "planner": "planner",
     "settings": "launching",
+    "settings/topology": "topology",
     "tensor_parallel": "tensor_parallel",
     "trainer": "trainer",
     "trainer/checkpoints": "checkpoints",

@@ -28,6 +28,7 @@ ABOUT = {
     "activation_checkpointing": "activation_checkpointing",
     "gradient_compression": "compression",
     "local_sgd": "compression",
+    "topology": "topology",
     "checkpoint": "checkpoints",
     "monitor": "failures",
 }

@@ -136,10 +136,10 @@ def refuse_unlike(mesh: Mesh, digests: Sequence[int]) -> None:
     """
     if len(set(digests)) == 1:
         return
-    first = mesh.dp_rank * mesh.shape.mp_size
-    odd = [mesh.shape.describe(first + i) for i, value in enumerate(digests) if value != digests[0]]
+    names = [mesh.shape.describe(rank) for rank in mesh.copy_ranks]
+    odd = [name for name, value in zip(names, digests, strict=True) if value != digests[0]]
     raise RankMismatchError(
-        f"{', '.join(odd)} read a different batch than {mesh.shape.describe(first)}, but all ranks of one "
+        f"{', '.join(odd)} read a different batch than {names[0]}, but all ranks of one "
         "model copy must read the same rows. A collator or dataset that draws random numbers must be seeded alike "
         "on all of them; an IterableDataset must yield the same stream on all of them; what is done to a batch in "
         "training_step or compute_loss must not depend on the rank."

@@ -1,9 +1,12 @@
 """Where a rank stands: its coordinates on the axes dp, pp, sp, tp, and the process groups along them.
 
-Ranks are laid out with dp outermost, then pp, then sp, then tp innermost, so that ranks that share layers or a sequence
-are neighbours on a node and the ranks that run one batch (mp = pp x sp x tp) are contiguous:
+Ranks that share layers or a sequence are neighbours: tp is innermost, then sp. Around these, `dp_inside` replicas of a stage
+follow each other, then the stages, then the other replicas:
 
-    rank = ((dp_rank * pp_size + pp_rank) * sp_size + sp_rank) * tp_size + tp_rank
+    rank = (((dp_rank // dp_inside * pp_size + pp_rank) * dp_inside + dp_rank % dp_inside) * sp_size + sp_rank) * tp_size + tp_rank
+
+With one replica inside, the ranks that run one batch (mp = pp x sp x tp) are contiguous; with all inside, the replicas of a
+stage are. In both, the ranks of any group ascend with their coordinates, so a place in a group says nothing of `dp_inside`.
 
 With experts on several replicas (ep), `ep_size` neighbours on the dp axis share the experts of their stage: each reads its own
 rows, and together they hold one copy of the experts.
@@ -19,10 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import product
 
 import torch.distributed as dist
 
 from hf_parallel.errors import ConfigError, RankMismatchError
+from hf_parallel.links import Links
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class MeshShape:
         tp_size: Tensor-parallel ranks that share each stage.
         sp_size: Ranks that share the sequence of each row; each holds the weights of all.
         ep_size: Neighbouring replicas that share the experts of their stage; divides `dp_size`.
+        dp_inside: Replicas of a stage that are neighbours; divides `dp_size`.
         hosts: Name of the machine of each rank, if there are several; only for messages.
     """
 
@@ -43,6 +49,7 @@ class MeshShape:
     tp_size: int
     sp_size: int = 1
     ep_size: int = field(default=1, compare=False)  # it changes no rank's place
+    dp_inside: int = 1
     hosts: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -86,20 +93,29 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes by name, as files have them; that of a sequence that is not shared is left out."""
-        sequence = {"sp_size": self.sp_size} if self.sp_size > 1 else {}
-        return {"dp_size": self.dp_size, "pp_size": self.pp_size, "tp_size": self.tp_size} | sequence
+        """The sizes by name, as files have them; of a sequence that is not shared and of replicas outside nothing is said."""
+        more = {"sp_size": self.sp_size, "dp_inside": self.dp_inside}
+        named = {"dp_size": self.dp_size, "pp_size": self.pp_size, "tp_size": self.tp_size}
+        return named | {name: size for name, size in more.items() if size > 1}
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """(dp_rank, pp_rank, tp_rank, sp_rank) of `rank`."""
-        dp_rank, inside = divmod(rank, self.mp_size)
-        pp_rank, inside = divmod(inside, self.stage_size)
+        outside, inside = divmod(rank, self.mp_size * self.dp_inside)
+        pp_rank, inside = divmod(inside, self.stage_size * self.dp_inside)
+        dp_rank, inside = divmod(inside, self.stage_size)
         sp_rank, tp_rank = divmod(inside, self.tp_size)
-        return dp_rank, pp_rank, tp_rank, sp_rank
+        return outside * self.dp_inside + dp_rank, pp_rank, tp_rank, sp_rank
 
     def rank_at(self, dp_rank: int, pp_rank: int, tp_rank: int, sp_rank: int = 0) -> int:
         """World rank at the given coordinates."""
-        return dp_rank * self.mp_size + pp_rank * self.stage_size + sp_rank * self.tp_size + tp_rank
+        outside, inside = divmod(dp_rank, self.dp_inside)
+        stage = (outside * self.pp_size + pp_rank) * self.dp_inside + inside
+        return stage * self.stage_size + sp_rank * self.tp_size + tp_rank
+
+    def ranks_of_copy(self, dp_rank: int) -> list[int]:
+        """The ranks that read the batch of a replica, ascending."""
+        places = product(range(self.pp_size), range(self.sp_size), range(self.tp_size))
+        return [self.rank_at(dp_rank, pp_rank, tp_rank, sp_rank) for pp_rank, sp_rank, tp_rank in places]
 
     def describe(self, rank: int) -> str:
         """Text such as `rank 3 (pp 1 of 2, tp 1 of 2) on nodeb`; axes of size 1 and the only machine are left out."""
@@ -160,6 +176,7 @@ class Mesh:
     shape: MeshShape
     rank: int
     timeout: timedelta
+    links: Links
     tp_group: dist.ProcessGroup | None = None
     sp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
@@ -179,6 +196,7 @@ class Mesh:
         *,
         timeout: timedelta,
         dp_shard_size: int | None = None,
+        links: Links | None = None,
     ) -> Mesh:
         """Create this rank's groups; collective over the default group.
 
@@ -186,6 +204,7 @@ class Mesh:
             shape: Must cover exactly the default group's world size.
             timeout: Longest wait of a collective before it raises.
             dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
+            links: What joins the ranks; None: all are alike.
 
         Raises:
             ConfigError: `shape` does not fit the world size, or `dp_shard_size` does not divide the replicas.
@@ -220,6 +239,7 @@ class Mesh:
         return cls(
             shape=shape,
             rank=rank,
+            links=links or Links(1, world_size, world_size),
             tp_group=group(shape.groups(lambda d, p, t, s: (d, p, s))),
             sp_group=group(shape.groups(lambda d, p, t, s: (d, p, t))) if is_shared else None,
             pp_group=group(shape.groups(lambda d, p, t, s: (d, t, s))),
@@ -260,9 +280,28 @@ class Mesh:
         return Parts(self.shape.tp_size, self.tp_rank, self.tp_group)
 
     @property
+    def parts_ranks(self) -> list[int]:
+        """The ranks of `parts`."""
+        shape, own = self.shape, (self.pp_rank, self.tp_rank, self.sp_rank)
+        if shape.ep_size > 1:
+            first = self.dp_rank - self.ep_rank
+            return [shape.rank_at(first + index, *own) for index in range(shape.ep_size)]
+        return [shape.rank_at(self.dp_rank, self.pp_rank, index, self.sp_rank) for index in range(shape.tp_size)]
+
+    @property
     def sp_rank(self) -> int:
         """Index of the part of each row that this rank has."""
         return self.shape.coordinates(self.rank)[3]
+
+    @cached_property
+    def copy_ranks(self) -> list[int]:
+        """The ranks that read this rank's batch, in the order of `mp_group`."""
+        return self.shape.ranks_of_copy(self.dp_rank)
+
+    @cached_property
+    def place_in_copy(self) -> int:
+        """This rank's place in `mp_group`."""
+        return self.copy_ranks.index(self.rank)
 
     @property
     def copy_rank(self) -> int:
@@ -312,18 +351,16 @@ class Mesh:
         """Another group of the same ranks as `dp_group`; None without replicas. Collective."""
         return new_group_of(self.shape.groups(lambda d, p, t, s: (p, t, s)), timeout=self.timeout)
 
-    def node_groups(self, ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-        """Groups of the replicas on this rank's node, and of those with its place on the other nodes. Collective.
-
-        Args:
-            ranks_per_node: Ranks on each node; neighbours share one.
+    def node_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+        """Groups of the copies of a part on this rank's node, and of those with its place on the other nodes. Collective.
 
         Returns:
-            None if there is one node, or if no node has several replicas of a part.
+            None if there is one node, or if no node has several copies of a part.
         """
-        inside = self.shape.groups(lambda d, p, t, s: (self.shape.rank_at(d, p, t, s) // ranks_per_node, p, t, s))
+        ranks_per_node = self.links.ranks_per_node
+        inside = self.shape.groups(lambda d, p, t, s: (self.shape.rank_at(d, p, t, s) // ranks_per_node, p, t))
         sizes = {len(ranks) for ranks in inside}
-        if len(inside) == self.shape.mp_size or sizes == {1}:
+        if len(inside) == self.shape.pp_size * self.shape.tp_size or sizes == {1}:
             return None
         if len(sizes) > 1:
             raise ConfigError(
@@ -331,7 +368,7 @@ class Mesh:
                 f"replicas ({sorted(sizes)}). Set gradient_compression.topology to flat."
             )
         place = {rank: ranks.index(rank) for ranks in inside for rank in ranks}
-        across = self.shape.groups(lambda d, p, t, s: (place[self.shape.rank_at(d, p, t, s)], p, t, s))
+        across = self.shape.groups(lambda d, p, t, s: (place[self.shape.rank_at(d, p, t, s)], p, t))
         groups = [new_group_of(lists, timeout=self.timeout) for lists in (inside, across)]
         return None if groups[0] is None or groups[1] is None else (groups[0], groups[1])
 
@@ -374,6 +411,20 @@ def ranks_per_node() -> int:
     """Ranks that the launcher started on each node; all of them if it does not say."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def links_here(links_of: Callable[[int, int], Links]) -> Links:
+    """The links of this run; collective over the default group.
+
+    Args:
+        links_of: Makes them of the number of ranks and that of each machine: of all where machines have different ones.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    counts = [ranks_per_node()] * world_size
+    if world_size > 1:
+        dist.all_gather_object(counts, ranks_per_node())
+    even = len(set(counts)) == 1 and world_size % counts[0] == 0
+    return links_of(world_size, counts[0] if even else world_size)
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

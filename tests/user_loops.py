@@ -25,6 +25,8 @@ LAYOUTS: dict[str, dict[str, Any] | None] = {
     "zero1_offload": {"zero": {"stage": 1, "offload_optimizer": "cpu"}},
     "pp2": {"pp_size": 2, "num_microbatches": 2},
     "tp2": {"tp_size": 2},
+    "sp2": {"sp_size": 2},
+    "sp2_zero1": {"sp_size": 2, "zero": {"stage": 1}},
     "pp2_dp2": {"pp_size": 2, "num_microbatches": 2},
     "pp2_thirds": {"pp_size": 2, "num_microbatches": 3},
     "pp2_zbv": {"pp_size": 2, "num_microbatches": 3, "schedule": "zbv_zero_bubble"},

@@ -30,6 +30,8 @@ def file_schema() -> dict[str, Any]:
     definitions = ours.pop("$defs")
     definitions[KEY] = ours
     _add_short_names(definitions["PipelineConfig"]["properties"]["schedule"])
+    topology = ours["properties"]["topology"]
+    topology["anyOf"] = [{"$ref": topology.pop("$ref")}, {"const": AUTO}]
     for model in sections_of(HFParallelConfig).values():
         _bound(model, definitions[model.__name__]["properties"])
     section = {"anyOf": [{"$ref": f"#/$defs/{KEY}"}, {"const": AUTO}, {"type": "null"}]}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,10 +17,12 @@ from hf_parallel.data_parallel.compression.compressed_wire import CompressedWire
 from hf_parallel.data_parallel.compression.fsdp2 import compress_fsdp2
 from hf_parallel.data_parallel.compression.predict_bytes import predict
 from hf_parallel.data_parallel.fsdp import ShardedModel
+from hf_parallel.data_parallel.node_wire import NodeWire
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder, silent
+from hf_parallel.placement import copies_in_nodes
 from hf_parallel.settings.replica_sections import (
     BIASED,
     DataParallelConfig,
@@ -41,7 +44,7 @@ class ReplicaSettings:
         zero: Partition of the optimizer.
         compression: How gradients are compressed.
         local_sgd: How often replicas synchronise.
-        ranks_per_node: Ranks on each node.
+        reduction: How gradients that are not compressed are summed: "flat", "hierarchical", or "auto" where nodes suit it.
         overlaps: Whether gradients are reduced during the backward pass: not with schedules that delay weight gradients.
         waiting: Context for waits on other ranks inside an optimizer's step.
         sharded: The model, if its parameters are sharded (ZeRO 3); it then reduces gradients itself, in every backward pass.
@@ -52,7 +55,7 @@ class ReplicaSettings:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     compression: GradientCompressionConfig = field(default_factory=GradientCompressionConfig)
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
-    ranks_per_node: int = 1
+    reduction: Literal["auto", "flat", "hierarchical"] = "auto"
     overlaps: bool = False
     waiting: Callable[[str], AbstractContextManager[None]] = lambda text: nullcontext()
     sharded: ShardedModel | None = None
@@ -85,10 +88,10 @@ def make_replica_wire(
         return None
     group = mesh.replica_group()
     flat = compression.topology == "flat" or settings.zero.stage > 0
-    nodes = None if flat else mesh.node_groups(settings.ranks_per_node)
+    nodes = None if flat else mesh.node_groups()
     if compression.topology == "hierarchical" and nodes is None:
         raise UnsupportedError(
-            f"gradient_compression.topology=hierarchical with {settings.ranks_per_node} ranks on a node and "
+            f"gradient_compression.topology=hierarchical with {mesh.links.ranks_per_node} ranks on a node and "
             f"{mesh.shape.dp_size} replicas: it needs several nodes, each with two or more replicas. Set "
             "gradient_compression.topology to flat or auto."
         )
@@ -96,6 +99,27 @@ def make_replica_wire(
     if group is None:
         return None
     return make_wire(compression, _trained_shapes(parameters), group, nodes, device, _held_in_part(ledger, parameters))
+
+
+def make_node_wire(settings: ReplicaSettings, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> NodeWire | None:
+    """The wire that sums inside nodes first, on process groups of its own; None where one ring does. Collective over the replicas.
+
+    Raises:
+        UnsupportedError: `reduction: hierarchical`, but there are no nodes with several copies each, as many on all.
+    """
+    divided = settings.zero.stage > 0 or settings.compression.method != "none" or settings.local_sgd.sync_every > 1
+    if settings.reduction == "flat" or divided or mesh.copies_group is None or not parameters:
+        return None
+    links = mesh.links
+    nodes = mesh.node_groups() if copies_in_nodes(mesh.shape, links) > 1 else None
+    if nodes is not None:
+        return NodeWire(*nodes, next(iter(parameters.values())).device)
+    if settings.reduction == "hierarchical":
+        raise UnsupportedError(
+            f"topology.reduction=hierarchical with {links.describe()} and {mesh.shape.num_copies} replicas: it needs several nodes, each "
+            "with as many replicas of a part as any other, and two or more. Set topology.reduction to auto."
+        )
+    return None
 
 
 def _trained_shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Size]:

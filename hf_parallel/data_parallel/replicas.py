@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,7 +12,13 @@ from torch import nn
 from hf_parallel.data_parallel.host import host_memory
 from hf_parallel.data_parallel.local_sgd import LocalSteps
 from hf_parallel.data_parallel.reducer import GradientReducer
-from hf_parallel.data_parallel.replica_wire import ReplicaSettings, WarmUp, describe_compression, make_replica_wire
+from hf_parallel.data_parallel.replica_wire import (
+    ReplicaSettings,
+    WarmUp,
+    describe_compression,
+    make_node_wire,
+    make_replica_wire,
+)
 from hf_parallel.data_parallel.wire import Traffic
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
@@ -32,6 +39,7 @@ class Replicas:
 
     Attributes:
         wire: What compresses gradients; None without compression.
+        nodes: What sums gradients inside of nodes first; None where one ring does.
         zero: The partition of the optimizer (ZeRO 1 and 2); None without one.
         sharded: The model with sharded parameters (ZeRO 3); None without one.
         local: What synchronises replicas after local steps; None without local steps.
@@ -57,6 +65,7 @@ class Replicas:
         self._steps_locally = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
         self._compression = settings.local_sgd.compression if self._steps_locally else settings.compression
         self.wire = make_replica_wire(settings, self._compression, ledger, parameters, mesh)
+        self.nodes = make_node_wire(settings, parameters, mesh)
         # What local steps send has no warm-up.
         self._warm_up = WarmUp(settings.compression, None if self._steps_locally else self.wire)
         self._reducer: GradientReducer | None = None
@@ -89,7 +98,10 @@ class Replicas:
         group = None if self._steps_locally else self._mesh.copies_group
         experts = [(name, p) for name, p in named if self._is_expert(name)]
         dense = [(name, p) for name, p in named if not self._is_expert(name)] if experts else named
-        self._reducer = GradientReducer(dense, group, self._traffic())
+        traffic = self._traffic()
+        self._reducer = GradientReducer(
+            dense, group, traffic if self.nodes is None else replace(traffic, wire=self.nodes)
+        )
         # Over fewer replicas, by the same factor: an expert's gradient is the sum over all tokens that reached it.
         self._experts = GradientReducer(experts, self._mesh.expert_group, self._traffic()) if experts else None
 

@@ -36,6 +36,7 @@ from hf_parallel.pipeline_parallel.schedule.program import Program
 
 
 Batches: TypeAlias = list[dict[str, Any]]
+_REQUIRES_GRAD: Any = Tensor.requires_grad  # the descriptor, which `map` calls without a loop of Python
 NOT_ANNOUNCED = (
     "a training forward that no data loader announced, with pipeline.schedule={name}: batches of the next steps enter the pipeline "
     "before their call, so stock code alone may stand between the data loader and the model. Leave {methods}, callbacks "
@@ -104,7 +105,8 @@ class Ahead:
         self.versions = WeightVersions(
             self.attachment.model, {n: p for n, p in parameters.items() if p.requires_grad}, self.delay
         )
-        self._trained = [p.requires_grad for p in parameters.values()]
+        self._parameters = list(parameters.values())
+        self._trained = self._now_trained()
         self._begun: deque[_Begun] = deque()
         self._done, self._next = empty(mesh.shape.pp_size), 0
         self._programs: dict[Any, tuple[Program, Any]] = {}
@@ -236,13 +238,17 @@ class Ahead:
                 "Leave gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
             )
         self.loss.check()
-        parameters = self.attachment.parameters.items()
-        for (name, parameter), trained in zip(parameters, self._trained, strict=True):
-            if parameter.requires_grad != trained:
-                raise UnsupportedError(
-                    f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
-                    "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
-                )
+        now = self._now_trained()
+        if now != self._trained:
+            pairs = zip(self.attachment.parameters, self._trained, now, strict=True)
+            name = next(name for name, was_trained, is_trained in pairs if was_trained != is_trained)
+            raise UnsupportedError(
+                f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
+                "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
+            )
+
+    def _now_trained(self) -> list[bool]:
+        return list(map(_REQUIRES_GRAD.__get__, self._parameters))
 
     def _check_modules(self) -> None:
         """Refuse what user code changed of modules while windows are under way.

@@ -18,7 +18,6 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.engine.transform import Stages
 from hf_parallel.guards.part_hooks import PartHooks
-from hf_parallel.mesh import ranks_per_node
 from hf_parallel.pipeline_parallel.run.links import neighbour_pairs
 from hf_parallel.pipeline_parallel.run.messages import Probe
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
@@ -90,7 +89,7 @@ def _replica_settings(setup: Setup, sharded: ShardedModel | None, *, overlaps: b
         config.zero,
         config.gradient_compression,
         config.local_sgd,
-        ranks_per_node=ranks_per_node(),
+        reduction=config.topology.reduction,
         overlaps=overlaps,
         waiting=setup.watchdog.waiting,
         sharded=sharded,

@@ -178,7 +178,7 @@ class GradientSync:
                 self.shown.show()
         elif self.replicas.sharded is None:
             self._join()
-            if self._mesh.model_group is not None:
+            if self._mesh.model_group is not None or self._mesh.shape.sp_size > 1:
                 self.shown.show_between()
 
     @torch.no_grad()

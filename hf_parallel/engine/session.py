@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
@@ -19,13 +19,16 @@ from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.mesh import Mesh, MeshShape, compare_settings
+from hf_parallel.mesh import Mesh, MeshShape, compare_settings, links_here
+from hf_parallel.placement import Placement, copies_in_nodes, map_of, place
 from hf_parallel.settings.launch import check_world
+from hf_parallel.settings.together import other_sums
 from hf_parallel.watchdog import Watchdog
 
 
 if TYPE_CHECKING:
     from hf_parallel.engine.direct import Engine
+    from hf_parallel.links import Links
     from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
     from hf_parallel.settings.config import HFParallelConfig
 
@@ -42,6 +45,7 @@ class Session:
         explanation: Where they came from and which layout follows, for the start-up line.
         mesh: This rank's mesh.
         watchdog: Started.
+        placement: How the mesh lies on the links of the machines.
 
     Attributes:
         engine: Of the attached model, None before.
@@ -53,13 +57,20 @@ class Session:
     """
 
     def __init__(
-        self, config: HFParallelConfig, schedule: ScheduleChoice, explanation: str, mesh: Mesh, watchdog: Watchdog
+        self,
+        config: HFParallelConfig,
+        schedule: ScheduleChoice,
+        explanation: str,
+        mesh: Mesh,
+        watchdog: Watchdog,
+        placement: Placement,
     ) -> None:
         self.config = config
         self.schedule = schedule
         self.explanation = explanation
         self.mesh = mesh
         self.watchdog = watchdog
+        self.placement = placement
         self.engine: Engine | None = None
         self.sample: Mapping[str, Any] | None = None
         self.total_steps: int | None = None
@@ -78,6 +89,7 @@ class Session:
         schedule: ScheduleChoice,
         explanation: str,
         num_processes: int | None = None,
+        sent_by: Callable[[Links], Mapping[str, float] | None] = lambda links: None,
     ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
 
@@ -86,6 +98,8 @@ class Session:
             schedule: The pipeline schedule that they ask for.
             explanation: Where the settings came from and which layout follows, for the start-up line.
             num_processes: Processes that accelerate counts, to be compared with those that run.
+            sent_by: Where links differ: axis -> bytes that a rank sends in an optimizer step, the same on every rank; None if nobody
+                knows.
 
         Raises:
             ConfigError: The processes that run do not fit the settings.
@@ -97,12 +111,15 @@ class Session:
         hosts = compare_settings(settings, explanation)
         sizes = config.dp_size(world_size), config.pp_size, config.tp_size, config.sp_size
         shape = MeshShape(*sizes, ep_size=config.ep_size if world_size > 1 else 1, hosts=hosts)
+        placement = _placement(config, shape, sent_by)
+        shape = placement.shape
         limit = config.monitor.hang_timeout_s
         # The watchdog reports first; the groups' own timeout is the net below it.
         timeout = timedelta(seconds=min(2 * limit + 30, 7 * 86400))
         shard_size = config.zero.dp_shard_size
         mesh = Mesh.build(
             shape,
+            links=placement.links,
             timeout=timeout,
             dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
         )
@@ -114,7 +131,9 @@ class Session:
         if mesh.rank == 0:
             backend = f" by {dist.get_backend()}" if dist.is_initialized() else ""
             logger.info("hf_parallel %s: %s%s", hf_parallel.__version__, explanation, backend)
-        session = cls(config, schedule, explanation, mesh, watchdog)
+            for line in map_of(placement, _sums(config, placement)):
+                logger.info("hf_parallel: %s", line)
+        session = cls(config, schedule, explanation, mesh, watchdog, placement)
         weakref.finalize(session, watchdog.stop)  # whoever drops the run is not watched any more
         return session
 
@@ -218,3 +237,32 @@ class Session:
         if self.engine is not None:
             self._released[id(self.engine.model)] = self.engine
         self.engine = None
+
+
+def _placement(
+    config: HFParallelConfig, shape: MeshShape, sent_by: Callable[[Links], Mapping[str, float] | None]
+) -> Placement:
+    """The mesh on the links of this run; collective."""
+    topology, links = config.topology, links_here(config.topology.links)
+    sent = sent_by(links) if links.differ else None
+    inside = None if topology.dp_inside == "auto" or shape.world_size == 1 else topology.dp_inside
+
+    def sums(copies: int) -> bool:
+        """An optimizer that the copies of each node share out reduces its parts there first."""
+        if not other_sums(config):
+            return topology.reduction != "flat"
+        return config.zero.stage > 0 and config.zero.dp_shard_size == copies // shape.sp_size
+
+    return place(shape, links, sent, sums=sums, inside=inside)
+
+
+def _sums(config: HFParallelConfig, placement: Placement) -> str:
+    """How gradients that cross the network are summed, where it is not as whole gradients; "" otherwise."""
+    if config.gradient_compression.method != "none":
+        return f"as {config.gradient_compression.method}"
+    if not config.zero.stage:
+        return ""
+    shape = placement.shape
+    copies = copies_in_nodes(shape, placement.links) // shape.sp_size
+    advice = f"; zero.dp_shard_size={copies} sums inside each node first, which then has the whole optimizer state"
+    return f"in one ring with zero.stage={config.zero.stage}{advice if copies > 1 else ''}"

@@ -23,7 +23,7 @@ from hf_parallel.ulysses.verify import verify_model
 def shared_rows(setup: Setup) -> Shared | None:
     """What the model will know of the sequence that its ranks share; None with sp_size 1."""
     group = setup.mesh.sp_group
-    return None if group is None else Shared(SequenceGroup(group))
+    return None if group is None else Shared(SequenceGroup(group, setup.recorder))
 
 
 def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> None:

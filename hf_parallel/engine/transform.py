@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch.distributed import ProcessGroup
@@ -83,9 +84,9 @@ def shard_sequence(setup: Setup, plans: Plans) -> SequenceMode | None:
     return install_blocks(setup.model, sequence, _recorded(mesh.tp_group, setup), sections)
 
 
-def _recorded(group: ProcessGroup, setup: Setup) -> TPGroup:
+def _recorded(group: ProcessGroup, setup: Setup, axis: Literal["tp", "ep"] = "tp") -> TPGroup:
     """The group whose collectives are recorded, if anything is."""
-    return Metered(group, setup.recorder) if setup.recorder.on else group
+    return Metered(group, setup.recorder, axis) if setup.recorder.on else group
 
 
 def cut_into_stages(setup: Setup, plans: Plans) -> Stages | None:
@@ -135,7 +136,8 @@ def spread_experts(setup: Setup, plans: Plans) -> None:
     mesh = setup.mesh
     if plans.experts is not None and mesh.ep_group is not None:
         holds = partial(plans.ledger.holds, mesh.pp_rank)
-        apply_expert_parallel(setup.model, plans.experts, mesh.ep_group, mesh.ep_rank, holds)
+        group = _recorded(mesh.ep_group, setup, "ep")
+        apply_expert_parallel(setup.model, plans.experts, group, mesh.ep_rank, holds)
 
 
 def defer_head(setup: Setup, plans: Plans) -> None:

@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from hf_parallel.tensor_parallel.layout import split_units
 from hf_parallel.tensor_parallel.run.forwards import put_over
-from hf_parallel.tensor_parallel.run.functions import VirtualGroup
+from hf_parallel.tensor_parallel.run.functions import TPGroup, VirtualGroup, communicate
 from hf_parallel.tensor_parallel.shard_plan import Routing
 
 
-Group: TypeAlias = ProcessGroup | VirtualGroup
+Group: TypeAlias = TPGroup
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ def _all_to_all(group: Group, rows: Tensor, sent: list[int], arriving: list[int]
         messages, sizes = group.exchange(rows), group.exchange(torch.tensor(sent))
         here = group.rank()
         return torch.cat([message.split(size.tolist())[here] for message, size in zip(messages, sizes, strict=True)])
-    found = rows.new_empty(sum(arriving), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), arriving, sent, group=group)
+    found, given = rows.new_empty(sum(arriving), *rows.shape[1:]), rows.contiguous()
+    communicate(group, given.nbytes, lambda bare: dist.all_to_all_single(found, given, arriving, sent, group=bare))
     return found
 
 

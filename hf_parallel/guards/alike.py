@@ -84,9 +84,9 @@ class CommonWeights:
                     self._refuse(name, sorted(values))
 
     def _refuse(self, name: str, ranks: Sequence[int]) -> None:
-        first = self._mesh.dp_rank * self._mesh.shape.mp_size
+        names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]
         raise RankMismatchError(
-            f"parameter {name} is held by {' and '.join(self._mesh.shape.describe(first + rank) for rank in ranks)}, and its values "
+            f"parameter {name} is held by {' and '.join(names[rank] for rank in ranks)}, and its values "
             "differ there: code between two steps changed it differently on each rank (noise drawn for one parameter after "
             "another?). Draw for each parameter with a generator seeded by its name and the step, or set pp_size and tp_size to 1."
         )

@@ -134,7 +134,7 @@ class Backwards:
         self.forget()
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
         everyone = torch.zeros(self._mesh.shape.mp_size, 4, dtype=torch.float64, device=self._device)
-        mine = everyone[self._mesh.rank % self._mesh.shape.mp_size]
+        mine = everyone[self._mesh.place_in_copy]
         mine[0].fill_(len(marks))
         mine[1].fill_(bool(direct))
         if marks:
@@ -168,16 +168,14 @@ class Backwards:
         )
         if alike:
             return
-        first = self._mesh.dp_rank * self._mesh.shape.mp_size
         what = (
             "the gradient that its loss gave to the logits has the norm" if on_logits else "its losses were scaled by"
         )
         if self._mesh.shape.pp_size == 1:
             what = "its losses and what they were scaled by are"
         reported = "; ".join(
-            f"{self._mesh.shape.describe(first + i)}: {what} {s:.6g}"
-            + ("" if n == 1 else f" over {n} backward passes")
-            for i, (n, _, s) in enumerate(values)
+            f"{self._mesh.shape.describe(rank)}: {what} {s:.6g}" + ("" if n == 1 else f" over {n} backward passes")
+            for rank, (n, _, s) in zip(self._mesh.copy_ranks, values, strict=True)
         )
         raise RankMismatchError(
             f"the ranks of one model copy backpropagated different losses in one optimizer step ({reported}), but all of them "

@@ -131,7 +131,7 @@ class BatchDigests:
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
-        mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.rank % self._mesh.shape.mp_size]
+        mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
         _write(mine, [self._digests.of(batches), *self._common.digests()])
 
     def arrived(self, slots: Tensor) -> None:

@@ -71,6 +71,11 @@ class _Part:
     name: str
     _owner: Owner
     opened: Tensor | None = None
+    is_summand = False  # other ranks have the rest of it
+
+    def read(self) -> None:
+        if self.is_summand:
+            refuse_summand(self.name)
 
     def tensor(self) -> Tensor:
         raise NotImplementedError
@@ -114,7 +119,6 @@ class LocalGradient(_Part):
         self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
         self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
         self.arrived = False
-        self.is_summand = False  # other stages have the rest of it
 
     def tensor(self) -> Tensor:
         return self._with_opened(self.gradient)
@@ -131,8 +135,7 @@ class LocalGradient(_Part):
         self._owner.touch()
 
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        if self.is_summand:
-            refuse_summand(self.name)
+        self.read()
         return self._owner.power(self.name, self.parameter, self.tensor() if local is None else local, norm_type)
 
 
@@ -196,13 +199,13 @@ class FlatGradient(_Part):
 
 
 def refuse_summand(name: str) -> None:
-    """A gradient that several stages have summands of has no norm, and cannot be limited, before they are added up.
+    """A gradient that several ranks have summands of cannot be read or limited before they are added up.
 
     Raises:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"the gradient of {name}, which several stages share, is read or limited between two batches of a step with pp_size above "
-        "1: its summands are added up after the last batch. Do it where accelerator.sync_gradients is true "
-        "(on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
+        f"the gradient of {name}, which several stages share (pp_size above 1) or which comes of parts of each row (sp_size above "
+        "1), is read or limited between two batches of a step: its summands are added up after the last batch. Do it where "
+        "accelerator.sync_gradients is true (on_pre_optimizer_step), set gradient_accumulation_steps to 1, or untie the parameter."
     )

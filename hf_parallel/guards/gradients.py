@@ -64,7 +64,8 @@ class ShownGradients:
         self._has_stepped = False
         self._stands = StandIns(self._stand_for)
         self._touched = False
-        self._summands = frozenset(name for name in parameters if len(ledger.entries[name].holders) > 1)
+        in_parts = mesh.shape.sp_size > 1  # each rank has what its part of a sequence gives
+        self._summands = frozenset(n for n in parameters if in_parts or len(ledger.entries[n].holders) > 1)
         # Asked of every parameter in every step.
         self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
         shards = (name for name in parameters if ledger.entries[name].spec is not None)

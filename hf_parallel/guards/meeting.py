@@ -29,8 +29,7 @@ class Meeting:
     Args:
         names: What the ranks are called.
         bound_s: Longest wait for the others.
-        first: The first of these ranks; the others follow it.
-        stride: How many ranks on the next one is.
+        ranks: These ranks, ascending; None for all.
         topic: Tells this from other meetings in the same job.
         advice: What to do about a call that is not made by all.
     """
@@ -40,13 +39,12 @@ class Meeting:
         names: Sequence[str],
         bound_s: float = MEETING_S,
         *,
-        first: int = 0,
-        stride: int = 1,
+        ranks: Sequence[int] | None = None,
         topic: str = "all",
         advice: str = "Take it out of `if accelerator.is_main_process:`; rank 0 writes.",
     ) -> None:
         self._names, self._bound_s = list(names), bound_s
-        self._first, self._stride, self._topic, self._advice = first, stride, topic, advice
+        self._ranks, self._topic, self._advice = range(len(names)) if ranks is None else ranks, topic, advice
         self._store: Store | None = None
         self._calls = 0
 
@@ -67,7 +65,7 @@ class Meeting:
             return
         store, self._calls = self._store, self._calls + 1
         key = f"hf_parallel/meeting/{self._topic}/{self._calls}"
-        store.set(f"{key}/{(dist.get_rank() - self._first) // self._stride}", what)
+        store.set(f"{key}/{self._ranks.index(dist.get_rank())}", what)
         store.add(key, 1)
         if not _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s):
             here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
@@ -80,11 +78,9 @@ class Meeting:
 
 def meeting_of_copy(mesh: Mesh) -> Meeting:
     """For what all ranks of this rank's model copy must read together."""
-    shape = mesh.shape
-    first = mesh.dp_rank * shape.mp_size
     return Meeting(
-        [shape.describe(first + index) for index in range(shape.mp_size)],
-        first=first,
+        [mesh.shape.describe(rank) for rank in mesh.copy_ranks],
+        ranks=mesh.copy_ranks,
         topic=f"copy {mesh.dp_rank}",
         advice="Read it on every rank, and log on one.",
     )
@@ -93,25 +89,22 @@ def meeting_of_copy(mesh: Mesh) -> Meeting:
 def meeting_of_replicas(mesh: Mesh, bound_s: float = MEETING_S) -> Meeting:
     """For what the ranks that hold the same part of the model must do together."""
     shape = mesh.shape
-    first = mesh.rank - mesh.dp_rank * shape.mp_size
+    ranks = [shape.rank_at(replica, mesh.pp_rank, mesh.tp_rank, mesh.sp_rank) for replica in range(shape.dp_size)]
     return Meeting(
-        [shape.describe(first + replica * shape.mp_size) for replica in range(shape.dp_size)],
+        [shape.describe(rank) for rank in ranks],
         bound_s,
-        first=first,
-        stride=shape.mp_size,
-        topic=f"replicas of {first}",
+        ranks=ranks,
+        topic=f"replicas of {ranks[0]}",
     )
 
 
 def meeting_of_shards(mesh: Mesh) -> Meeting:
     """For what the ranks that hold the shards of this rank's stage must read together."""
-    parts, stride = mesh.parts, mesh.shape.mp_size if mesh.shape.ep_size > 1 else 1
-    first = mesh.rank - parts.rank * stride
+    ranks = mesh.parts_ranks
     return Meeting(
-        [mesh.shape.describe(first + index * stride) for index in range(parts.size)],
-        first=first,
-        stride=stride,
-        topic=f"shards of {first}",
+        [mesh.shape.describe(rank) for rank in ranks],
+        ranks=ranks,
+        topic=f"shards of {ranks[0]}",
         advice="Read them on every rank, and log on one.",
     )
 

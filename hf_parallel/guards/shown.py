@@ -24,7 +24,7 @@ from hf_parallel.compat.private_torch import (
 )
 from hf_parallel.compat.torch_tools import pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
-from hf_parallel.guards.shown_ops import BY_INDEX, COPIES, IN_PLACE, NORMS, SAME, VIEWS, WHOLE, aten
+from hf_parallel.guards.shown_ops import BY_INDEX, COPIES, IN_PLACE, LINEAR, NORMS, SAME, VIEWS, WHOLE, aten
 
 
 class Part(Protocol):
@@ -34,11 +34,13 @@ class Part(Protocol):
         name: Of the parameter.
         owned: Whether this rank's stage counts it in the norm of the model.
         is_shard: Whether `tensor` gives a shard of the parameter's gradient.
+        is_summand: Whether other ranks have the rest of a sum that is not made yet.
     """
 
     name: str
     owned: bool
     is_shard: bool
+    is_summand: bool
 
     @property
     def sharded_dim(self) -> int | None:
@@ -78,6 +80,10 @@ class Part(Protocol):
         """Autograd adds to the gradient."""
         ...
 
+    def read(self) -> None:
+        """User code reads values; refused of a summand."""
+        ...
+
     def power(self, norm_type: float, local: Tensor | None) -> Tensor:
         """What this rank counts of the sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
         ...
@@ -108,20 +114,24 @@ class _Stand(torch.Tensor):
         """An ordinary tensor with its values."""
         raise NotImplementedError
 
+    def read(self) -> Tensor:
+        """As `plain`, for user code."""
+        return self.plain()
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.plain().numpy(*args, **kwargs)
+        return self.read().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        return self.plain().tolist()
+        return self.read().tolist()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.plain().clone()
+        return self.read().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().clone().__reduce_ex__(protocol)
+        return self.read().clone().__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
-        return format(self.plain(), spec)
+        return format(self.read(), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -143,6 +153,10 @@ class SharedGradient(_Stand):
 
     def plain(self) -> Tensor:
         return self.part.tensor() if self.changed is None else self.changed
+
+    def read(self) -> Tensor:
+        self.part.read()
+        return self.plain()
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -291,6 +305,9 @@ def _plain(value: Any) -> Any:
 def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
     stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
+    summands = [stand for stand in stands if isinstance(stand, SharedGradient) and stand.part.is_summand]
+    if summands and (func not in LINEAR or len(stands) > 1 or kwargs):
+        summands[0].part.read()
     plain = {id(stand): stand.plain() for stand in stands}
     here = [pytree.tree_map(lambda leaf: plain.get(id(leaf), leaf), tree) for tree in (args, kwargs)]
     for stand in stands if not writes_arguments(func) else ():
@@ -306,7 +323,7 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(leaf: Any) -> Any:
         if id(leaf) in back:
             return back[id(leaf)]
-        shared = source is not None and (source.part.is_shard or func in COPIES)
+        shared = source is not None and (source.part.is_shard or source.part.is_summand or func in COPIES)
         if shared and source is not None and isinstance(leaf, Tensor) and leaf.shape == _here(source):
             return SharedGradient.of(leaf, source.part, source.sums, leaf)
         return leaf

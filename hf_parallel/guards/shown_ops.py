@@ -22,6 +22,12 @@ IN_PLACE = {
     aten.neg_.default,
     aten.nan_to_num_.default,
 }
+# What may be done to summands: done to each, it is done to their sum.
+LINEAR = {
+    *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.zeros_like.default),
+    *(aten.mul_.Tensor, aten.div_.Tensor, aten.detach.default, aten.clone.default),
+    *(aten.ones_like.default, aten.empty_like.default),
+}
 # Reductions to one number, which are computed on the whole of a tensor.
 WHOLE = {
     aten.sum.default,

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-Axis: TypeAlias = Literal["dp", "pp", "tp"]
-AXES: Final[tuple[Axis, ...]] = ("dp", "pp", "tp")
+Axis: TypeAlias = Literal["dp", "pp", "tp", "sp", "ep"]
+AXES: Final[tuple[Axis, ...]] = ("dp", "pp", "tp", "sp", "ep")
+# Spans of these names are collectives inside of what a rank computes.
+IN_LAYERS: Final = frozenset({"tp", "sp", "ep"})
 COMPUTED: Final = frozenset("FBIW")  # actions of a schedule
 MOST_PENDING: Final = 64  # steps whose events have not passed; more are dropped, since nobody asks for them
 
@@ -31,8 +33,8 @@ class Span(NamedTuple):
     Attributes:
         kind: "F", "B", "I", "W" (an action); "receive F", "receive B" (a wait for a message, and what it is), "send F", "send B"
             (its start), "drain" (a wait until sends have arrived); "reduce" (a bucket under way), "wait reduce" (the wait for
-            it), "shared" (the sum of gradients that stages share), "gather" (a wait for updated parameters); "tp" (a collective
-            of a sharded layer); "loss" (the wait for the last stage's); "schedule", "optimizer", "data".
+            it), "shared" (the sum of gradients that stages share), "gather" (a wait for updated parameters); "tp", "sp", "ep" (a
+            collective in a layer: of shards, of parts of rows, of tokens for experts); "loss" (the wait for the last stage's); "schedule", "optimizer", "data".
         number: Of the stage, or of the bucket; -1 if there is none.
         microbatch: -1 if there is none.
         start: Seconds on this rank's clock.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from hf_parallel.monitor.recorder import COMPUTED, StepRecord
+from hf_parallel.monitor.recorder import COMPUTED, IN_LAYERS, StepRecord
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Sums:
                 computed += seconds
             else:
                 self.waits[kind] += seconds
-                if kind == "tp":
+                if kind in IN_LAYERS:
                     inside += seconds
         self.busy_s += computed
         self.window_s = self.waits["schedule"] + self.waits["loss"]

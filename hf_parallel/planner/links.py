@@ -38,19 +38,30 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
         spec: The layout.
         seq_len: Tokens of a row.
     """
+    groups, sent = groups_of(spec, cluster), sent_of_ranks(profile, cluster, spec, seq_len)
+    found = {axis: _of_ring(sent.get(axis, 0.0), groups[axis], cluster) for axis in ("tp", "sp", "dp")}
+    found["pp"] = _of_stages(sent.get("pp", 0.0), cluster, spec)
+    return {axis: own for axis, own in found.items() if own.gpu or own.node}
+
+
+def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> dict[str, float]:
+    """Bytes that the busiest rank sends in an optimizer step, by axis; those of axes with one rank are left out.
+
+    Args:
+        profile: The model.
+        cluster: The machines, which decide how blocks are shared out.
+        spec: The layout.
+        seq_len: Tokens of a row.
+    """
     c = cluster.constants(spec.micro_batch * seq_len / spec.sp)
     counts = step_of(profile, cluster, spec, seq_len, c, exact=False).counts
-    groups = groups_of(spec, cluster)
-    found = {
-        axis: _of_ring(sum(sizes), groups[axis], cluster)
-        for axis, sizes in {
-            "tp": _of_products(profile, spec, seq_len, counts),
-            "sp": _of_sequence(profile, spec, seq_len, counts),
-            "dp": _of_replicas(profile, spec, counts),
-        }.items()
+    sizes = {
+        "tp": _of_products(profile, spec, seq_len, counts),
+        "sp": _of_sequence(profile, spec, seq_len, counts),
+        "dp": _of_replicas(profile, spec, counts),
+        "pp": _of_results(profile, spec, seq_len),
     }
-    found["pp"] = _of_stages(profile, cluster, spec, seq_len)
-    return {axis: own for axis, own in found.items() if own.gpu or own.node}
+    return {axis: total for axis, each in sizes.items() if (total := sum(each))}
 
 
 def _of_ring(sent: float, group: Group, cluster: Cluster) -> Traffic:
@@ -106,12 +117,17 @@ def _of_replicas(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int])
         yield spec.element * part * trained
 
 
-def _of_stages(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> Traffic:
+def _of_results(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> Iterator[float]:
     """Results of stages forward, their gradients backward."""
+    if spec.pp > 1:
+        split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
+        yield 2 * spec.stages_per_rank * spec.num_microbatches * _passed(profile, spec, seq_len) / split
+
+
+def _of_stages(sent: float, cluster: Cluster, spec: LayoutSpec) -> Traffic:
+    """What stages send, which only neighbours exchange."""
     if spec.pp == 1:
         return Traffic(0.0, 0.0)
-    split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
-    sent = 2 * spec.stages_per_rank * spec.num_microbatches * _passed(profile, spec, seq_len) / split
     if stays_on_node(spec, cluster):
         return Traffic(sent, 0.0)
     if not spec.is_copy_contiguous:

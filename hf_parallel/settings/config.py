@@ -36,10 +36,11 @@ from hf_parallel.settings.sections import (
     spelled,
 )
 from hf_parallel.settings.together import problems_together
+from hf_parallel.settings.topology import TopologyConfig, auto_or_keys
 
 
-def _section(model: type[Section]) -> Any:
-    return Field(description=f"a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
+def _section(model: type[Section], or_else: str = "") -> Any:
+    return Field(description=f"{or_else}a mapping with the keys {', '.join(model.model_fields) or '(none yet)'}")
 
 
 class HFParallelConfig(Section):
@@ -51,7 +52,7 @@ class HFParallelConfig(Section):
         sp_size: Ranks that share the sequence of each row, 1 or more; each holds the weights of all (Ulysses).
         ep_size: Neighbouring replicas that share the experts of their stage, 1 or more; a divisor of dp.
         layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
-            checkpoint and monitor may be given besides.
+            topology, checkpoint and monitor may be given besides.
         gradient_accumulation_steps: Batches of an optimizer step, 1 or more; 'auto' is what the Trainer or Accelerator was
             given.
         global_batch_size: Rows of an optimizer step, 1 or more, whatever the number of replicas: batches are accumulated so that
@@ -65,6 +66,7 @@ class HFParallelConfig(Section):
         activation_checkpointing: Recomputation of activations.
         gradient_compression: Wire format of the gradients.
         local_sgd: Synchronisation interval of the replicas.
+        topology: Which links join the ranks, and how the axes lie on them; 'auto' is what the launcher and the bytes say.
         checkpoint: Checkpoint options.
         monitor: Hang and batch guards, measurements.
 
@@ -119,6 +121,9 @@ class HFParallelConfig(Section):
         GradientCompressionConfig()
     )
     local_sgd: Annotated[LocalSgdConfig, _section(LocalSgdConfig)] = LocalSgdConfig()
+    topology: Annotated[TopologyConfig, BeforeValidator(auto_or_keys), _section(TopologyConfig, "'auto' or ")] = (
+        TopologyConfig()
+    )
     checkpoint: Annotated[CheckpointConfig, _section(CheckpointConfig)] = CheckpointConfig()
     monitor: Annotated[MonitorConfig, _section(MonitorConfig)] = MonitorConfig()
 
@@ -267,6 +272,7 @@ class HFParallelConfig(Section):
         copy = self.model_parallel_size
         if world_size >= copy and world_size % copy == 0:
             self._check_replicas(world_size // copy, world_size)
+            self.topology.check(world_size, self.tp_size, world_size // copy)
             return world_size // copy
         below, above = world_size // copy * copy, (world_size // copy + 1) * copy
         valid = f"{below} or {above}" if below else f"{above}"

@@ -34,7 +34,7 @@ PIPELINE_ONLY = (
 TENSOR_ONLY = ("plan", "experts", "sequence_parallel", "vocab_parallel_loss", "reduce_dtype", "on_fallback")
 
 # What may stand beside `layout: auto`; all else is for the plan to say.
-BESIDE_AUTO = ("layout", "checkpoint", "monitor")
+BESIDE_AUTO = ("layout", "topology", "checkpoint", "monitor")
 
 
 def problems_together(config: HFParallelConfig) -> list[str]:
@@ -77,6 +77,9 @@ def problems_together(config: HFParallelConfig) -> list[str]:
         ),
         *config.gradient_compression.problems("gradient_compression"),
         *_between_replicas(config),
+        *config.topology.problems(
+            *(config.tp_size, config.pp_size), planned=config.layout == "auto", sums=other_sums(config)
+        ),
     ]
     return problems
 
@@ -147,6 +150,17 @@ def _uncompiled(config: HFParallelConfig) -> list[str]:
         f"torch compiles none of them. Set pipeline.compile_blocks to none, or {fix}."
         for what, fix in others
     ]
+
+
+def other_sums(config: HFParallelConfig) -> list[str]:
+    """Settings, as `key=value`, with which the gradients of replicas are not summed whole and as they are."""
+    method, every, stage = config.gradient_compression.method, config.local_sgd.sync_every, config.zero.stage
+    given = {
+        f"gradient_compression.method={method}": method != "none",
+        f"local_sgd.sync_every={every}": every > 1,
+        f"zero.stage={stage}": stage > 0,
+    }
+    return [setting for setting, is_given in given.items() if is_given]
 
 
 def _between_replicas(config: HFParallelConfig) -> list[str]:

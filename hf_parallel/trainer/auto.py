@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
 from hf_parallel.compat.private_transformers import attention_of, set_train_batch_size
 from hf_parallel.errors import ConfigError
+from hf_parallel.links import Links
 from hf_parallel.machine.facts import this_machine
-from hf_parallel.mesh import ranks_per_node
+from hf_parallel.mesh import links_here
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.planner.here import cluster_here, row_length
 from hf_parallel.planner.recipe import rows_of, settings_of
@@ -61,10 +61,13 @@ def plan_layout(
     Raises:
         ConfigError: No layout fits, or the GPU is unknown; the same on every rank.
     """
-    chosen = on_rank_zero(lambda: _choose(trainer, sample), "plans the layout", explain=_explained)
+    links = links_here(config.topology.links)
+    chosen = on_rank_zero(lambda: _choose(trainer, sample, links), "plans the layout", explain=_explained)
     trainer.args.gradient_accumulation_steps = chosen.accumulation
     set_train_batch_size(trainer, chosen.rows)
-    beside = {key: value for key, value in config.to_yaml_section().items() if key in ("checkpoint", "monitor")}
+    beside = {
+        key: value for key, value in config.to_yaml_section().items() if key in ("checkpoint", "monitor", "topology")
+    }
     return HFParallelConfig.from_mapping(chosen.section | beside, source="the plan of layout=auto"), chosen.words
 
 
@@ -72,7 +75,7 @@ def _explained(what: str) -> ConfigError:
     return ConfigError(f"layout=auto: {what}. Give tp_size, pp_size and zero yourself.")
 
 
-def _choose(trainer: Trainer, sample: Mapping[str, Any] | None) -> Chosen:
+def _choose(trainer: Trainer, sample: Mapping[str, Any] | None, links: Links) -> Chosen:
     model, args = trainer.model, trainer.args
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise ConfigError(
@@ -80,10 +83,10 @@ def _choose(trainer: Trainer, sample: Mapping[str, Any] | None) -> Chosen:
             "give tp_size, pp_size and zero yourself."
         )
     on_gpu = trainer.accelerator.device.type == "cuda"
-    cluster = cluster_here(this_machine(), dist.get_world_size(), ranks_per_node(), on_gpu=on_gpu)
+    cluster = cluster_here(this_machine(), links.nodes * links.ranks_per_node, links.ranks_per_node, on_gpu=on_gpu)
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * cluster.num_gpus
-    asked: dict[str, Any] = {"seq_len": _length(trainer, sample), "global_batch": rows}
-    plans = plan(model.config, cluster, **asked, layout=_given(trainer, model), most=2)
+    asked: dict[str, Any] = {"seq_len": row_length_of(trainer, sample), "global_batch": rows}
+    plans = plan(model.config, cluster, **asked, layout=given_by(trainer, model), most=2)
     spec = plans[0].spec
     section = settings_of(spec).to_yaml_section()
     if args.gradient_checkpointing:  # the Trainer's own
@@ -92,7 +95,7 @@ def _choose(trainer: Trainer, sample: Mapping[str, Any] | None) -> Chosen:
     return Chosen(section, rows_of(spec), accumulation, _paragraph(plans, asked, accumulation))
 
 
-def _given(trainer: Trainer, model: Any) -> dict[str, Any]:
+def given_by(trainer: Trainer, model: Any) -> dict[str, Any]:
     """What the Trainer and its model say about the layout."""
     args = trainer.args
     attention = attention_of(model.config)
@@ -109,7 +112,7 @@ def _given(trainer: Trainer, model: Any) -> dict[str, Any]:
     return found
 
 
-def _length(trainer: Trainer, sample: Mapping[str, Any] | None) -> int:
+def row_length_of(trainer: Trainer, sample: Mapping[str, Any] | None) -> int:
     """Tokens of a row."""
     config: Any = trainer.model.config  # type: ignore[union-attr]
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -47,6 +47,7 @@ from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.monitoring import MonitorCallback
 from hf_parallel.trainer.of_trl import packed_sample, problems_of
+from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.restarts import refuse_memory
 from hf_parallel.worker import prepare_engine
@@ -131,7 +132,10 @@ class HFParallelCallback(TrainerCallback):
                 unread.check(self.config)
         dynamo = trainer.accelerator.state.dynamo_plugin
         self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
-        self.session = Session.start(self.config, self._schedule, self.explanation)
+        self.session = Session.start(
+            *(self.config, self._schedule, self.explanation),
+            sent_by=functools.partial(sent_by, trainer, self.config, self.sample),
+        )
         self.session.sample = self.sample or packed_sample(trainer, self.config)
         attach_trainer(trainer, self.session)
         if self.session.mesh.rank == 0:

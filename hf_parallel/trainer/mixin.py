@@ -55,8 +55,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
             self._watch_users()
+        watched, create = self._hf_parallel_watched, super().create_optimizer
         try:
-            return super().create_optimizer(model)
+            return (create if watched is None else watched.making_optimizer(create))(model)
         except ValueError as error:
             pipeline = self._pipeline
             if pipeline is None or any(param.requires_grad for param in self.model.parameters()):

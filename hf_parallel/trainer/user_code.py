@@ -45,6 +45,7 @@ class UserCode:
             )
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)
+        self._known, self._makes_optimizer = known, _overrides(trainer, "create_optimizer")
         if stages is None and known is None:
             return
 
@@ -60,6 +61,10 @@ class UserCode:
             self._replace(trainer, "compute_loss", stages.watch(trainer.compute_loss))
         if trainer.compute_metrics is not None:
             self._replace(trainer, "compute_metrics", watched(trainer.compute_metrics))
+
+    def making_optimizer(self, create: Callable[..., Any]) -> Callable[..., Any]:
+        """`create_optimizer`; one of users finds the sizes of whole parameters (rates by width, groups by count)."""
+        return watch_calls(create, self._known) if self._makes_optimizer else create
 
     def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
         self._replaced.append((owner, name, vars(owner).get(name), by))

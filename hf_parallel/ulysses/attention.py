@@ -9,9 +9,10 @@ Extents: B batch, S sequence, H heads, K key-value heads, D width of a head.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class Shared:
     packed: tuple[Tensor, Tensor] | None = None
     no_documents: str = ""
     _is_running: bool = False
+    _modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         """Names in the registries are of this one."""
@@ -60,10 +62,18 @@ class Shared:
         finally:
             self._is_running, self.packed = False, None
 
+    def note(self, model: nn.Module) -> None:
+        """The attention of this model is shared; other models made from its config have the name of it as well."""
+        self._modules.update(model.modules())
+
     @property
     def has_parts(self) -> bool:
-        """Whether what attention is given now are parts of rows: it may also be called for whole ones, outside of `running`."""
+        """Whether what is given now are parts of rows: it may also be called for whole ones, outside of `running`."""
         return self._is_running or in_backward_pass()
+
+    def has_parts_in(self, module: nn.Module) -> bool:
+        """The same of an attention module; in a backward pass those of other models run again as well."""
+        return self._is_running or (in_backward_pass() and module in self._modules)
 
 
 def share_attention(model: nn.Module, shared: Shared) -> Callable[[], None]:
@@ -83,6 +93,7 @@ def share_attention(model: nn.Module, shared: Shared) -> Callable[[], None]:
         key = _key(shared, name)
         AttentionInterface.register(key, _attention(name, shared))
         AttentionMaskInterface.register(key, _mask(name, shared))
+    shared.note(model)
     undo = [_renamed(set_name, name, _key(shared, name)) for set_name, name in names]
 
     def restore() -> None:
@@ -107,7 +118,7 @@ def _attention(name: str, shared: Shared) -> Attention:
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> Any:
         own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        if not shared.has_parts:
+        if not shared.has_parts_in(module):
             return own(module, query, key, value, mask, **named)
         return _exchanged(own, shared.group, module, (query, key, value), mask, named)
 

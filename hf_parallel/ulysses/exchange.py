@@ -9,12 +9,15 @@ Extents: B batch, S sequence, H heads, D width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from hf_parallel.monitor.recorder import Recorder, silent
 
 
 class SequenceGroup:
@@ -22,10 +25,11 @@ class SequenceGroup:
 
     Args:
         bare: The process group.
+        recorder: Counts bytes, and keeps when they travelled.
     """
 
-    def __init__(self, bare: dist.ProcessGroup) -> None:
-        self.bare = bare
+    def __init__(self, bare: dist.ProcessGroup, recorder: Recorder | None = None) -> None:
+        self.bare, self._recorder = bare, recorder or silent()
         self.size, self.rank = bare.size(), bare.rank()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceGroup:
@@ -35,21 +39,31 @@ class SequenceGroup:
     def exchange(self, x: Tensor) -> Tensor:
         """Send row i of `x`, f[size n], to rank i; returns the rows that this rank was sent, in rank order."""
         received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=self.bare)
+        with self._recorded(x):
+            dist.all_to_all_single(received, x, group=self.bare)
         return received
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """The ranks' `x`, all of one shape, in rank order; outside autograd."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x, group=self.bare)
+        with self._recorded(x):
+            dist.all_gather(parts, x, group=self.bare)
         return parts
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of the ranks' `x` in new memory; outside autograd."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.bare)
+        with self._recorded(total):
+            dist.all_reduce(total, group=self.bare)
         return total
+
+    @contextmanager
+    def _recorded(self, given: Tensor) -> Iterator[None]:
+        """A collective to which this rank hands a tensor."""
+        self._recorder.count("sp", given.nbytes)
+        with self._recorder.span("sp"):
+            yield
 
 
 def to_heads(tensors: Sequence[Tensor], group: SequenceGroup) -> list[Tensor]:

@@ -71,6 +71,8 @@ LAYOUTS = {
     "a stage": (2, "{pp_size: 2, pipeline: {num_microbatches: 4}}", 8),
     "a replica": (2, "{}", 4),
     "tp x dp": (4, "{tp_size: 2}", 4),
+    "pp x dp": (4, "{pp_size: 2, pipeline: {num_microbatches: 2}}", 4),
+    "replicas": (4, "{}", 2),
     "ZeRO 3": (2, "{zero: {stage: 3}}", 4),
 }
 
@@ -184,6 +186,28 @@ def test_two_machines_train_what_one_process_does(
     for index in range(2):
         run.start(index)
     assert run.end() == [0, 0], run.outputs()
+    assert_same(run.machines.disks[0] / "final", one_process(tmp_path / "one", 3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "lines"),
+    [
+        (
+            "pp x dp",
+            ("nodes of 2 ranks; neighbours are the replicas of a stage", "pp 2: network", "dp 2: links inside a node"),
+        ),
+        ("replicas", ("2 nodes of 2 ranks", "summed inside each node, then between nodes")),
+    ],
+)
+def test_what_crosses_the_network_is_said_and_trains_what_one_process_does(
+    layout: str, lines: tuple[str, ...], machines: Callable[..., Machines], tmp_path: Path
+) -> None:
+    run = Run(machines(), layout)
+    for index in range(2):
+        run.start(index)
+    assert run.end() == [0, 0], run.outputs()
+    for line in lines:
+        assert line in run.machines.output(0), run.outputs()
     assert_same(run.machines.disks[0] / "final", one_process(tmp_path / "one", 3))
 
 

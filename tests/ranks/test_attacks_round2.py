@@ -156,7 +156,7 @@ MORE: dict[str, dict[str, Any]] = {  # other than two batches of the untied mode
 }
 JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "clips_each_pp2": ("clips_each", PP2, "", 0),
-    "clips_each_tied_pp2": ("clips_each", PP2, "which several stages share, is read or limited between", 0),
+    "clips_each_tied_pp2": ("clips_each", PP2, "is read or limited between two batches", 0),
     "new_head_pp2": ("NewHead", PP2, REPLACED, 2),
     "new_head_tp2": ("NewHead", TP2, REPLACED, 2),
     "new_head_dp2": ("NewHead", {}, REPLACED, 2),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -25,13 +26,15 @@ STEPS, ROWS = 4, 4
 ON = {"report": True, "trace_steps": [2, 3]}
 
 
-def trained(folder: str, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
+def trained(
+    folder: str, settings: dict[str, Any], callbacks: Sequence[TrainerCallback] = (), model: str = "llama"
+) -> Trainer:
     args = TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=ROWS, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
     trainer = Trainer(
-        tiny.llama(), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings), *callbacks]
+        tiny.MODELS[model](), args, train_dataset=tiny.rows(64), data_collator=tiny.collate, callbacks=[HFParallelCallback(settings), *callbacks]
     )  # fmt: skip
     trainer.train()
     return trainer
@@ -172,22 +175,32 @@ class Kept(logging.Handler):
         self.found.append((self.step, record.getMessage()))
 
 
-def slowed(rank: int, world_size: int, folder: str, settings: dict[str, Any], slow: int) -> list[tuple[int, str]]:
-    """Warnings of a run whose blocks compute for 20 ms in their forward, on one rank for 40."""
+def slowed(
+    rank: int, world_size: int, folder: str, settings: dict[str, Any], work: dict[int, float], steps: int = 20
+) -> list[tuple[int, str]]:
+    """Warnings of a run.
+
+    Args:
+        work: Of each rank: what its blocks compute more in their forward; above 1 matrix products, else seconds.
+    """
     kept = Kept()
     logging.getLogger("hf_parallel").addHandler(kept)
-    model = tiny.llama()
-    seconds = 0.02 * (2 if rank == slow else 1)
+    model, own = tiny.llama(), work[rank]
+    matrix = torch.eye(160)
 
     def busy(module: Any, args: Any) -> None:
-        end = time.perf_counter() + seconds
+        if own > 1:
+            for _ in range(int(own)):
+                matrix @ matrix
+            return
+        end = time.perf_counter() + own
         while time.perf_counter() < end:
             pass
 
     for layer in model.model.layers:
         layer.register_forward_pre_hook(busy)
     args = TrainingArguments(
-        folder, max_steps=20, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+        folder, max_steps=steps, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True, logging_steps=500,
     )  # fmt: skip
     trainer = Trainer(
@@ -205,7 +218,7 @@ def test_a_rank_that_takes_twice_as_long_is_named_within_20_steps(tmp_path: Path
         2,
         str(tmp_path / "out"),
         {},
-        1,
+        {0: 0.02, 1: 0.04},
         tmp_path=tmp_path,
         env={"ACCELERATE_USE_CPU": "true"},
         timeout=200,
@@ -216,19 +229,43 @@ def test_a_rank_that_takes_twice_as_long_is_named_within_20_steps(tmp_path: Path
     assert not found[1]
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("settings", "work", "named"),
+    [
+        ({}, {0: 400, 1: 150}, "dp 0 of 2"),
+        ({"sp_size": 2}, {0: 400, 1: 150}, "sp 0 of 2"),
+        ({"tp_size": 2}, {0: 400, 1: 150}, "tp 0 of 2"),
+        ({}, {0: 0.055, 1: 0.04}, "dp 0 of 2"),  # 1.3 times as long with all that blocks do
+        ({}, {0: 0.044, 1: 0.04}, ""),
+    ],
+    ids=["dp2_products", "sp2_products", "tp2_products", "by_a_third", "by_a_tenth"],
+)
+def test_the_rank_that_computes_more_is_named_and_no_other(
+    settings: dict[str, Any], work: dict[int, float], named: str, tmp_path: Path
+) -> None:
+    launch: dict[str, Any] = {"tmp_path": tmp_path, "env": {"ACCELERATE_USE_CPU": "true"}, "timeout": 200}
+    found = run_ranks(slowed, 2, str(tmp_path / "out"), settings, work, **launch)
+    texts = [text for _, text in found[0] if "times as long" in text]
+    assert len(texts) == bool(named)
+    assert all(f"hf_parallel: rank 0 ({named}) computes" in text for text in texts)
+
+
 def counted(
-    rank: int, world_size: int, folder: str, settings: dict[str, Any]
+    rank: int, world_size: int, folder: str, settings: dict[str, Any], model: str
 ) -> tuple[list[dict[str, float]], list[int]]:
     """Logs of a run, and the bytes that its layers hand to collectives over shards in each step."""
     import torch.distributed as dist
 
     handed, steps = [0], []
-    for name in ("all_reduce", "all_gather"):
+    for name in ("all_reduce", "all_gather", "all_to_all_single"):
         own = getattr(dist, name)
 
         def counting(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
             tensor = args[0] if name == "all_reduce" else args[1]
-            if tensor.ndim > 1:  # what is no layer's: losses, norms, digests
+            # Else it is no layer's: losses, norms, digests.
+            if name == "all_to_all_single" or (tensor.ndim > 1 and tensor.dtype == torch.float32):
                 handed[0] += tensor.nbytes
             return own(*args, **kwargs)
 
@@ -241,22 +278,37 @@ def counted(
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             steps.append(handed[0])
 
-    trainer = trained(folder, settings, callbacks=[Steps()])
+    trainer = trained(folder, settings, callbacks=[Steps()], model=model)
     session_of(trainer).watchdog.stop()
     return [entry for entry in trainer.state.log_history if "loss" in entry], steps
 
 
 @pytest.mark.timeout(300)
-def test_bytes_of_sharded_layers_are_those_that_collectives_got(tmp_path: Path) -> None:
-    settings = {"tp_size": 2, "tensor_parallel": {"vocab_parallel_loss": False}}
+@pytest.mark.parametrize(
+    ("axis", "settings", "model"),
+    [
+        ("tp", {"tp_size": 2, "tensor_parallel": {"vocab_parallel_loss": False}}, "llama"),
+        pytest.param("sp", {"sp_size": 2}, "llama", marks=pytest.mark.long),
+        pytest.param("ep", {"ep_size": 2}, "mixtral", marks=pytest.mark.long),
+    ],
+    ids=["tp", "sp", "ep"],
+)
+def test_bytes_of_layers_are_those_that_collectives_got(
+    axis: str, settings: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    arguments = str(tmp_path / "out"), {**settings, "monitor": ON}, model
     found = run_ranks(
-        counted, 2, str(tmp_path / "out"), settings, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
+        counted, 2, *arguments, tmp_path=tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=200
     )  # fmt: skip
     for place, entry in enumerate(found[0][0]):
         handed = sum(steps[place] for _, steps in found)
         assert handed > 0
-        assert entry["monitor/sent_mb/tp"] == pytest.approx(handed / 1e6, rel=1e-3)
-        assert entry["monitor/exposed_s/tp"] > 0
+        assert entry[f"monitor/sent_mb/{axis}"] == pytest.approx(handed / 1e6, rel=1e-3)
+        assert entry[f"monitor/exposed_s/{axis}"] > 0
+    report = json.loads((tmp_path / "out" / "hf_parallel_report.json").read_text())
+    assert report["axes"][axis]["bytes_a_step"] > 0
+    trace = json.loads((tmp_path / "out" / "hf_parallel_trace.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"] if event.get("cat") == axis} == {0, 1}
 
 
 def sent_by_zero3(rank: int, world_size: int, folder: str) -> tuple[list[dict[str, float]], int, int]:

@@ -171,6 +171,20 @@ def test_the_benchmark_of_the_wire_runs(tmp_path: Path) -> None:
     assert not {name for name in namespaces() if name.startswith("hfp")}
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_the_order_of_axes_runs(tmp_path: Path) -> None:
+    report = run_alone("bench_topology.py", tmp_path / "report.json")
+    if "skipped" in report:
+        pytest.skip(report["skipped"])
+    rows = {(row["case"], row["way"]): row for row in report["rows"]}
+    assert rows["pp 2 x dp 2, wide model", "auto"]["order"] == [2, False]
+    assert rows["pp 2 x dp 2, long rows", "auto"]["order"] == [1, False]
+    assert rows["dp 4", "auto"]["order"] == [1, True]
+    for row in rows.values():
+        assert 0.98 * row["planned_mb"] < row["counted_mb"]
+    assert not {name for name in namespaces() if name.startswith("hfp")}
+
+
 def namespaces() -> list[str]:
     return os.listdir("/run/netns") if os.path.isdir("/run/netns") else []
 

@@ -32,6 +32,8 @@ def test_all_choices_are_drawn() -> None:
     assert {s.settings.get("zero", {}).get("stage") for s in DRAWN} == {None, 1, 2, 3}
     assert any(s.resume for s in DRAWN)
     assert any(s.bf16 for s in DRAWN)
+    assert {s.delay for s in DRAWN} == {0, 1, 2, 3}
+    assert any(s.settings.get("sp_size") for s in DRAWN)
 
 
 def test_a_script_names_nothing_that_it_does_not_hold() -> None:

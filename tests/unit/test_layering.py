@@ -15,9 +15,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
-    {"errors", "hangs", "logs", "machine", "noticeboard"},
+    {"errors", "hangs", "links", "logs", "machine", "noticeboard"},
     {"compat", "mesh", "monitor", "one_rank", "settings", "tensor_parallel"},
-    {"heartbeats"},
+    {"heartbeats", "placement"},
     {
         "batches",
         "checkpoints",
@@ -42,7 +42,20 @@ FLOORS = [
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Techniques meet in `engine` alone. The ledger names the shards of a parameter; replicas read it.
 TECHNIQUES = ("tensor_parallel", "pipeline_parallel", "data_parallel", "ulysses")
-SHARED = {"errors", "machine", "settings", "compat", "mesh", "monitor", "one_rank", "model", "head", "ledger"}
+SHARED = {
+    "errors",
+    "machine",
+    "settings",
+    "compat",
+    "links",
+    "mesh",
+    "monitor",
+    "one_rank",
+    "model",
+    "head",
+    "ledger",
+    "placement",
+}
 
 
 def room_of(name: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -13,9 +15,15 @@ from hf_parallel.mesh import Mesh, MeshShape
 
 
 SHAPES = st.builds(MeshShape, st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+ORDERED = st.sampled_from(
+    [
+        MeshShape(outside * inside, *sizes, dp_inside=inside)
+        for outside, inside, *sizes in product((1, 2, 3), (1, 2, 3), (1, 2, 3), (1, 2), (1, 2))
+    ]
+)
 
 
-@given(SHAPES)
+@given(ORDERED)
 def test_coordinates_and_ranks_are_inverse(shape: MeshShape) -> None:
     places = [shape.coordinates(rank) for rank in range(shape.world_size)]
     assert len(set(places)) == shape.world_size == shape.dp_size * shape.pp_size * shape.tp_size * shape.sp_size
@@ -34,13 +42,34 @@ def test_the_ranks_of_a_model_copy_are_neighbours_and_tp_is_innermost(shape: Mes
         assert ranks == list(range(ranks[0], ranks[0] + shape.stage_size))
 
 
-@given(SHAPES)
+@given(ORDERED)
 def test_groups_partition_the_world(shape: MeshShape) -> None:
     for axis in range(4):
         groups = shape.groups(lambda *place, axis=axis: (*place[:axis], *place[axis + 1 :]))
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(shape.world_size))
         assert {len(ranks) for ranks in groups} == {(shape.dp_size, shape.pp_size, shape.tp_size, shape.sp_size)[axis]}
         assert all(ranks == sorted(ranks) for ranks in groups)
+
+
+@given(ORDERED)
+def test_so_many_replicas_of_a_stage_are_neighbours_and_places_in_groups_stay(shape: MeshShape) -> None:
+    inside = shape.groups(lambda d, p, t, s: (d // shape.dp_inside, p))
+    assert all(ranks == list(range(ranks[0], ranks[0] + shape.dp_inside * shape.stage_size)) for ranks in inside)
+    usual = dataclasses.replace(shape, dp_inside=1)
+    for key in (lambda d, p, t, s: (d,), lambda d, p, t, s: (p, t), lambda d, p, t, s: (d, t, s)):
+        for ranks in shape.groups(key):
+            assert [usual.rank_at(*shape.coordinates(rank)) for rank in ranks] == sorted(
+                usual.rank_at(*shape.coordinates(rank)) for rank in ranks
+            )
+    for replica in range(shape.dp_size):
+        assert [shape.coordinates(rank)[0] for rank in shape.ranks_of_copy(replica)] == [replica] * shape.mp_size
+        assert shape.ranks_of_copy(replica) in shape.groups(lambda d, p, t, s: (d,))
+
+
+def test_a_file_says_the_order_of_axes_only_where_it_is_another() -> None:
+    assert MeshShape(2, 2, 1).sizes == {"dp_size": 2, "pp_size": 2, "tp_size": 1}
+    other = MeshShape(2, 2, 1, dp_inside=2)
+    assert MeshShape(**other.sizes) == other != MeshShape(2, 2, 1)
 
 
 def test_a_rank_is_described_by_the_axes_that_exist() -> None:

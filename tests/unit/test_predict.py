@@ -18,6 +18,7 @@ from hf_parallel.engine.plans import make_plans, summary
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import build_ledger
+from hf_parallel.links import Links
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts
@@ -138,7 +139,7 @@ def test_measured_costs_reach_the_cut_and_the_lines(monkeypatch: pytest.MonkeyPa
     slow_head = StageCosts((1.0,) * 5, 0.0, 20.0, StageCosts((2.0,) * 5, 0.0, 40.0), "ms")
     monkeypatch.setattr("hf_parallel.engine.plan_stages.measure_costs", lambda *args: slow_head)
     config = HFParallelConfig(pp_size=2, pipeline={"costs": "measured"})
-    mesh = Mesh(MeshShape(1, 2, 1), 0, timedelta(seconds=60))
+    mesh = Mesh(MeshShape(1, 2, 1), 0, timedelta(seconds=60), Links(1, 2, 2))
     watchdog: Any = Silent()
     cpu = torch.device("cpu")
     schedule = ScheduleChoice(config.pipeline, config.pp_size)

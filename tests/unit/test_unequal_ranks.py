@@ -22,6 +22,7 @@ from hf_parallel.engine.rank_limits import RankLimits, products_per_s, rank_limi
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.ledger import build_ledger
+from hf_parallel.links import Links
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.model.samples import probe_samples
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
@@ -153,7 +154,7 @@ def setup_of(model: torch.nn.Module, dp_size: int = 1, **settings: Any) -> Setup
     """As on rank 0 of a mesh, alone."""
     config = HFParallelConfig(**settings)
     shape = MeshShape(dp_size, config.pp_size, 1)
-    mesh = Mesh(shape, 0, timedelta(seconds=60))
+    mesh = Mesh(shape, 0, timedelta(seconds=60), Links(1, shape.world_size, shape.world_size))
     names = [shape.describe(rank) for rank in range(shape.world_size)]
     schedule = ScheduleChoice(config.pipeline, config.pp_size)
     return Setup(model, config, schedule, mesh, torch.device("cpu"), Watchdog(None, 0, names, 60.0))

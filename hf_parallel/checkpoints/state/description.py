@@ -51,7 +51,7 @@ def _are_names(value: object) -> bool:
 
 
 def _is_mesh(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() - {"sp_size"} != {"dp_size", "pp_size", "tp_size"}:
+    if not isinstance(value, dict) or value.keys() - {"sp_size", "dp_inside"} != {"dp_size", "pp_size", "tp_size"}:
         return False
     return all(is_count(size) and size > 0 for size in value.values())
 

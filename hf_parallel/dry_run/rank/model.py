@@ -15,6 +15,7 @@ from hf_parallel.engine.parallelize import needs_probes
 from hf_parallel.engine.plans import Plans, make_plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError
+from hf_parallel.links import Links
 from hf_parallel.memory.shape import on_meta
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.model.meta import off_meta
@@ -86,7 +87,7 @@ def plan_alone(
     """
     host = torch.device("cpu")
     watchdog = Watchdog(None, 0, [shape.describe(rank) for rank in range(shape.world_size)], FOREVER_S)
-    mesh = Mesh(shape, 0, timedelta(seconds=60))
+    mesh = Mesh(shape, 0, timedelta(seconds=60), Links(1, shape.world_size, shape.world_size))
     setup = Setup(model, config, schedule, mesh, host, watchdog)
     if not needs_probes(config):
         return Planned(model, make_plans(setup, None), setup)

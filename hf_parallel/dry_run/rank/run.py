@@ -88,8 +88,9 @@ class Job:
     @property
     def shape(self) -> MeshShape:
         """Of the mesh."""
-        config = self.config
-        return MeshShape(config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size)
+        config, inside = self.config, self.config.topology.dp_inside
+        sizes = config.dp_size(self.world_size), config.pp_size, config.tp_size, config.sp_size
+        return MeshShape(*sizes, dp_inside=1 if inside == "auto" else inside)
 
     @property
     def device(self) -> torch.device:
@@ -190,6 +191,8 @@ def _prepare(job: Job, planned: Planned, meter: Meter, fake: FakeTensorMode) -> 
         job.shape,
         timeout=timedelta(seconds=60),
         dp_shard_size=None if shard_size == "auto" or job.world_size == 1 else shard_size,
+        # Sums inside nodes are a thread's work on the CPU, which a meter does not follow.
+        links=config.topology.links(job.world_size, job.ranks_per_node) if job.on_gpu else None,
     )
     names = [job.shape.describe(rank) for rank in range(job.world_size)]
     watchdog = Watchdog(None, job.rank, names, FOREVER_S)

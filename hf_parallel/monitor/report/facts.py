@@ -74,7 +74,7 @@ def sent_bytes(engine: Engine) -> dict[Axis, float]:
     found: dict[Axis, float] = {
         "dp": float("nan") if replicas is None else float(replicas),
         "pp": float(engine.gradients.shared_bytes),
-        "tp": float(engine.recorder.sent["tp"]),
+        **{axis: float(engine.recorder.sent[axis]) for axis in ("tp", "sp", "ep")},
     }
     if isinstance(engine, PipelineEngine):
         found["pp"] += engine.runtime.counters.bytes_sent

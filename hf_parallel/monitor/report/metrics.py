@@ -41,7 +41,14 @@ class Job:
     @property
     def sizes(self) -> dict[Axis, int]:
         """Ranks on each axis; gradients travel between all copies of the weights, those of one sequence included."""
-        return {"dp": self.shape.num_copies, "pp": self.shape.pp_size, "tp": self.shape.tp_size}
+        shape = self.shape
+        return {
+            "dp": shape.num_copies,
+            "pp": shape.pp_size,
+            "tp": shape.tp_size,
+            "sp": shape.sp_size,
+            "ep": shape.ep_size,
+        }
 
     @property
     def wall_s(self) -> float:
@@ -51,7 +58,7 @@ class Job:
     @property
     def tokens_per_s(self) -> float:
         """Of the whole job. The ranks of a model copy read the same tokens."""
-        read = sum(one.tokens for rank, one in enumerate(self.told) if rank % self.shape.mp_size == 0)
+        read = sum(self.told[self.shape.rank_at(replica, 0, 0)].tokens for replica in range(self.shape.dp_size))
         return read / self.wall_s if self.wall_s else 0.0
 
     def of_stages(self) -> dict[int, Stage]:
@@ -108,6 +115,8 @@ def exposed_s(job: Job) -> dict[Axis, float]:
     found: dict[Axis, float] = {
         "dp": statistics.fmean(one.reduced_s for one in job.told),
         "tp": statistics.fmean(one.layers_s for one in job.told),
+        "sp": statistics.fmean(one.sequence_s for one in job.told),
+        "ep": statistics.fmean(one.experts_s for one in job.told),
     }
     timed = job.simulated()
     if timed is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.engine.direct import Engine
 from hf_parallel.mesh import backend_for
-from hf_parallel.monitor.recorder import StepRecord
+from hf_parallel.monitor.recorder import AXES, StepRecord
 from hf_parallel.monitor.report.facts import Flops, expected_bytes, flops_of, memory_bytes, peak_of, sent_bytes
 from hf_parallel.monitor.report.metrics import Job, metrics_of
 from hf_parallel.monitor.report.page import write_report
@@ -166,8 +166,7 @@ class Monitor:
             typical,
             tokens=tokens / steps,
             sent_dp=max(0.0, sent["dp"] - since["dp"]) / steps if not math.isnan(sent["dp"]) else math.nan,
-            sent_pp=max(0.0, sent["pp"] - since["pp"]) / steps,
-            sent_tp=max(0.0, sent["tp"] - since["tp"]) / steps,
+            **{f"sent_{axis}": max(0.0, sent[axis] - since[axis]) / steps for axis in AXES if axis != "dp"},
             memory_bytes=memory_bytes(self._device),
             expected_bytes=expected_bytes(self.engine, self.config, tokens / steps / max(1.0, counts)),
             flops=self._flops.model,

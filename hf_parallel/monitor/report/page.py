@@ -255,19 +255,20 @@ def _ranks(job: Job) -> str:
         "bubble",
         "data ms",
         "replicas ms",
-        "shards ms",
+        "layers ms",
         "update ms",
         "peak GB",
         "expected GB",
     ]
     rows = []
     for rank, one in enumerate(job.told):
-        times = [_ms(one.data_s), _ms(one.reduced_s), _ms(one.layers_s), _ms(one.optimizer_s)]
+        layers = one.layers_s + one.sequence_s + one.experts_s
+        times = [_ms(one.data_s), _ms(one.reduced_s), _ms(layers), _ms(one.optimizer_s)]
         bubble = f"{one.bubble:.1%}" if one.window_s else "none"
         sizes = [f"{one.memory_bytes / 1e9:.3g}", f"{one.expected_bytes / 1e9:.3g}"]
         rows.append([job.shape.describe(rank), _ms(one.busy_s), bubble, *times, *sizes])
     note = (
-        "<p>Of a step: compute, idle share of the schedule, and waits. On GPUs the peak is that of tensors, on CPUs that of the whole "
+        "<p>Of a step: compute, idle share of the schedule, and waits (in layers: for shards, parts of rows, experts). On GPUs the peak is that of tensors, on CPUs that of the whole "
         "process; expected are weights, gradients, Adam's states and, with stages, activations.</p>"
     )
     return note + _table(head, rows)
@@ -283,7 +284,8 @@ def _memory(job: Job) -> str:
 
 def _layout(shape: MeshShape) -> str:
     sequence = f" x sp {shape.sp_size}" if shape.sp_size > 1 else ""
-    return f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}"
+    experts = f", ep {shape.ep_size}" if shape.ep_size > 1 else ""
+    return f"tp {shape.tp_size} x pp {shape.pp_size}{sequence} x dp {shape.dp_size}{experts}"
 
 
 def _scaling(job: Job, planned: Sequence[Scaled]) -> str:

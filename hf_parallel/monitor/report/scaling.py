@@ -49,7 +49,7 @@ def planned_scaling(engine: Engine, job: Job, seq_len: int) -> list[Scaled]:
         job: What the ranks told.
         seq_len: Tokens of a row.
     """
-    read = sum(one.tokens for rank, one in enumerate(job.told) if rank % job.shape.mp_size == 0)
+    read = sum(job.told[job.shape.rank_at(replica, 0, 0)].tokens for replica in range(job.shape.dp_size))
     rows, device = round(read / max(1, seq_len)), engine.attachment.device
     with engine.autocast():
         casts = torch.is_autocast_enabled(device.type)

@@ -70,7 +70,8 @@ def words(slow: Slow, shape: MeshShape, seconds: Sequence[float]) -> str:
             f"{name} computes {own}, {slow.ratio:.2f} times its share of the plan: its device is slow, or the cut gives it too "
             "much. Look at its clock, temperature and other processes, or set pipeline.costs to measured or pipeline.rank_speed."
         )
+    experts = ", at how many tokens chose its experts" if shape.ep_size > 1 else ""
     return (
         f"{name} computes {own}, {slow.ratio:.2f} times as long as the ranks with the same work. Look at its clock, temperature "
-        "and other processes, or set pipeline.rank_speed."
+        f"and other processes{experts}, or set pipeline.rank_speed."
     )

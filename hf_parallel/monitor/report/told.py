@@ -32,9 +32,13 @@ class Told:
         reduced_s: Waits for replicas.
         shared_s: Sums of gradients that stages share.
         layers_s: Waits of sharded layers.
+        sequence_s: For the ranks that share rows.
+        experts_s: For the ranks that share experts.
         sent_dp: Bytes handed to collectives over replicas; nan if not counted.
         sent_pp: To neighbours and other stages.
         sent_tp: In sharded layers.
+        sent_sp: Of parts of rows.
+        sent_ep: Of tokens for experts.
         memory_bytes: Most so far.
         expected_bytes: Of states and activations.
         flops: Of a token, by the model; 0 if not known.
@@ -55,9 +59,13 @@ class Told:
     reduced_s: float = 0.0
     shared_s: float = 0.0
     layers_s: float = 0.0
+    sequence_s: float = 0.0
+    experts_s: float = 0.0
     sent_dp: float = 0.0
     sent_pp: float = 0.0
     sent_tp: float = 0.0
+    sent_sp: float = 0.0
+    sent_ep: float = 0.0
     memory_bytes: float = 0.0
     expected_bytes: float = 0.0
     flops: float = 0.0
@@ -66,7 +74,13 @@ class Told:
 
     def sent(self, axis: Axis) -> float:
         """Bytes of an axis."""
-        return {"dp": self.sent_dp, "pp": self.sent_pp, "tp": self.sent_tp}[axis]
+        return {
+            "dp": self.sent_dp,
+            "pp": self.sent_pp,
+            "tp": self.sent_tp,
+            "sp": self.sent_sp,
+            "ep": self.sent_ep,
+        }[axis]
 
     @property
     def bubble(self) -> float:
@@ -114,6 +128,8 @@ def summed(sums: Sums, typical_s: float, **others: float) -> Told:
         reduced_s=mean(*REDUCED),
         shared_s=mean("shared"),
         layers_s=mean("tp"),
+        sequence_s=mean("sp"),
+        experts_s=mean("ep"),
         **others,
     )
 

@@ -86,6 +86,8 @@ def name_of(span: Span, names_stage: bool, target: int | None = None) -> str:
         "gather": "wait for parameters",
         "norm": "gradient norm",
         "tp": "sum over shards",
+        "sp": "exchange parts of rows",
+        "ep": "exchange tokens of experts",
     }.get(span.kind, span.kind)
 
 

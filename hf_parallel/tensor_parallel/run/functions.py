@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,15 +65,16 @@ class VirtualGroup:
 
 
 class Metered:
-    """A tensor-parallel group whose collectives are recorded.
+    """A group whose collectives are recorded.
 
     Args:
         bare: The group.
         recorder: Counts their bytes and keeps when they were.
+        axis: That the group is along.
     """
 
-    def __init__(self, bare: ProcessGroup, recorder: Recorder) -> None:
-        self.bare, self.recorder = bare, recorder
+    def __init__(self, bare: ProcessGroup, recorder: Recorder, axis: Literal["tp", "ep"] = "tp") -> None:
+        self.bare, self.recorder, self.axis = bare, recorder, axis
 
     def size(self) -> int:
         """Number of ranks."""
@@ -97,8 +98,8 @@ def communicate(group: ProcessGroup | Metered, num_bytes: int, work: Callable[[P
         return work(group)
     recorder, start = group.recorder, group.recorder.mark()
     result = work(group.bare)
-    recorder.count("tp", num_bytes)
-    recorder.add("tp", -1, -1, start)
+    recorder.count(group.axis, num_bytes)
+    recorder.add(group.axis, -1, -1, start)
     return result
 
 

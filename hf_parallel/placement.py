@@ -1,0 +1,186 @@
+"""How the axes of a mesh lie on links: what each kind of link carries in a step, and the order of axes that spares the slowest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
+
+from hf_parallel.links import FAST, NETWORK, NODE, Links
+from hf_parallel.mesh import MeshShape
+
+
+KINDS = (NETWORK, NODE, FAST)  # the slowest first
+Flow = tuple[int, int, float]  # sender, receiver, bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh on links.
+
+    Args:
+        shape: The mesh.
+        links: What joins its ranks.
+        sums_in_nodes: Whether gradients are summed inside a node first.
+        sent: Axis -> bytes that a rank sends along it in an optimizer step; None where they are not known.
+    """
+
+    shape: MeshShape
+    links: Links
+    sums_in_nodes: bool
+    sent: Mapping[str, float] | None
+
+    def carried(self, axis: str, sent: float | None = None) -> dict[str, float]:
+        """Kind of link -> bytes of a step along an axis, out of the busiest end of one; kinds that carry nothing are left out.
+
+        Args:
+            axis: "tp", "sp", "pp" or "dp".
+            sent: Of each rank; None for what is known.
+        """
+        each = (self.sent or {}).get(axis, 0.0) if sent is None else sent
+        totals: dict[tuple[str, int], float] = {}
+        for group in self._groups(axis):
+            for sender, receiver, size in self._flows(axis, group, each):
+                kind = self.links.between(sender, receiver)
+                end = kind, self.links.end_of(sender, kind)
+                totals[end] = totals.get(end, 0.0) + size
+        found: dict[str, float] = {}
+        for (kind, _), size in totals.items():
+            found[kind] = max(found.get(kind, 0.0), size)
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """What all axes put on each kind of link, the slowest first: the smaller, the better."""
+        carried = [self.carried(axis) for axis in ("tp", "sp", "pp", "dp")]
+        return tuple(sum(one.get(kind, 0.0) for one in carried) for kind in KINDS)
+
+    def _groups(self, axis: str) -> list[list[int]]:
+        keys = {
+            "tp": lambda d, p, t, s: (d, p, s),
+            "sp": lambda d, p, t, s: (d, p, t),
+            "pp": lambda d, p, t, s: (d, t, s),
+            "dp": lambda d, p, t, s: (p, t),  # the parts of a sequence hold the same weights
+        }
+        return [group for group in self.shape.groups(keys[axis]) if len(group) > 1]
+
+    def _flows(self, axis: str, group: Sequence[int], sent: float) -> Iterator[Flow]:
+        """Who sends how much to whom."""
+        if axis == "pp":  # results forward, gradients backward
+            for one, after in pairwise(group):
+                yield one, after, sent / 2
+                yield after, one, sent / 2
+        elif axis == "sp":
+            for one, other in permutations(group, 2):
+                yield one, other, sent / (len(group) - 1)
+        elif axis == "dp" and self.sums_in_nodes:
+            yield from self._in_nodes(group, sent)
+        else:
+            yield from _ring(group, sent)
+
+    def _in_nodes(self, group: Sequence[int], sent: float) -> Iterator[Flow]:
+        """A sum inside each node in a ring, and that of the parts between nodes."""
+        whole = sent * len(group) / (len(group) - 1)  # what a ring of endless length would send
+        nodes: dict[int, list[int]] = {}
+        for rank in group:
+            nodes.setdefault(rank // self.links.ranks_per_node, []).append(rank)
+        size = len(next(iter(nodes.values())))
+        for inside in nodes.values():
+            yield from _ring(inside, whole * (size - 1) / size)
+        for across in zip(*nodes.values(), strict=True):
+            yield from _ring(across, whole / size * (len(across) - 1) / len(across))
+
+
+def _ring(group: Sequence[int], sent: float) -> Iterator[Flow]:
+    """Each sends to the next."""
+    if len(group) > 1:
+        for one, after in pairwise([*group, group[0]]):
+            yield one, after, sent
+
+
+def copies_in_nodes(shape: MeshShape, links: Links) -> int:
+    """Copies of each part on every node that has one, if several nodes have the same part; else 1."""
+    counts: dict[tuple[int, ...], int] = {}
+    for rank in range(shape.world_size):
+        _, p, t, _ = shape.coordinates(rank)
+        key = rank // links.ranks_per_node, p, t
+        counts[key] = counts.get(key, 0) + 1
+    alike = len(set(counts.values())) == 1 and len(counts) > shape.pp_size * shape.tp_size
+    return next(iter(counts.values())) if alike else 1
+
+
+def place(
+    shape: MeshShape,
+    links: Links,
+    sent: Mapping[str, float] | None,
+    *,
+    sums: Callable[[int], bool],
+    inside: int | None = None,
+) -> Placement:
+    """Choose how many replicas of a stage are neighbours: those with which the slowest links carry least.
+
+    Args:
+        shape: The mesh; its `dp_inside` is not read.
+        links: What joins the ranks.
+        sent: Axis -> bytes that a rank sends in a step; None: nobody knows, and the stages of a replica are neighbours.
+        sums: Whether gradients of so many copies on a node are summed there first.
+        inside: The number of neighbours, if it is given.
+    """
+    counts = [inside or 1]
+    if inside is None and sent is not None and links.differ and shape.pp_size > 1 and shape.ep_size == 1:
+        counts = [count for count in range(1, shape.dp_size + 1) if shape.dp_size % count == 0]
+    found = []
+    for count in counts:
+        one = replace(shape, dp_inside=count if shape.pp_size > 1 else 1)
+        copies = copies_in_nodes(one, links)
+        found.append(Placement(one, links, copies > 1 and sums(copies), sent))
+    return min(found, key=lambda one: one.cost) if len(found) > 1 else found[0]
+
+
+def map_of(placement: Placement, sums: str = "") -> list[str]:
+    """Which axis crosses which links, a line each; empty where all links are alike.
+
+    Args:
+        placement: It.
+        sums: How gradients are summed that several nodes have, in words; "" where one ring joins all.
+    """
+    links, shape = placement.links, placement.shape
+    if not links.differ or shape.world_size == 1:
+        return []
+    order = f"; neighbours are {_order(shape)}" if shape.pp_size > 1 and shape.dp_size > 1 else ""
+    sizes = {"tp": shape.tp_size, "sp": shape.sp_size, "pp": shape.pp_size, "dp": shape.num_copies}
+    lines = [f"links: {links.describe()}{order}"]
+    for axis, size in sizes.items():
+        if size == 1:
+            continue
+        known = placement.sent is not None and axis in placement.sent
+        carried = placement.carried(axis, None if known else 1.0)
+        where = [f"{kind} {_size(carried[kind])}" if known else kind for kind in reversed(KINDS) if kind in carried]
+        crosses = axis == "dp" and NETWORK in carried
+        way = "inside each node, then between nodes" if placement.sums_in_nodes else sums or "in one ring"
+        lines.append(f"  {axis} {size}: {', '.join(where)}{f'; summed {way}' if crosses else ''}")
+    if placement.sent is not None:
+        lines.append(f"  sent in a step, by the planner: {_ends(links)}")
+    return lines
+
+
+def _ends(links: Links) -> str:
+    """Whose bytes are said of each kind of link."""
+    has_fast = links.fast < links.ranks_per_node
+    ends = {FAST: "a rank"} if has_fast else {}
+    ends[NODE] = f"the {links.fast} ranks that fast links join" if has_fast else "a rank"
+    ends |= {NETWORK: "a node"} if links.nodes > 1 else {}
+    return ", ".join(f"on {kind} of {end}" for kind, end in ends.items())
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
+
+
+def _order(shape: MeshShape) -> str:
+    """What follows around the ranks that share layers."""
+    if shape.dp_inside == 1:
+        return "the stages of a replica"
+    if shape.dp_inside == shape.dp_size:
+        return "the replicas of a stage"
+    return f"{shape.dp_inside} replicas of a stage, then its stages"
