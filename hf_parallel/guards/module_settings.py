@@ -12,18 +12,16 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def settings_of(model: nn.Module) -> dict[str, Any]:
-    """Numbers, switches and words of modules and of the model's config, and the number of hooks on each, by name.
+    """Numbers, switches and words of modules, and the number of hooks on each, by name.
 
-    Without `training`, which a Trainer sets before every step.
+    Without `training`, which a Trainer sets before every step, and without the config, which saving a model writes to.
     """
-    found = {
+    return {
         f"{prefix}.{key}".lstrip("."): value if type(value) in PLAIN else len(value)
         for prefix, module in model.named_modules()
         for key, value in vars(module).items()
         if (type(value) in PLAIN and key != "training") or key in HOOKS
     }
-    config = vars(getattr(model, "config", None) or nn.Module())
-    return found | {f"config.{key}": value for key, value in config.items() if type(value) in PLAIN}
 
 
 def changed_setting(before: dict[str, Any], now: dict[str, Any]) -> str:
