@@ -24,6 +24,7 @@ from hf_parallel.engine.last_stage import LastStage
 from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.window import COUNTS
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.module_settings import changed_setting, settings_of
 from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream
@@ -84,6 +85,9 @@ class Ahead:
         seeds: Of the random numbers of microbatches.
         name: Of the schedule.
         delay: By how many updates the weights of a window are older than the newest before its own.
+
+    Attributes:
+        watches_modules: Whether code of users runs between steps, which may change what modules compute.
     """
 
     attachment: Attachment
@@ -94,6 +98,7 @@ class Ahead:
     name: str
     delay: int
     following: list[tuple[Batches, Any]] = field(default_factory=list)
+    watches_modules: bool = False
 
     def __post_init__(self) -> None:
         mesh, parameters = self.attachment.mesh, self.attachment.parameters
@@ -107,6 +112,7 @@ class Ahead:
         self._programs: dict[Any, tuple[Program, Any]] = {}
         self._stream = Stream(self._loss_of, self._before, self._after)
         self._is_due = False
+        self._settings: dict[str, Any] | None = None  # of the modules, when the last forward pass was over
         self._written: list[int] = []
         # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
         self._tells_early = (
@@ -128,6 +134,7 @@ class Ahead:
             batches: Of the window, as the model is called with the first.
         """
         self._check()
+        self._check_modules()
         self.seeds.next_step()
         self.versions.follow()
         if not self._begun:
@@ -148,6 +155,7 @@ class Ahead:
         finally:
             self.versions.put(None)
             self.runtime.before = before
+        self._settings = settings_of(self.attachment.model) if self.watches_modules else None
         return self._complete(self._begun.popleft())
 
     def _begin(self, batches: Batches) -> None:
@@ -242,6 +250,22 @@ class Ahead:
     def _now_trained(self) -> list[bool]:
         return list(map(_REQUIRES_GRAD.__get__, self._parameters))
 
+    def _check_modules(self) -> None:
+        """Refuse what user code changed of modules while windows are under way.
+
+        Raises:
+            UnsupportedError: A number, a switch or a hook of a module is another one.
+        """
+        if self._settings is None or not self._begun:
+            return
+        changed = changed_setting(self._settings, settings_of(self.attachment.model))
+        if changed:
+            raise UnsupportedError(
+                f"{changed} was changed during training with pipeline.schedule={self.name}: microbatches of the next "
+                f"{self.delay} steps have run with the value before. Change modules before training starts, or set pipeline.schedule "
+                "to 1f1b."
+            )
+
     def refuse_hooks(self, hooked: Sequence[nn.Parameter]) -> None:
         """Refuse hooks on parameters.
 
@@ -278,8 +302,12 @@ class Ahead:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around forward passes that train nothing; collective over the pipeline."""
+        before = settings_of(self.attachment.model) if self._settings is not None else {}
         with self.runtime.aside() if self._begun else nullcontext():
             yield
+        if self._settings is not None:  # what the forward pass itself writes is not changed by user code
+            now = settings_of(self.attachment.model)
+            self._settings |= {name: value for name, value in now.items() if before.get(name) != value}
 
     def give_up(self) -> None:
         """Windows that were begun will not be called for: an epoch was left early. Collective over the pipeline."""

@@ -140,6 +140,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
         begins, self._hf_parallel_epoch_begins = self._hf_parallel_epoch_begins, False
         monitor, pipeline = monitor_of(self), self._pipeline
         ahead = None if pipeline is None else pipeline.ahead
+        if ahead is not None:
+            ahead.watches_modules = any(map(is_users, self.callback_handler.callbacks))
         later = vars(self).setdefault("_hf_parallel_following", deque())
         with self._doing("is in the data loader", in_steps=not begins):
             read: Iterator[Any] = epoch_iterator

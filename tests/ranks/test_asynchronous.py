@@ -111,6 +111,14 @@ class Stops(TrainerCallback):
             control.should_epoch_stop = True
         if self.kind == "freezes" and state.global_step == 2:
             next(model.parameters()).requires_grad_(False)
+        if self.kind == "retunes" and state.global_step == 2:
+            for module in model.modules():
+                if hasattr(module, "scaling"):
+                    module.scaling *= 0.5
+        if self.kind == "wraps" and state.global_step == 2:
+            for module in model.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_hook(lambda module, inputs, output: output * 0.5)
         if self.kind == "adds_up" and state.global_step == 2:
             args.gradient_accumulation_steps = 2
         if self.kind == "steps_again" and state.global_step == 2:
@@ -183,6 +191,8 @@ def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_p
 
 REFUSED = {
     "freezes": "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training",
+    "retunes": r"scaling \(\S+ before, \S+ now\) was changed during training.*pipedream_2bw.*Change modules before training starts",
+    "wraps": r"_forward_hooks \(0 before, 1 now\) was changed during training.*or set pipeline.schedule to 1f1b",
     "hooks": "hooks on 1 parameters .*Remove them",
     "writes": "weights were changed between the backward pass and optimizer.step.*Change them after the step",
     "adds_up": "no data loader announced, with .*gradient_accumulation_steps as it is within an epoch",
