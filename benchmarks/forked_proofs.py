@@ -52,6 +52,7 @@ class Prover:
                 return prove(job_of(model, settings, place, **more), place, self._run)
             finally:
                 for noted in place.glob("compared/rank*/imports"):
+                    IMPORTED.parent.mkdir(parents=True, exist_ok=True)
                     IMPORTED.write_text(noted.read_text())
 
     def _run(self, folder: Path) -> str:

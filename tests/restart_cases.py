@@ -73,7 +73,7 @@ args = TrainingArguments(
     "out", per_device_train_batch_size=int(os.environ["ROWS"]), max_steps=steps, logging_steps=1, report_to=[], disable_tqdm=True,
     save_strategy="steps" if save_steps else "no", save_steps=save_steps or 1, learning_rate=1e-3, lr_scheduler_type="cosine",
     max_grad_norm=0.5, adam_epsilon=1e-5, dataloader_pin_memory=False)
-trainer = Trainer(tiny.llama(), args, train_dataset=tiny.rows(80), data_collator=tiny.collate,
+trainer = Trainer(tiny.MODELS[os.environ["MODEL"]](), args, train_dataset=tiny.rows(80), data_collator=tiny.collate,
                   callbacks=[Diary(), HFParallelCallback()])
 trainer.train()
 note(finished=trainer.state.global_step)
@@ -117,6 +117,7 @@ class RestartJob:
         save_steps: Between checkpoints on disk; 0 for none.
         rows: Of a batch of one replica.
         restarts: How often the launcher starts processes again.
+        model: Of `tiny.MODELS`.
     """
 
     folder: Path
@@ -126,6 +127,7 @@ class RestartJob:
     save_steps: int = 4
     rows: int = 4
     restarts: int = 3
+    model: str = "llama"
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -139,6 +141,7 @@ class RestartJob:
         plain = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         kills = json.dumps([vars(kill) for kill in self.kills])
         own = {"KILLS": kills, "STEPS": str(STEPS), "SAVE_STEPS": str(self.save_steps), "ROWS": str(self.rows)}
+        own["MODEL"] = self.model
         return os.environ | plain | own
 
     def launch(self, command: Sequence[str] = (), name: str = "log") -> subprocess.Popen[bytes]:

@@ -34,6 +34,8 @@ def verify(  # noqa: PLR0913 - each is an option
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="tp_size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="pp_size.")] = None,
+    sp: Annotated[int | None, typer.Option(min=1, help="sp_size.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="ep_size.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Replicas.")] = None,
     schedule: Annotated[str | None, typer.Option(help="pipeline.schedule.")] = None,
     zero_stage: Annotated[int | None, typer.Option(min=0, max=3, help="zero.stage.")] = None,
@@ -57,7 +59,8 @@ def verify(  # noqa: PLR0913 - each is an option
     """
     from hf_parallel.proof.verify import verify as prove
 
-    given = {"tp_size": tp, "pp_size": pp, "schedule": schedule, "num_microbatches": microbatches, "zero": zero_stage}
+    sizes = {"tp_size": tp, "pp_size": pp, "sp_size": sp, "ep_size": ep}
+    given = {**sizes, "schedule": schedule, "num_microbatches": microbatches, "zero": zero_stage}
     try:
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(
@@ -107,8 +110,7 @@ def _layout(config_file: str | None, given: dict[str, Any], dp: int | None) -> t
     zero = given.pop("zero", None)
     config = HFParallelConfig.from_mapping({}, source="options").with_overrides(**given)
     settings = config.to_yaml_section() | ({"zero": {"stage": zero}} if zero else {})
-    shards = config.tp_size * config.pp_size
-    return settings, None if dp is None else dp * shards
+    return settings, None if dp is None else dp * config.model_parallel_size
 
 
 def _show(verdict: Verdict) -> None:

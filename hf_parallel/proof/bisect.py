@@ -94,10 +94,10 @@ def _of_gradients(
     job: Job, several: frozenset[str], beyond: list[Difference], every: list[Difference]
 ) -> dict[str, Any]:
     """Gradients differ although what reached every module is right."""
-    sizes = [each.relative for each in every]
+    sizes, copies = [each.relative for each in every], job.replicas * job.config.sp_size
     if len(beyond) == len(every) > 1 and max(sizes) - min(sizes) <= ALIKE * max(sizes):
-        return _at("", "reduction") if job.replicas > 1 else _at("loss", "input gradient")
-    is_reduced = job.replicas > 1 or beyond[0].name in several
+        return _at("", "reduction") if copies > 1 else _at("loss", "input gradient")
+    is_reduced = copies > 1 or beyond[0].name in several
     return _at(module_of(beyond[0].name), "reduction" if is_reduced else "weight gradient")
 
 
@@ -170,7 +170,7 @@ def first_apart(job: Job, folder: Path) -> dict[str, Any] | None:
     if forward:
         first = min(forward, key=lambda event: event.order)
         return _at(first.module, "forward", first.microbatch)
-    passes = {module for module, kind, _ in reference.by_key if kind == OUTPUT_GRADIENT}  # not rotary tables
+    passes = {module for module, kind, *_ in reference.by_key if kind == OUTPUT_GRADIENT}  # not rotary tables
     backward = [pair for pair in pairs if pair.event.kind != FORWARD and pair.event.module in passes]
     factors = _factors(backward)
     events = [pair.judged(factors[pair.replica, pair.event.batch]) for pair in backward]
@@ -214,7 +214,7 @@ class Passages:
         noted = torch.load(path, weights_only=True)
         self.place: Mapping[str, Any] = noted["place"]
         self.passed: list[dict[str, Any]] = merged(noted["passed"], self.place["parts"])
-        self.by_key = {(each["module"], each["kind"], each["call"]): each for each in self.passed}
+        self.by_key = {(each["module"], each["kind"], each["call"], each["part"]): each for each in self.passed}
 
     @property
     def sharded_regions(self) -> tuple[set[str], set[str]]:
@@ -244,12 +244,16 @@ class Passages:
 
 def _pairs(job: Job, reference: Passages, others: list[Passages], rank: Passages) -> Iterator[Pair]:
     inside, regions = rank.sharded_regions if job.config.tp_size > 1 else (set(), set())
-    calls = Counter(module for module, kind, _ in reference.by_key if kind == FORWARD)
+    calls = Counter(module for module, kind, _, part in reference.by_key if kind == FORWARD and part == 0)
     for each, batch, row, microbatch in rank.rows(job):
         module, kind = each["module"], each["kind"]
-        key = module, kind, batch
+        key = module, kind, batch, rank.place["sp"]
         expected = reference.by_key.get(key)
         if expected is None or expected["shape"] != each["shape"] or module in inside:
+            continue
+        # A stage runs what is before its blocks on stand-ins, of which nothing has a gradient; tables of positions never have.
+        answered = (module, OUTPUT_GRADIENT, batch, rank.place["sp"]) in reference.by_key
+        if each["is_bare"] and answered and (module, OUTPUT_GRADIENT, each["call"], 0) not in rank.by_key:
             continue
         # What an expert gets is not rows of the batch, and neither is a module that is called several times a batch.
         if calls[module] != job.accumulation or len(expected["numbers"]) not in (1, job.rows * job.replicas):

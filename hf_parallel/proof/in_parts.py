@@ -79,11 +79,11 @@ def _rows(value: Any, start: int, rows: int) -> Any:
 
 def merged(passed: Sequence[Mapping[str, Any]], parts: int) -> list[dict[str, Any]]:
     """What was noted of `parts` calls of a module after another, as if it was one call; see `trace.Passed`."""
-    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, str, int, int], list[Mapping[str, Any]]] = {}
     for each in passed:
-        groups.setdefault((each["module"], each["kind"], each["call"] // parts), []).append(each)
+        groups.setdefault((each["module"], each["kind"], each["part"], each["call"] // parts), []).append(each)
     found = []
-    for (_, _, call), calls in groups.items():
+    for (_, _, _, call), calls in groups.items():
         ordered = sorted(calls, key=lambda each: int(each["call"]))
         numbers = torch.cat([each["numbers"] for each in ordered])
         found.append({**calls[0], "call": call, "numbers": numbers})

@@ -93,14 +93,17 @@ class Job:
     def _of_layout(self) -> list[str]:
         config, problems = self.config, self._of_script()
         shards = config.model_parallel_size
-        if config.sp_size > 1:
-            problems.append(
-                f"sp_size={config.sp_size}: not verified here, since ranks hold parts of every activation; a run compares the model on "
-                "parts of each row when it starts. Set sp_size to 1."
-            )
         if self.processes % shards:
+            sizes = {"tp_size": config.tp_size, "pp_size": config.pp_size, "sp_size": config.sp_size}
+            named = [name for name, size in sizes.items() if size > 1 or name != "sp_size"]
             problems.append(
-                f"processes={self.processes}: it is a multiple of tp_size * pp_size = {config.tp_size} * {config.pp_size} = {shards}."
+                f"processes={self.processes}: it is a multiple of {' * '.join(named)} = "
+                f"{' * '.join(str(sizes[name]) for name in named)} = {shards}."
+            )
+        elif self.replicas % config.ep_size:
+            problems.append(
+                f"processes={self.processes} with ep_size={config.ep_size}: {config.ep_size} replicas of {shards} ranks share the "
+                f"experts, so it is a multiple of {shards * config.ep_size}."
             )
         if config.layout == "auto":
             problems.append("layout=auto: name the layout that is to be verified (tp_size, pp_size, zero.stage).")
@@ -134,7 +137,13 @@ class Job:
     def layout(self) -> str:
         """The layout in words that are used in tables, such as pp2xdp2."""
         config = self.config
-        sizes = {"pp": config.pp_size, "tp": config.tp_size, "dp": self.replicas, "ep": config.ep_size}
+        sizes = {
+            "pp": config.pp_size,
+            "tp": config.tp_size,
+            "sp": config.sp_size,
+            "dp": self.replicas,
+            "ep": config.ep_size,
+        }
         axes = "x".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
         zero = f" zero{config.zero.stage}" if config.zero.stage else ""
         return f"{axes}{zero}"
@@ -154,6 +163,7 @@ class Job:
             self.accumulation,
             self.dtype,
             self.layers,
+            self.config.sp_size if self.trace else 1,
         )
         text = json.dumps([model, *rest, self.random_weights, self.seed, self.trace, self.script, self.arguments])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

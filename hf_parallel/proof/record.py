@@ -97,11 +97,11 @@ class Recorder(TrainerCallback):
         """Where this process stands in the layout."""
         holdings = self._holdings()
         if holdings is None:
-            return {"rank": 0, "dp": 0, "pp": 0, "tp": 0, "sharded": [], "shared": []}
+            return {"rank": 0, "dp": 0, "pp": 0, "tp": 0, "sp": 0, "sharded": [], "shared": []}
         mesh = holdings.mesh
         sharded = [entry.name for entry in holdings.ledger if entry.spec is not None]
         shared = [entry.name for entry in holdings.ledger if len(entry.holders) > 1]
-        axes = {"rank": mesh.rank, "dp": mesh.dp_rank, "pp": mesh.pp_rank, "tp": mesh.tp_rank}
+        axes = {"rank": mesh.rank, "dp": mesh.dp_rank, "pp": mesh.pp_rank, "tp": mesh.tp_rank, "sp": mesh.sp_rank}
         return {**axes, "sharded": sharded, "shared": shared}
 
     def _holdings(self) -> Holdings | None:

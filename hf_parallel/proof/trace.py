@@ -26,8 +26,10 @@ class Passed:
         call: Which forward of the module it was, from 0.
         kind: forward (its output), output_gradient or input_gradient.
         order: When, among all of this process.
-        shape: Of one row.
+        shape: Of one row, or of the part of it.
         numbers: f64[rows, NUMBERS], projections of each row.
+        part: Which tokens of the rows, of the parts that a layout makes of them; 0 for what is not cut.
+        is_bare: Whether the module has no parameters, and so runs on every stage, on some on what stands in for its input.
     """
 
     module: str
@@ -36,6 +38,8 @@ class Passed:
     order: int
     shape: list[int]
     numbers: Tensor
+    part: int = 0
+    is_bare: bool = False
 
 
 @dataclass
@@ -44,22 +48,28 @@ class Tracer:
 
     Args:
         model: The model.
+        parts: Into which tensors f[B S ...] are cut along their tokens: what ranks of a layout that share rows have.
 
     Attributes:
         is_on: Whether calls are noted: not those that plan and check a layout.
     """
 
     model: nn.Module
+    parts: int = 1
     is_on: bool = False
     passed: list[Passed] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
     _trained: set[nn.Module] = field(default_factory=set)
+    _bare: set[str] = field(default_factory=set)
     _projections: dict[int, Tensor] = field(default_factory=dict)
+    _notes: int = 0
 
     def __post_init__(self) -> None:
         for name, module in self.model.named_modules():
             if has_parameters(module):
                 self._trained.add(module)
+            else:
+                self._bare.add(name)
             if name:
                 module.register_forward_pre_hook(self._before(name), with_kwargs=True)
                 module.register_forward_hook(self._after(name))
@@ -100,15 +110,22 @@ class Tracer:
     def _note(self, name: str, call: int, kind: str, tensor: Tensor | None) -> None:
         if tensor is None:  # autograd calls hooks of tensors that got no gradient, too
             return
-        rows = tensor.detach().to("cpu", torch.float64).reshape(tensor.shape[0], -1) if tensor.ndim > 1 else None
-        if rows is None:
+        if tensor.ndim < 2:
             return
+        size = -(-tensor.shape[1] // self.parts) if tensor.ndim > 2 else tensor.shape[1]
+        for index, part in enumerate(tensor.detach().split(max(1, size), dim=1)):
+            shape, numbers = list(part.shape[1:]), self._projected(part)
+            self.passed.append(Passed(name, call, kind, self._notes, shape, numbers, index, name in self._bare))
+        self._notes += 1
+
+    def _projected(self, tensor: Tensor) -> Tensor:
+        rows = tensor.to("cpu", torch.float64).reshape(tensor.shape[0], -1)
         width = rows.shape[1]
         if width not in self._projections:
             generator = torch.Generator().manual_seed(width)
             self._projections[width] = torch.randn(width, NUMBERS, generator=generator, dtype=torch.float64)
-        numbers = rows @ self._projections[width] / width**0.5
-        self.passed.append(Passed(name, call, kind, len(self.passed), list(tensor.shape[1:]), numbers))
+        projected: Tensor = rows @ self._projections[width] / width**0.5
+        return projected
 
 
 def has_parameters(module: nn.Module) -> bool:

@@ -166,10 +166,11 @@ def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more:
 
 
 def fewest(settings: Mapping[str, Any]) -> int:
-    """The fewest ranks of a layout: with ZeRO, or without any axis, two replicas; those that share experts."""
-    shards = int(settings.get("tp_size", 1)) * int(settings.get("pp_size", 1))
+    """The fewest ranks of a layout: with ZeRO, or without any axis, two copies of the weights; those that share experts."""
+    tp, pp, sp, ep = (int(settings.get(f"{axis}_size", 1)) for axis in ("tp", "pp", "sp", "ep"))
+    shards = tp * pp * sp
     has_zero = bool(dict(settings.get("zero") or {}).get("stage"))
-    replicas = max(int(settings.get("ep_size", 1)), 2 if has_zero or shards == 1 else 1)
+    replicas = max(ep, 2 if (has_zero and sp == 1) or shards == 1 else 1)
     return replicas * shards
 
 

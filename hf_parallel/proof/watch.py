@@ -55,7 +55,7 @@ class Watch:
         self._ties = None if layout else Ties(noise)
         self._recorder = Recorder(folder, job.steps)
         self._tamper = _Tamper(job.tamper) if layout and job.tamper is not None else None
-        self._tracer = Tracer(model) if job.trace else None
+        self._tracer = Tracer(model, 1 if layout else job.config.sp_size) if job.trace else None
         self.callbacks: list[TrainerCallback] = [self._recorder]
         if layout:
             self.callbacks.append(HFParallelCallback(job.config, sample=sample))

@@ -38,6 +38,13 @@ def halve_a_weight(trainer: Any) -> None:
                 parameter.data.mul_(0.5)
 
 
+def change_a_part(trainer: Any) -> None:
+    """A bug: what the second rank of a sequence has in an MLP is larger."""
+    if trainer.accelerator.hf_parallel.mesh.sp_rank == 1:
+        layer = trainer.model.get_submodule("model.layers.1.mlp.down_proj")
+        layer.register_forward_hook(lambda module, args, output: 1.1 * output)  # after the tracer's own hook
+
+
 def double_a_router(trainer: Any) -> None:
     """A bug: the last stage's router has other values."""
     for name, parameter in trainer.model.named_parameters():
@@ -46,15 +53,18 @@ def double_a_router(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "more"),
     [
-        pytest.param({"pp_size": 2, "num_microbatches": 4}, id="pp2", marks=pytest.mark.long),
-        pytest.param({"tp_size": 2}, id="tp2", marks=pytest.mark.slow),
-        pytest.param({"zero": {"stage": 1}}, id="zero1", marks=pytest.mark.slow),
+        pytest.param({"pp_size": 2, "num_microbatches": 4}, {}, id="pp2", marks=pytest.mark.long),
+        pytest.param({"tp_size": 2}, {}, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"zero": {"stage": 1}}, {}, id="zero1", marks=pytest.mark.slow),
+        pytest.param({"zero": {"stage": 3}}, {"accumulation": 2}, id="zero3", marks=pytest.mark.slow),
+        pytest.param({"sp_size": 2}, {"length": 15, "rows": 1}, id="sp2", marks=pytest.mark.long),
+        pytest.param({"sp_size": 2, "tp_size": 2}, {}, id="sp2xtp2", marks=pytest.mark.slow),
     ],
 )
-def test_layouts_agree_with_one_process(settings: dict[str, Any]) -> None:
-    verdict = verify(CONFIG, settings, steps=2)
+def test_layouts_agree_with_one_process(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    verdict = verify(CONFIG, settings, steps=2, **more)
     assert verdict.ok, verdict
     assert verdict.refused is None
     assert verdict.first_divergence is None
@@ -81,6 +91,15 @@ def test_a_bug_is_found_and_its_module_named() -> None:
     assert verdict.first_divergence == place
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("bugs")
+def test_a_bug_in_a_part_of_each_row_is_found_and_its_module_named() -> None:
+    verdict = verify(CONFIG, {"sp_size": 2}, steps=1, tamper="test_verify:change_a_part")
+    assert not verdict.ok
+    assert verdict.layout == "sp2"
+    assert verdict.first_divergence == {"module": "model.layers.1.mlp", "microbatch": 0, "kind": "forward"}
+
+
 ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
 
 
@@ -91,6 +110,7 @@ ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, 
         pytest.param({"pp_size": 2, "num_microbatches": 2}, 4, id="pp2xdp2", marks=pytest.mark.slow),
         pytest.param({}, 2, id="dp2", marks=pytest.mark.slow),
         pytest.param({"tp_size": 2}, 2, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"ep_size": 2}, 2, id="ep2", marks=pytest.mark.slow),
     ],
 )
 def test_a_routers_loss_is_compared_with_one_of_the_same_parts(settings: dict[str, Any], processes: int) -> None:
@@ -158,6 +178,12 @@ def test_what_cannot_be_verified_is_refused_at_once() -> None:
         verify(CONFIG, {"pp_size": 2}, steps=0, dtype="int8")
     with pytest.raises(ConfigError, match=r"processes=3: it is a multiple of tp_size \* pp_size = 1 \* 2 = 2"):
         verify(CONFIG, {"pp_size": 2}, processes=3)
+    with pytest.raises(
+        ConfigError, match=r"processes=3: it is a multiple of tp_size \* pp_size \* sp_size = 1 \* 1 \* 2 = 2"
+    ):
+        verify(CONFIG, {"sp_size": 2}, processes=3)
+    with pytest.raises(ConfigError, match=r"processes=3 with ep_size=2: 2 replicas of 1 ranks .* multiple of 2\."):
+        verify(ROUTED, {"ep_size": 2}, processes=3)
 
 
 @pytest.mark.slow

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_parallel.proof.bisect import Event, Passages, _first_backward, first_divergence, first_step
+from hf_parallel.proof.bisect import Event, Passages, _first_backward, first_apart, first_divergence, first_step
 from hf_parallel.proof.compare import Comparison, Difference
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.trace import TRACE, Tracer
@@ -108,3 +109,34 @@ def test_a_tensor_that_gets_no_gradient_is_not_noted() -> None:
     kinds = {(each.module, each.kind) for each in tracer.passed}
     assert ("1", "forward") in kinds
     assert ("1", "input_gradient") not in kinds
+
+
+class OneMore(torch.nn.Module):
+    """Works on each token by itself, on the second rank of a sequence otherwise."""
+
+    def __init__(self, added: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.added = torch.nn.Linear(3, 3), added
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) + self.added
+        return found
+
+
+@pytest.mark.parametrize("wrong_rank", [None, 0, 1])
+def test_a_part_of_each_row_is_compared_with_that_part_in_one_process(wrong_rank: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 3), OneMore()), torch.randn(4, 6, 3)
+    folders = {"reference": None, "perturbed1": None, "perturbed2": None, "rank0": 0, "rank1": 1}
+    for name, sp_rank in folders.items():
+        own = copy.deepcopy(model)
+        own[1].added = 0.5 * (sp_rank is not None and sp_rank == wrong_rank)
+        tracer = Tracer(own, 2 if sp_rank is None else 1, is_on=True)
+        given = x if sp_rank is None else x[:, 3 * sp_rank : 3 * sp_rank + 3]
+        own(given).sum().backward()
+        place = {"dp": 0, "sp": sp_rank or 0, "parts": 1, "sharded": [], "shared": []}
+        (tmp_path / name).mkdir()
+        tracer.write(tmp_path / name, place)
+    found = first_apart(Job("m", {"sp_size": 2}, 2, steps=1, trace=True), tmp_path)
+    expected = {"module": "1", "microbatch": 0, "kind": "forward"}
+    assert found == (None if wrong_rank is None else expected)

@@ -45,7 +45,14 @@ def test_the_sum_over_labels_is_that_of_the_batch_and_routers_losses_are_average
 
 def test_calls_of_parts_are_one_call_of_the_batch() -> None:
     noted = [
-        {"module": "a", "kind": "forward", "call": call, "order": call, "numbers": torch.tensor([[float(call)]])}
+        {
+            "module": "a",
+            "kind": "forward",
+            "call": call,
+            "order": call,
+            "part": 0,
+            "numbers": torch.tensor([[float(call)]]),
+        }
         for call in (1, 0, 2, 3)  # a backward pass notes the last part first
     ]
     found = merged(noted, 2)
