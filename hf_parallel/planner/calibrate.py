@@ -30,7 +30,8 @@ FASTEST: Final = 1e12  # bytes per second that no link exceeds: what a message t
 TIMEOUT: Final = timedelta(seconds=120)  # of one message
 LIMIT_S: Final = 240.0  # of all that is measured, which takes less than a minute on a machine with nothing else to do
 KILLED_S: Final = 10.0  # until a process that was killed has gone
-REPEATS: Final = 4
+REPEATS: Final = (4, 16)  # of each piece of work, the fewest and the most
+REPEATS_S: Final = 0.8  # that more than the fewest may take
 # A block that stands for the model's own if none is given; large enough that its ops are not launches alone.
 BLOCK: Final[dict[str, Any]] = {
     "model_type": "llama",
@@ -42,6 +43,7 @@ BLOCK: Final[dict[str, Any]] = {
 }
 BLOCK_LENGTH: Final = 256
 BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
+BLOCKS: Final = (1, 4)  # of the models whose difference is timed: the more blocks, the less noise in one
 
 
 @dataclass(frozen=True)
@@ -272,8 +274,9 @@ class _Clock:
         import torch.distributed as dist
 
         work()
-        times = []
-        for _ in range(REPEATS):
+        times: list[float] = []
+        repeats = REPEATS[0]
+        while len(times) < repeats:
             if self.ranks > 1:
                 dist.barrier()
             begun = time.perf_counter()
@@ -281,7 +284,19 @@ class _Clock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - begun)
+            if len(times) == REPEATS[0]:
+                repeats = self._repeats(min(times))
         return min(times)
+
+    def _repeats(self, seconds: float) -> int:
+        """As many as take `REPEATS_S`, the same on every rank: the slowest counts."""
+        import torch
+        import torch.distributed as dist
+
+        slowest = torch.tensor(seconds, device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return min(REPEATS[1], max(REPEATS[0], int(REPEATS_S / max(float(slowest), 1e-9))))
 
 
 def _computation(clock: _Clock) -> dict[str, float]:
@@ -322,15 +337,16 @@ def _block_seconds(clock: _Clock, model: str, rows: int, length: int) -> float:
     from transformers import AutoModel
 
     times = []
-    for layers in (1, 2):  # the difference is one block
+    for layers in BLOCKS:
         made = AutoModel.from_config(with_layers(config_of_text(model), layers)).to(clock.device)
         ids = torch.zeros(rows, length, dtype=torch.long, device=clock.device)
 
         def train(model: Any = made, ids: Any = ids) -> None:
+            model.zero_grad()  # sums of gradients are counted apart
             model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
 
         times.append(clock(train))
-    return max(times[1] - times[0], 1e-6)
+    return max((times[1] - times[0]) / (BLOCKS[1] - BLOCKS[0]), 1e-6)
 
 
 def config_of_text(model: str) -> Any:

@@ -133,7 +133,8 @@ def _summed(parameters: float, place: Place) -> float:
     if spec.num_microbatches == 1 or spec.gathers_each_pass or spec.adapters or inside:
         return 0.0
     each = 2 * min(4.0, spec.states[1]) + spec.element
-    return each * parameters / spec.tp * (1 - 1 / spec.num_microbatches) / place.moved
+    rate = min(place.moved, place.cluster.card.bandwidth)  # gradients of a whole model are in no cache
+    return each * parameters / spec.tp * (1 - 1 / spec.num_microbatches) / rate
 
 
 def _product(one: Product, place: Place, *, fp8: bool = True, heads: int = 0) -> float:

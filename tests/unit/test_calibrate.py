@@ -57,6 +57,22 @@ def test_a_measured_block_takes_as_long_as_it_did(rows: int, seconds: float) -> 
     assert block_pass(profile, profile.kinds[0], place).both == pytest.approx(seconds, rel=1e-3)
 
 
+def test_gradients_of_several_passes_are_summed_at_the_rate_of_memory_not_of_caches() -> None:
+    """A block that was measured in caches says nothing of the gradients, which are read and written beside it."""
+    steps = []
+    for moved in (8e9, 4e9):
+        report = dataclasses.replace(REPORT, moved=moved, blocks_s=(1e-3, 2e-3, 4e-3, 8e-3))
+        cluster = MeasuredCluster(1, 2, "cpu", calibration=report)
+        passes = {"dp": 2, "micro_batch": 1, "dtype": "fp32"}
+        one, two = (
+            predict(CONFIG, cluster, passes | {"num_microbatches": count}, seq_len=128).step_s for count in (1, 2)
+        )
+        steps.append(two - 2 * one)
+    assert cluster.constants(128).e_bw > 1
+    parameters = profile_of(CONFIG).parameters
+    assert steps[1] - steps[0] == pytest.approx(12 * parameters / 2 * 2 * (1 / 4e9 - 1 / 8e9), rel=0.3)
+
+
 def test_slower_links_make_slower_steps() -> None:
     layout = {"tp": 2, "micro_batch": 4, "dtype": "fp32"}
     steps = []
