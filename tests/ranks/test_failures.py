@@ -118,7 +118,10 @@ def adafactor(rank: int, folder: str) -> None:
 
 def step_without_reduction(rank: int, folder: str) -> None:
     _, model, optimizer, _ = raw_loop(DP2)
-    sum(p.square().sum() for p in model.parameters()).backward()
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(sum(p.square().sum() for p in parameters), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     optimizer.step()
 
 
