@@ -8,6 +8,7 @@ Every picture is a function that fills a board. What a picture claims about numb
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,52 +184,65 @@ def zero() -> Board:
     return board
 
 
-def ulysses() -> Board:
-    """All-to-all around attention on two ranks."""
+def _there_and_back(
+    columns: tuple[tuple[float, float], ...],
+    ranks: tuple[tuple[str, str, str, str], ...],
+    ways: tuple[str, str],
+    note: str,
+) -> Board:
+    """Two ranks that exchange what they have, work, and exchange it back.
+
+    Args:
+        columns: Left and width of the three boxes of a rank.
+        ranks: Name of a rank, and the words in its boxes.
+        ways: What the two exchanges are called.
+        note: Below.
+    """
     board = Board(88, 27)
-    for rank in range(2):
+    edges = [(left + width, after) for (left, width), (after, _) in pairwise(columns)]
+    for rank, (name, *texts) in enumerate(ranks):
         top = 4 + 12 * rank
-        board.frame((1, top, 86, 8), f"rank {rank}")
-        tokens = "tokens 0 to 3" if rank == 0 else "tokens 4 to 7"
-        heads = "heads 0, 1" if rank == 0 else "heads 2, 3"
-        board.box((3, top + 1.5, 19, 5), f"{tokens}, all heads\nq, k, v", BLUE)
-        board.box((35, top + 1.5, 19, 5), f"all tokens, {heads}\nattention", ORANGE)
-        board.box((67, top + 1.5, 18, 5), f"{tokens}, all heads\nMLP, norms", BLUE)
-        for start, end in ((22, 35), (54, 67)):
+        board.frame((1, top, 86, 8), name)
+        for (left, width), text, colour in zip(columns, texts, (BLUE, ORANGE, BLUE), strict=True):
+            board.box((left, top + 1.5, width, 5), text, colour)
+        for start, end in edges:
             board.arrow((start, top + 4), (end, top + 4))
             board.arrow((start, top + 4), (end, 20 - 12 * rank), line=":")
-    board.words((28.5, 2), "all-to-all", align="center")
-    board.words((60.5, 2), "all-to-all", align="center")
-    board.words(
-        (44, 26),
-        "Weights are the same on both ranks; activations of a rank are those of its tokens. Dotted: what travels.",
-        align="center",
-        size=7.5,
-    )
+    for (start, end), way in zip(edges, ways, strict=True):
+        board.words(((start + end) / 2, 2), way, align="center")
+    board.words((44, 26), note, align="center", size=7.5)
     return board
+
+
+def ulysses() -> Board:
+    """All-to-all around attention on two ranks."""
+    parts = (("tokens 0 to 3", "heads 0, 1"), ("tokens 4 to 7", "heads 2, 3"))
+    ranks = tuple(
+        (
+            f"rank {rank}",
+            f"{tokens}, all heads\nq, k, v",
+            f"all tokens, {heads}\nattention",
+            f"{tokens}, all heads\nMLP, norms",
+        )
+        for rank, (tokens, heads) in enumerate(parts)
+    )
+    note = "Weights are the same on both ranks; activations of a rank are those of its tokens. Dotted: what travels."
+    return _there_and_back(((3, 19), (35, 19), (67, 18)), ranks, ("all-to-all", "all-to-all"), note)
 
 
 def experts() -> Board:
     """Tokens travel to the rank that holds their expert."""
-    board = Board(88, 27)
-    for rank in range(2):
-        top = 4 + 12 * rank
-        board.frame((1, top, 86, 8), f"rank {rank} = replica {rank}")
-        board.box((3, top + 1.5, 20, 5), f"rows of batch {rank}\nattention, router (whole)", BLUE)
-        board.box((36, top + 1.5, 18, 5), f"experts {2 * rank} and {2 * rank + 1}\nof 4", ORANGE)
-        board.box((67, top + 1.5, 18, 5), f"rows of batch {rank}\nweighted sum", BLUE)
-        for start, end in ((23, 36), (54, 67)):
-            board.arrow((start, top + 4), (end, top + 4))
-            board.arrow((start, top + 4), (end, 20 - 12 * rank), line=":")
-    board.words((29.5, 2), "to the expert", align="center")
-    board.words((60.5, 2), "back", align="center")
-    board.words(
-        (44, 26),
-        "A token goes to the ranks of the experts that its router chose, and its results come back (dotted: between ranks).",
-        align="center",
-        size=7.5,
+    ranks = tuple(
+        (
+            f"rank {rank} = replica {rank}",
+            f"rows of batch {rank}\nattention, router (whole)",
+            f"experts {2 * rank} and {2 * rank + 1}\nof 4",
+            f"rows of batch {rank}\nweighted sum",
+        )
+        for rank in range(2)
     )
-    return board
+    note = "A token goes to the ranks of the experts that its router chose, and its results come back (dotted: between ranks)."
+    return _there_and_back(((3, 20), (36, 18), (67, 18)), ranks, ("to the expert", "back"), note)
 
 
 def recompute() -> Board:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
 from hf_parallel.settings.sections import Section, Size, number
+
+
+AutoSize: TypeAlias = Annotated[Literal["auto"] | Size, BeforeValidator(number)]
 
 
 def auto_or_keys(value: Any) -> Any:
@@ -22,26 +25,22 @@ class TopologyConfig(Section):
     """Which links join the ranks, and how the axes of the mesh lie on them."""
 
     nodes: Annotated[
-        Literal["auto"] | Size,
-        BeforeValidator(number),
+        AutoSize,
         Field(description="nodes of the run, an integer of 1 or more, or 'auto' (the machines of the launch)"),
     ] = "auto"
     gpus_per_node: Annotated[
-        Literal["auto"] | Size,
-        BeforeValidator(number),
+        AutoSize,
         Field(description="ranks of each node, an integer of 1 or more, or 'auto' (what the launcher started)"),
     ] = "auto"
     fast: Annotated[
-        Literal["auto"] | Size,
-        BeforeValidator(number),
+        AutoSize,
         Field(
             description="neighbours that faster links join than the rest of their node (NVLink bridges), an integer of 2 or more that "
             "divides gpus_per_node, or 'auto' (all of a node are alike)"
         ),
     ] = "auto"
     dp_inside: Annotated[
-        Literal["auto"] | Size,
-        BeforeValidator(number),
+        AutoSize,
         Field(
             description="replicas of a stage that are neighbours, a divisor of dp: 1 puts the stages of a replica next to each other, dp "
             "the replicas of a stage, or 'auto' (by bytes)"
