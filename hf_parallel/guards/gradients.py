@@ -443,11 +443,11 @@ class ShownGradients:
     def _show_again(self, stands: Mapping[str, Any]) -> None:
         self._active = True
         self.note_parts()
+        absent = self._zero.absent_names if self._zero is not None else frozenset()  # on all ranks: one may have no part
         for name, parameter in self._parameters.items():
             flat, stand = self._flat.get(name), stands.get(name)
             if flat is not None:
-                piece = flat.shard.inside(flat.position)
-                if flat.shard.master.grad is None or (piece is not None and piece in flat.shard.absent):
+                if flat.shard.master.grad is None or name in absent:
                     continue
                 fresh = stand is None or stand.changed is not None
                 parameter.grad = SharedGradient.of(parameter, flat, self) if fresh else stand
