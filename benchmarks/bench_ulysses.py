@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,22 @@ from saved_tensors import saved_bytes  # noqa: E402
 from hf_parallel.ulysses.attention import Shared, share_attention  # noqa: E402
 from hf_parallel.ulysses.exchange import SequenceGroup  # noqa: E402
 from hf_parallel.ulysses.forward import share_forward  # noqa: E402
+from hf_parallel.ulysses.ring import Ring  # noqa: E402
 
 
 Sizes = tuple[str, int, int, int, int]
 
 
-def kept(rank: int, world_size: int, name: str, hidden: int, layers: int, length: int, rows: int) -> int:
-    """Bytes that this rank keeps of one forward."""
+def kept(
+    rank: int, world_size: int, name: str, hidden: int, layers: int, length: int, rows: int, method: str = "ulysses"
+) -> int:
+    """Bytes that this rank keeps of one forward; `method` as `sp_attention`."""
     torch.set_num_threads(1)
     model = build(name, hidden, layers, length)
     ids = torch.randint(1000, (rows, length), generator=torch.Generator().manual_seed(0))
     if world_size > 1:
-        shared = Shared(SequenceGroup(dist.group.WORLD))
+        group = SequenceGroup(dist.group.WORLD)
+        shared = Shared(group, Ring(group) if method == "ring" else None)
         forward: Any = share_forward(model, model.forward, shared)
         share_attention(model, shared)
         model.forward = forward
@@ -61,18 +66,19 @@ def main() -> int:
     table = Table(
         title=f"bytes kept for the backward: hidden {hidden}, {layers} blocks, {rows} rows of {length} tokens"
     )
-    for heading in ("model", "sp", "MB on the fullest rank", "share of one process"):
+    for heading in ("model", "sp", "attention", "MB on the fullest rank", "share of one process"):
         table.add_column(heading)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name in ("llama", "gpt2"):
             whole = 0
-            for size in (1, 2, 4) if hidden // 64 >= 4 else (1, 2):
+            ways = product((2, 4) if hidden // 64 >= 4 else (2,), ("ulysses", "ring"))
+            for size, method in ((1, ""), *ways):
                 sizes: Sizes = (name, hidden, layers, length, rows)
-                most = max(run_ranks(kept, size, *sizes, tmp_path=Path(folder), init_group=size > 1))
+                most = max(run_ranks(kept, size, *sizes, method, tmp_path=Path(folder), init_group=size > 1))
                 whole = whole or most
-                found.append({"model": name, "sp": size, "bytes": most, "share": most / whole})
-                table.add_row(name, str(size), f"{most / 1e6:.2f}", f"{most / whole:.3f}")
+                found.append({"model": name, "sp": size, "attention": method, "bytes": most, "share": most / whole})
+                table.add_row(name, str(size), method, f"{most / 1e6:.2f}", f"{most / whole:.3f}")
     Console().print(table)
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(found, indent=1) + "\n")

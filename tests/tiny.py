@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {  # what the Llama-shaped configs have in common
 def llama(tied: bool = False, layers: int = 4, **overrides: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"intermediate_size": 64, "num_hidden_layers": layers, "tie_word_embeddings": tied}
-    return LlamaForCausalLM(LlamaConfig(**SMALL, **sizes, **overrides))
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **sizes, **overrides}))
 
 
 def gpt2(tied: bool = True, dropout_rate: float = 0.0) -> GPT2LMHeadModel:
@@ -125,6 +125,11 @@ def uneven(dropout_rate: float = 0.0) -> LlamaForCausalLM:
     options = {"num_hidden_layers": 2, "tie_word_embeddings": True, "attention_dropout": dropout_rate}
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SMALL, **heads}, **options))
+
+
+def few_heads() -> LlamaForCausalLM:
+    """Two heads that share one key-value head: fewer than four ranks."""
+    return llama(layers=2, num_attention_heads=2, num_key_value_heads=1)
 
 
 def biogpt_dropout() -> BioGptForCausalLM:
@@ -268,6 +273,7 @@ MODELS = {
     "gemma3n": gemma3n,
     "mamba": mamba,
     "uneven": uneven,
+    "few_heads": few_heads,
     "uneven_dropout": lambda: uneven(dropout_rate=0.2),
     "biogpt_dropout": biogpt_dropout,
     "gpt_neox_dropout": gpt_neox_dropout,

@@ -35,6 +35,7 @@ def verify(  # noqa: PLR0913 - each is an option
     tp: Annotated[int | None, typer.Option(min=1, help="tp_size.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="pp_size.")] = None,
     sp: Annotated[int | None, typer.Option(min=1, help="sp_size.")] = None,
+    sp_attention: Annotated[str | None, typer.Option(help="sp_attention: auto, ulysses or ring.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="ep_size.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Replicas.")] = None,
     schedule: Annotated[str | None, typer.Option(help="pipeline.schedule.")] = None,
@@ -60,7 +61,7 @@ def verify(  # noqa: PLR0913 - each is an option
     from hf_parallel.proof.verify import verify as prove
 
     sizes = {"tp_size": tp, "pp_size": pp, "sp_size": sp, "ep_size": ep}
-    given = {**sizes, "schedule": schedule, "num_microbatches": microbatches, "zero": zero_stage}
+    given = {**sizes, "sp_attention": sp_attention, "schedule": schedule, "num_microbatches": microbatches, "zero": zero_stage}
     try:
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(

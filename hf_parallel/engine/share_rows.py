@@ -17,13 +17,29 @@ from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
+from hf_parallel.ulysses.ring import Ring, method_of
 from hf_parallel.ulysses.verify import verify_model
 
 
 def shared_rows(setup: Setup) -> Shared | None:
     """What the model will know of the sequence that its ranks share; None with sp_size 1."""
-    group = setup.mesh.sp_group
-    return None if group is None else Shared(SequenceGroup(group, setup.recorder))
+    group, config = setup.mesh.sp_group, setup.config
+    if group is None:
+        return None
+    sequence, heads = SequenceGroup(group, setup.recorder), _heads(setup.model)
+    method = method_of(config.sp_attention, heads and max(1, heads // config.tp_size), sequence.size)
+    return Shared(sequence, Ring(sequence) if method == "ring" else None)
+
+
+def _heads(model: nn.Module) -> int | None:
+    """Query heads of each block, where the config has one number."""
+    heads = getattr(_text_config(model), "num_attention_heads", None)
+    return heads if isinstance(heads, int) else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
 
 
 def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> None:
@@ -40,9 +56,7 @@ def check_rows(setup: Setup, shared: Shared | None, probes: Probes | None) -> No
 
 def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
     """As `check_rows`, and whether rows of several documents are exact, which only matters to batches that have some."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    if getattr(text, "output_router_logits", False):
+    if getattr(_text_config(model), "output_router_logits", False):
         raise PlanError(
             f"config.output_router_logits=True with sp_size={shared.group.size}: the loss that balances experts is no sum over tokens, "
             "so the parts of a row do not add up to it. Set config.output_router_logits to False, or sp_size to 1."
@@ -59,7 +73,7 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
 
 
 def share_rows(setup: Setup, shared: Shared | None) -> None:
-    """Let the model's attention exchange heads for sequence. In place."""
+    """Let the model's attention exchange heads for sequence, or keys go round. In place."""
     if shared is not None:
         share_attention(setup.model, shared)
 

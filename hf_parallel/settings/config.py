@@ -49,7 +49,9 @@ class HFParallelConfig(Section):
     Args:
         tp_size: Ranks that share each layer, 1 or more.
         pp_size: Pipeline stages, 1 or more. The rest of the world is data parallel: `dp = world / (tp * pp * sp)`.
-        sp_size: Ranks that share the sequence of each row, 1 or more; each holds the weights of all (Ulysses).
+        sp_size: Ranks that share the sequence of each row, 1 or more; each holds the weights of all.
+        sp_attention: How attention reaches the whole of such a row: "ulysses" exchanges heads for sequence, "ring" passes keys and
+            values round, "auto" is the ring where a rank has fewer than `sp_size` query heads.
         ep_size: Neighbouring replicas that share the experts of their stage, 1 or more; a divisor of dp.
         layout: "given" by the other settings, or "auto": planned when training starts, for the machines that run; then only
             topology, checkpoint and monitor may be given besides.
@@ -85,6 +87,13 @@ class HFParallelConfig(Section):
     sp_size: Annotated[
         Size, Field(description="ranks that share the sequence of each row, an integer of 1 or more")
     ] = 1
+    sp_attention: Annotated[
+        Literal["auto", "ulysses", "ring"],
+        Field(
+            description="attention of a shared sequence: 'ulysses' (heads exchanged for sequence), 'ring' (keys and values go round) "
+            "or 'auto' (the ring where heads are fewer than sp_size)"
+        ),
+    ] = "auto"
     layout: Annotated[
         Literal["given", "auto"],
         Field(description="'given' (by the other settings) or 'auto' (planned when training starts)"),

@@ -11,6 +11,7 @@ from hf_parallel.settings.sections import PipelineConfig, TensorParallelConfig
 
 def sequence_problems(
     sp_size: int,
+    sp_attention: str,
     ep_size: int,
     tensor_parallel: TensorParallelConfig,
     pipeline: PipelineConfig,
@@ -21,6 +22,11 @@ def sequence_problems(
 ) -> Iterator[str]:
     """What a shared sequence cannot be combined with."""
     if sp_size == 1:
+        if sp_attention != "auto":
+            yield (
+                f"sp_attention={sp_attention} with sp_size=1 has no effect: no rank shares a sequence. Set sp_size to 2 or more, or "
+                "leave sp_attention out."
+            )
         return
     method, blocks = compression.method, pipeline.compile_blocks
     refused = [

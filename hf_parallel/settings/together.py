@@ -72,7 +72,8 @@ def problems_together(config: HFParallelConfig) -> list[str]:
             )
         ),
         *sequence_problems(
-            *(config.sp_size, config.ep_size, config.tensor_parallel, config.pipeline, config.zero),
+            *(config.sp_size, config.sp_attention, config.ep_size),
+            *(config.tensor_parallel, config.pipeline, config.zero),
             *(config.gradient_compression, config.local_sgd, config.chunked_loss),
         ),
         *config.gradient_compression.problems("gradient_compression"),

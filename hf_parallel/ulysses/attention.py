@@ -2,6 +2,7 @@
 
 A model asks a registry for its attention function and for that of its masks, by the name in its config. Ours exchange heads for
 sequence, call what the name was before, and exchange back. Parameters with a number for each head (sinks) are read in parts.
+Where the sequence is a ring, queries stay, and the mask is that of this rank's queries and all keys.
 
 Extents: B batch, S sequence, H heads, K key-value heads, D width of a head.
 """
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,7 +25,9 @@ from transformers.masking_utils import packed_sequence_compatibility_function
 from hf_parallel.compat.private_torch import in_backward_pass
 from hf_parallel.compat.private_transformers import attention_names
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.ulysses.blocks import EVENLY
 from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
+from hf_parallel.ulysses.ring import Ring
 
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
@@ -37,12 +41,14 @@ class Shared:
 
     Args:
         group: The ranks that share the sequence.
+        ring: Computes attention with keys that go round the ranks; None: heads and sequence change places.
         length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
         packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
         no_documents: Why batches of packed documents are refused; "" if they are exact.
     """
 
     group: SequenceGroup
+    ring: Ring | None = None
     length: int = 0
     packed: tuple[Tensor, Tensor] | None = None
     no_documents: str = ""
@@ -120,6 +126,8 @@ def _attention(name: str, shared: Shared) -> Attention:
         own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         if not shared.has_parts_in(module):
             return own(module, query, key, value, mask, **named)
+        if shared.ring is not None:
+            return shared.ring.attention(module, (query, key, value), mask, named)
         return _exchanged(own, shared.group, module, (query, key, value), mask, named)
 
     return attention
@@ -198,15 +206,48 @@ def _mask(name: str, shared: Shared) -> Callable[..., Any]:
     def mask(q_length: int, kv_length: int, mask_function: Callable[..., Any], **named: Any) -> Any:
         if not shared.has_parts:
             return own(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **named)
-        if shared.packed is not None:
-            positions, documents = shared.packed
-            mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
-            named["allow_is_causal_skip"] = False
         given = named.get("attention_mask")
         if isinstance(given, Tensor) and given.ndim == 2 and given.shape[-1] != shared.length:
             named["attention_mask"] = (
                 None  # ones for this rank's tokens, of a model that makes a mask where none is given
             )
+        if shared.packed is not None:
+            positions, documents = shared.packed
+            mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
+            named["allow_is_causal_skip"] = False
+        if shared.ring is not None:
+            return _mask_of_rows(name, shared, mask_function, named)
         return own(q_length=shared.length, kv_length=shared.length, mask_function=mask_function, **named)
 
     return mask
+
+
+def _mask_of_rows(
+    name: str, shared: Shared, mask_function: Callable[..., Any], named: dict[str, Any]
+) -> Tensor | None:
+    """The mask of this rank's queries and all keys, b or i[B 1 S/sp S], S filled up; None where it is causal, or hides nothing.
+
+    Eager attention adds the lowest number to what a query does not see, so that one that sees nothing attends evenly to all.
+
+    Whether there is one is asked of whole rows, so that all ranks say the same.
+    """
+    length, size = shared.length, shared.group.size
+    each = -(-length // size)
+    given, window = named.get("attention_mask"), named.get("local_size")
+    skips = named.pop("allow_is_causal_skip", True)
+    if skips and (window is None or length < window) and (given is None or bool(given.all())):
+        return None
+    if each * size > length:
+        named["allow_is_bidirectional_skip"] = False  # what fills up a row is hidden
+
+    def of_last(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return mask_function(batch, head, query.clamp(max=length - 1), key)
+
+    first = {"q_offset": shared.group.rank * each, "kv_offset": 0, "allow_is_causal_skip": False}
+    own = AttentionMaskInterface()["sdpa"]
+    mask: Tensor | None = own(q_length=each, kv_length=length, mask_function=of_last, **(named | first))
+    if mask is None:
+        return None
+    if name == "eager":
+        mask = torch.where(mask.any(-1, keepdim=True), mask.to(torch.uint8), EVENLY)
+    return F.pad(mask, (0, each * size - length))

@@ -11,13 +11,39 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.monitor.recorder import Recorder, silent
+
+
+Messages: TypeAlias = Sequence[tuple[Tensor, int]]  # with the other rank, counted in the group
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Messages that are on their way.
+
+    Args:
+        works: To wait for.
+        tensors: Kept until the messages have arrived.
+        recorder: Keeps how long this rank waited.
+    """
+
+    works: Sequence[dist.Work]
+    tensors: Messages
+    recorder: Recorder
+
+    def wait(self) -> None:
+        """Return when all have arrived; on CUDA, the current stream waits."""
+        if self.works:
+            with self.recorder.span("sp"):
+                for work in self.works:
+                    work.wait()
 
 
 class SequenceGroup:
@@ -31,6 +57,7 @@ class SequenceGroup:
     def __init__(self, bare: dist.ProcessGroup, recorder: Recorder | None = None) -> None:
         self.bare, self._recorder = bare, recorder or silent()
         self.size, self.rank = bare.size(), bare.rank()
+        self._has_met = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceGroup:
         """A copy of a model communicates over the same group."""
@@ -57,6 +84,28 @@ class SequenceGroup:
         with self._recorded(total):
             dist.all_reduce(total, group=self.bare)
         return total
+
+    def meet(self, device: torch.device) -> None:
+        """Make the communicator that messages between two ranks need, once; collective."""
+        if not self._has_met:
+            dist.all_reduce(torch.zeros(1, device=device), group=self.bare)
+            self._has_met = True
+
+    def pass_on(self, sends: Messages, receives: Messages) -> Passing:
+        """Begin to send tensors to ranks of the group, and to receive; between two ranks in the order given on both.
+
+        One batch, so that neither side waits for the other to begin. The ranks must have met: a rank that neither sends nor
+        receives takes no part.
+
+        Args:
+            sends: Tensors, contiguous and left alone until the end, each with the rank that gets it.
+            receives: Tensors to be filled, each with the rank that sends it.
+        """
+        batch = [dist.P2POp(dist.isend, x, group=self.bare, group_peer=peer) for x, peer in sends]
+        batch += [dist.P2POp(dist.irecv, x, group=self.bare, group_peer=peer) for x, peer in receives]
+        for x, _ in sends:
+            self._recorder.count("sp", x.nbytes)
+        return Passing(dist.batch_isend_irecv(batch) if batch else [], [*sends, *receives], self._recorder)
 
     @contextmanager
     def _recorded(self, given: Tensor) -> Iterator[None]:

@@ -27,6 +27,7 @@ from hf_parallel.ulysses.forward import share_forward
 
 TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
 # Of modules: what is wrong there may still cancel out, so they only name the place.
+FIX_OF_RING = "Set sp_attention to ulysses, or sp_size to 1; tp_size and pp_size shard this model instead"
 FIX = "Set sp_size to 1; tp_size and pp_size shard this model instead"
 
 
@@ -102,7 +103,8 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
     dist.all_gather_object(problems, problem, group=shared.group.bare)
     found = next(filter(None, problems), "")
     if found:
-        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}: {found}. {FIX}.")
+        method, fix = ("", FIX) if shared.ring is None else (" as a ring", FIX_OF_RING)
+        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}. {fix}.")
 
 
 def _place(trail: Trail) -> str:

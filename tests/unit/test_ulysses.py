@@ -10,8 +10,10 @@ import torch
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
+from hf_parallel.ulysses import blocks
 from hf_parallel.ulysses.exchange import repeats_for
 from hf_parallel.ulysses.forward import Part, refuse_odd_inputs
+from hf_parallel.ulysses.ring import Route, method_of
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -45,6 +47,51 @@ def test_zero_partitions_over_a_sequence_without_replicas() -> None:
     assert HFParallelConfig(sp_size=2, zero={"stage": 1}).dp_size(2) == 1
     with pytest.raises(ConfigError, match=r"zero\.stage=1 .*there is one replica"):
         HFParallelConfig(tp_size=2, zero={"stage": 1}).dp_size(2)
+
+
+def test_a_kind_of_attention_without_a_shared_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sp_attention=ring with sp_size=1 has no effect.*Set sp_size to 2"):
+        HFParallelConfig(sp_attention="ring")
+
+
+WANTED = [("auto", 4, "ulysses"), ("auto", 3, "ring"), ("auto", None, "ulysses"), ("ring", 8, "ring")]
+
+
+@pytest.mark.parametrize(("wanted", "heads", "method"), [*WANTED, ("ulysses", 1, "ulysses")])
+def test_the_ring_is_taken_where_heads_run_out(wanted: str, heads: int | None, method: str) -> None:
+    assert method_of(wanted, heads, 4) == method
+
+
+def test_keys_move_on_until_the_last_rank_that_sees_them() -> None:
+    causal = Route([[part <= rank for part in range(4)] for rank in range(4)])
+    assert [causal.reach(part) for part in range(4)] == [3, 2, 1, 0]
+    window = Route([[rank - 1 <= part <= rank for part in range(4)] for rank in range(4)])
+    assert [window.reach(part) for part in range(4)] == [1, 1, 1, 0]
+    assert [Route([[True] * 4] * 4).reach(part) for part in range(4)] == [3] * 4
+    assert Route([[False, False]] * 2).reach(0) == 0
+
+
+@pytest.mark.parametrize("tile", [1, 50, 2**25])
+def test_blocks_in_tiles_merge_to_attention_of_all_keys(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "TILE", tile)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 6, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    places, mask = torch.arange(6), torch.rand(1, 1, 6, 3) < 0.5
+    causal = (places[:3] <= places[:, None]).expand(1, 1, 6, 3)
+    parts = [blocks.Block(key[:, :, :3], value[:, :, :3], None, True, 0.5)]
+    parts += [blocks.Block(key[:, :, 3:], value[:, :, 3:], mask, False, 0.5)]
+    output, sums = blocks.merged(*(blocks.attend(query, part) for part in parts))
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    repeated = [x.repeat_interleave(2, 1) for x in leaves[1:]]
+    both = torch.cat([causal, mask], -1)
+    expected = torch.nn.functional.scaled_dot_product_attention(leaves[0], *repeated, attn_mask=both, scale=0.5)
+    assert torch.allclose(output, expected)
+    grad = torch.randn_like(output)
+    wanted = torch.autograd.grad(expected, leaves, grad)
+    found = [blocks.attend_backward(query, part, grad, sums, (output * grad).sum(-1)) for part in parts]
+    assert torch.allclose(found[0][0] + found[1][0], wanted[0])
+    for place in (1, 2):
+        assert torch.allclose(torch.cat([part[place] for part in found], 2), wanted[place])
 
 
 @pytest.mark.parametrize("key", ["parallelism_config_sp_size", "parallelism_config_cp_size"])
