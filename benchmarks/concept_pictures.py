@@ -230,6 +230,25 @@ def ulysses() -> Board:
     return _there_and_back(((3, 19), (35, 19), (67, 18)), ranks, ("all-to-all", "all-to-all"), note)
 
 
+def ring() -> Board:
+    """Which keys each of four ranks has while it keeps its queries, and which it skips under a causal mask."""
+    board = Board(88, 27)
+    for hop in range(4):
+        board.words((31 + 16 * hop, 2), "own keys" if hop == 0 else f"hop {hop}", align="center")
+    for rank in range(4):
+        top = 3.5 + 5.5 * rank
+        board.box((1, top, 20, 4), f"rank {rank}\nqueries of part {rank}", BLUE, 7)
+        for hop in range(4):
+            part = rank - hop
+            text = f"keys, values {part}" if part >= 0 else "not sent"
+            board.box((24 + 16 * hop, top, 14, 4), text, ORANGE if part >= 0 else GREY, 7)
+            if part >= 0 and hop < 3 - part:
+                board.arrow((38 + 16 * hop, top + 2), (40 + 16 * hop, top + 7), line=":")
+    note = "Causal mask: keys go on to the ranks behind (dotted), while the block at hand is computed."
+    board.words((44, 26.2), note, align="center", size=7.5)
+    return board
+
+
 def experts() -> Board:
     """Tokens travel to the rank that holds their expert."""
     ranks = tuple(
@@ -324,6 +343,7 @@ PICTURES: dict[str, Callable[[], Board]] = {
     "tensor_parallel": tensor,
     "zero": zero,
     "ulysses": ulysses,
+    "ring": ring,
     "experts": experts,
     "activation_checkpointing": recompute,
     "compression": compression,

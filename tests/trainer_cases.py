@@ -270,6 +270,19 @@ def run_cases(cases: list[Case], world_size: int, folder: Path) -> dict[str, dic
     return {case.name: found[key] for case, key in zip(cases, alike, strict=True)}
 
 
+def stock(case: Case) -> Case:
+    """The run it must equal: no callback, one process."""
+    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
+
+
+def run_all(made: dict[int, list[Case]], folder: Path) -> dict[str, dict[str, Any]]:
+    """One launch a world size, and the stock runs."""
+    found = run_cases([stock(case) for cases in made.values() for case in cases], 1, folder / "world1")
+    for world_size, cases in made.items():
+        found |= run_cases(cases, world_size, folder / f"world{world_size}")
+    return found
+
+
 def wanted_cases(request: pytest.FixtureRequest, cases: list[Case]) -> list[Case]:
     """Those of `cases` whose tests of this file run: `-k` may have chosen one, and `-m` has left out the slow ones."""
     items: list[Any] = [

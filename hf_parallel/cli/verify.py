@@ -61,7 +61,13 @@ def verify(  # noqa: PLR0913 - each is an option
     from hf_parallel.proof.verify import verify as prove
 
     sizes = {"tp_size": tp, "pp_size": pp, "sp_size": sp, "ep_size": ep}
-    given = {**sizes, "sp_attention": sp_attention, "schedule": schedule, "num_microbatches": microbatches, "zero": zero_stage}
+    given = {
+        **sizes,
+        "sp_attention": sp_attention,
+        "schedule": schedule,
+        "num_microbatches": microbatches,
+        "zero": zero_stage,
+    }
     try:
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(

@@ -9,9 +9,17 @@ from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.sections import PipelineConfig, TensorParallelConfig
 
 
+def attention_problems(sp_size: int, sp_attention: str) -> Iterator[str]:
+    """A kind of attention for a sequence that nobody shares."""
+    if sp_size == 1 and sp_attention != "auto":
+        yield (
+            f"sp_attention={sp_attention} with sp_size=1 has no effect: no ranks share a sequence. Set sp_size to 2 or more, or "
+            "leave sp_attention out."
+        )
+
+
 def sequence_problems(
     sp_size: int,
-    sp_attention: str,
     ep_size: int,
     tensor_parallel: TensorParallelConfig,
     pipeline: PipelineConfig,
@@ -22,11 +30,6 @@ def sequence_problems(
 ) -> Iterator[str]:
     """What a shared sequence cannot be combined with."""
     if sp_size == 1:
-        if sp_attention != "auto":
-            yield (
-                f"sp_attention={sp_attention} with sp_size=1 has no effect: no rank shares a sequence. Set sp_size to 2 or more, or "
-                "leave sp_attention out."
-            )
         return
     method, blocks = compression.method, pipeline.compile_blocks
     refused = [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hf_parallel.settings.asynchronous_rules import asynchronous_problems
 from hf_parallel.settings.expert_rules import expert_problems
 from hf_parallel.settings.sections import Section, spelled
-from hf_parallel.settings.sequence_rules import sequence_problems
+from hf_parallel.settings.sequence_rules import attention_problems, sequence_problems
 from hf_parallel.settings.zero_rules import compression_problems, deepspeed_problems, partition_problems
 
 
@@ -71,9 +71,9 @@ def problems_together(config: HFParallelConfig) -> list[str]:
                 config.local_sgd,
             )
         ),
+        *attention_problems(config.sp_size, config.sp_attention),
         *sequence_problems(
-            *(config.sp_size, config.sp_attention, config.ep_size),
-            *(config.tensor_parallel, config.pipeline, config.zero),
+            *(config.sp_size, config.ep_size, config.tensor_parallel, config.pipeline, config.zero),
             *(config.gradient_compression, config.local_sgd, config.chunked_loss),
         ),
         *config.gradient_compression.problems("gradient_compression"),

@@ -1,1 +1,1 @@
-"""The sequence of each row shared over ranks that hold the whole model: heads and sequence change places in attention."""
+"""The sequence of each row shared over ranks that hold the whole model: heads change places with it, or keys go round."""

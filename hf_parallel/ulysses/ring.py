@@ -27,7 +27,7 @@ INSTEAD = "Set sp_attention to ulysses, or sp_size to 1."
 
 
 def method_of(wanted: str, heads: int | None, size: int) -> str:
-    """ "ulysses" or "ring", of `sp_attention`: "auto" is the ring where heads run out.
+    """What `sp_attention` means, "ulysses" or "ring": "auto" is the ring where heads run out.
 
     Args:
         wanted: The setting.
@@ -292,8 +292,10 @@ def _refuse(module: nn.Module, heads: int, named: Mapping[str, Any], size: int) 
     found = [f"{name}, a number for each head" for name in of_heads]
     found += [f"softcap={named['softcap']}"] if named.get("softcap") is not None else []
     found += [f"dropout={named['dropout']} of attention weights"] if named.get("dropout") else []
-    found += [  # positions and labels, which models pass on, are integers
-        f"the tensor {name}" for name, value in named.items() if isinstance(value, Tensor) and value.is_floating_point()
+    found += [  # models pass on positions and labels, which are integers, and the number of labels, which has no dims
+        f"the tensor {name}"
+        for name, value in named.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
     ]
     if found:
         raise UnsupportedError(

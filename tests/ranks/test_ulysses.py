@@ -5,7 +5,6 @@ If a row fails, setting `sp_size` changes what users train.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
-from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
+from trainer_cases import ENV, NO_NOISE, Case, compare, run_all
 from transformers import Trainer, TrainingArguments
 from zoo.rows import rows_main
 
@@ -89,19 +88,6 @@ FOUR_RANKS = [
     Case("ulysses2_pp2_own_loss", parallel={**SP2, **PP2}, loss="func", **VARIABLE),
     Case("ulysses4_repeated", parallel={"sp_size": 4}, **VARIABLE),  # two key-value heads
 ]
-
-
-def stock(case: Case) -> Case:
-    """The run it must equal: no callback, one process."""
-    return dataclasses.replace(case, name=f"stock_{case.name}", parallel=None)
-
-
-def run_all(made: dict[int, list[Case]], folder: Path) -> dict[str, dict[str, Any]]:
-    """One launch a world size, and the stock runs."""
-    found = run_cases([stock(case) for cases in made.values() for case in cases], 1, folder / "world1")
-    for world_size, cases in made.items():
-        found |= run_cases(cases, world_size, folder / f"world{world_size}")
-    return found
 
 
 @pytest.fixture(scope="module")

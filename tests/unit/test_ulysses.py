@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.settings.config import HFParallelConfig
@@ -13,7 +15,7 @@ from hf_parallel.settings.recipes import check_accelerate
 from hf_parallel.ulysses import blocks
 from hf_parallel.ulysses.exchange import repeats_for
 from hf_parallel.ulysses.forward import Part, refuse_odd_inputs
-from hf_parallel.ulysses.ring import Route, method_of
+from hf_parallel.ulysses.ring import Ring, Route, method_of
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -60,6 +62,27 @@ WANTED = [("auto", 4, "ulysses"), ("auto", 3, "ring"), ("auto", None, "ulysses")
 @pytest.mark.parametrize(("wanted", "heads", "method"), [*WANTED, ("ulysses", 1, "ulysses")])
 def test_the_ring_is_taken_where_heads_run_out(wanted: str, heads: int | None, method: str) -> None:
     assert method_of(wanted, heads, 4) == method
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"dropout": 0.1}, r"dropout=0\.1 of attention weights"),
+        ({"softcap": 30.0}, r"softcap=30\.0"),
+        ({"s_aux": torch.zeros(4)}, "the tensor s_aux"),
+        ({}, "sinks, a number for each head"),
+        ({"mask": torch.ones(1, 1, 3, 3)}, r"a mask of shape \(1, 1, 3, 3\)"),
+    ],
+)
+def test_what_a_ring_does_not_compute_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    ring, module = Ring(cast(Any, SimpleNamespace(size=2, rank=0, meet=lambda device: None))), nn.Module()
+    if not given:
+        module.sinks = nn.Parameter(torch.zeros(4))
+    states = (torch.zeros(1, 4, 3, 2), torch.zeros(1, 2, 3, 2), torch.zeros(1, 2, 3, 2))
+    with pytest.raises(
+        UnsupportedError, match=rf"{named}.* in ring attention with sp_size=2.*Set sp_attention to ulysses"
+    ):
+        ring.attention(module, states, given.pop("mask", None), given)
 
 
 def test_keys_move_on_until_the_last_rank_that_sees_them() -> None:
