@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import nn
 from torch.nn import functional
-from trainer_cases import ENV, Case, compare, run_all
+from trainer_cases import ENV, NO_NOISE, Case, compare, run_all
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_parallel.compat.private_transformers import attention_names
@@ -130,7 +130,8 @@ def test_a_ring_of_other_models_trains_as_one_process(ranks: int, models: list[s
 
 
 RING: dict[str, Any] = {"sp_size": 2, "sp_attention": "ring"}
-VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True}
+# Sums in another order: Adam turns the rounding of gradients near zero into steps.
+VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True, "arguments": NO_NOISE}
 TWO = [
     Case("ring2_zero1", model="sliding", parallel={**RING, "zero": {"stage": 1}}, evaluate=True, **VARIABLE),
     Case("ring2_zero3", parallel={**RING, "zero": {"stage": 3}}, **VARIABLE),
