@@ -114,7 +114,8 @@ def _tiles(query: Tensor, block: Block) -> Iterator[tuple[slice, int]]:
 
 def _grouped(x: Tensor, block: Block) -> Tensor:
     """(batch, heads, rows, width) as (batch, kv heads, group, rows, width)."""
-    return x.unflatten(1, (block.key.shape[1], -1))
+    grouped: Tensor = x.unflatten(1, (block.key.shape[1], -1))
+    return grouped
 
 
 def _scores(queries: Tensor, block: Block, rows: slice, seen: int) -> Tensor:
@@ -133,7 +134,8 @@ def _scores(queries: Tensor, block: Block, rows: slice, seen: int) -> Tensor:
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
     """f[B K G R X] times f[B K X Y], which all of a group share."""
-    return (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+    product: Tensor = (left.flatten(2, 3) @ right).unflatten(2, left.shape[2:4])
+    return product
 
 
 def _over_queries(left: Tensor, right: Tensor) -> Tensor:

@@ -279,7 +279,8 @@ def _alike(states: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _seen(mask: Tensor, size: int) -> Tensor:
     """Of which parts a mask leaves any key to this rank's queries, b[sp]."""
-    return mask.bool().unflatten(-1, (size, -1)).any(-1).flatten(0, -2).any(0)
+    seen: Tensor = mask.bool().unflatten(-1, (size, -1)).any(-1).flatten(0, -2).any(0)
+    return seen
 
 
 def _refuse(module: nn.Module, heads: int, named: Mapping[str, Any], size: int) -> None:
