@@ -57,7 +57,7 @@ PLACE_BY_PLACE = frozenset(
         ),
     }
 )
-GETTERS = frozenset({Tensor.data.__get__, Tensor.grad.__get__, Tensor.real.__get__})  # type: ignore[attr-defined]
+GETTERS = frozenset({Tensor.data.__get__, Tensor.grad.__get__, Tensor.real.__get__})  # type: ignore[attr-defined, union-attr]
 OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 OPERATORS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
 

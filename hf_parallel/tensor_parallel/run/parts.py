@@ -62,7 +62,7 @@ SIZES = frozenset(
 )
 # Mean the whole of a part; the last is what saving asks for.
 READS = frozenset({"numpy", "tolist", "__array__", "equal", "allclose", "__reduce_ex__"})
-ASSIGNS = frozenset({Tensor.data.__set__, Tensor.grad.__set__})  # type: ignore[attr-defined]
+ASSIGNS = frozenset({Tensor.data.__set__, Tensor.grad.__set__})  # type: ignore[attr-defined, union-attr]
 BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 # Stand between user code and here, the last beside stages.
 PASSING = ("torch.", "contextlib.", "hf_parallel.guards.on_stages.")
