@@ -50,7 +50,7 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
     return None, None
 
 
-def wait_for(work: Work) -> None:
+def wait_for(work: Work | Pending) -> None:
     """Wait for a collective that was begun, where `blocked_collective` sees it: torch's own wait leaves no frame."""
     work.wait()
 
