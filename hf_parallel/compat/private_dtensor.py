@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from hf_parallel.errors import UnsupportedError
@@ -35,6 +35,7 @@ MIXED = (
     "embedding",
     "where",
 )  # with plain tensors torch refuses them
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")  # their third argument is the reduction
 INDEXED = ("index_put_", "index_fill_", "index_copy_", "index_add_", "masked_scatter_", "scatter_", "index")
 
 
@@ -57,6 +58,26 @@ def whole_numbers_of_parts() -> None:
 
     handlers.setdefault(torch.ops.aten._local_scalar_dense.default, item)
 
+    def norm(func: Any, args: Any, kwargs: Any) -> Any:
+        """Norms of columns, say: torch 2.13 adds up those of the parts of each column when their sum is taken."""
+        found = _stock(handlers, func, args, kwargs)
+        partial = found.ndim > 0 and any(placement.is_partial() for placement in found.placements)
+        whole = [Replicate() if placement.is_partial() else placement for placement in found.placements]
+        return found.redistribute(placements=whole) if partial else found
+
+    for func in _overloads(("linalg_vector_norm", "norm")):
+        handlers.setdefault(func, norm)
+
+    def loss(func: Any, args: Any, kwargs: Any) -> Any:
+        """In torch 2.13 the gradient of a mean is divided by the elements of a part."""
+        reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
+        if reduction:
+            _refuse(func.overloadpacket.__name__, "a parameter or gradient", args[:1], None)
+        return _stock(handlers, func, args, kwargs)
+
+    for func in _overloads(LOSSES):
+        handlers.setdefault(func, loss)
+
 
 def mark_rows_of_parts(kind: type) -> None:
     """Let views of a DTensor that are copies (rows of what is sharded by rows) be of class `kind`, a DTensor too."""
@@ -67,11 +88,7 @@ def mark_rows_of_parts(kind: type) -> None:
         return int(tensor._local_tensor.untyped_storage().data_ptr())
 
     def view(func: Any, args: Any, kwargs: Any) -> Any:
-        handlers.pop(func, None)  # while the stock one runs
-        try:
-            found = func(*args, **kwargs)
-        finally:
-            handlers[func] = view
+        found = _stock(handlers, func, args, kwargs)
         for one in found if isinstance(found, list | tuple) else [found]:
             if isinstance(args[0], kind) or memory(one) != memory(args[0]):
                 one.__class__ = kind
@@ -181,14 +198,19 @@ def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:
         first, changes = args[0], func._schema.is_mutable and isinstance(args[0], DTensor)
         if changes and any(map(_is_plain, args[1:])):
             args = [first, *(_part_of(arg.expand(first.shape), first) if _is_plain(arg) else arg for arg in args[1:])]
-        handler = handlers.pop(func, None)  # while the stock one runs; None in another thread's call
-        try:
-            return func(*args, **kwargs)
-        finally:
-            if handler is not None:
-                handlers[func] = handler
+        return _stock(handlers, func, args, kwargs)
 
     return run
+
+
+def _stock(handlers: dict[Any, Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch itself makes of it."""
+    handler = handlers.pop(func, None)  # None in another thread's call
+    try:
+        return func(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[func] = handler
 
 
 def _is_plain(value: object) -> bool:

@@ -5,12 +5,14 @@ Apart from `private_torch`, which rooms use that do not import torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage
 from torch.nn.modules.conv import _ConvNd as ConvModule
@@ -26,9 +28,86 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "WeakStorage",
+    "draws",
+    "is_elementwise",
     "is_traceable_wrapper_subclass",
+    "mixes_elements",
     "pytree",
 ]
+
+# Elementwise, or copies that leave every element in its place, without torch's tag for it.
+PLACE_BY_PLACE = frozenset(
+    {
+        *("to", "clone", "detach", "float", "half", "bfloat16", "double", "long", "int", "bool", "type", "type_as"),
+        *("cpu", "cuda", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "copy", "fill", "zero"),
+        *("masked_fill", "where", "rsub", "true_divide", "divide", "multiply", "subtract", "absolute", "negative"),
+        *("ldexp", "isclose", "requires_grad", "as_subclass", "alias", "retain_grad", "pin_memory", "set", "deepcopy"),
+        *(
+            "to_copy",
+            "lift_fresh",
+            "share_memory",
+            "greater",
+            "less",
+            "greater_equal",
+            "less_equal",
+            "not_equal",
+            "fix",
+            "clip",
+            "expit",
+        ),
+    }
+)
+GETTERS = frozenset({Tensor.data.__get__, Tensor.grad.__get__, Tensor.real.__get__})  # type: ignore[attr-defined, union-attr]
+OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
+OPERATORS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
+
+
+def is_elementwise(func: object) -> bool:
+    """Whether each element that a function or operation of torch gives was made of the elements in its place alone, and of numbers."""
+    if isinstance(func, OpOverload):
+        name = func.overloadpacket.__name__
+        known = name.strip("_") in PLACE_BY_PLACE or (name.startswith("_foreach_") and _is_elementwise(name))
+        return known or torch.Tag.pointwise in func.tags
+    return func in GETTERS or _is_elementwise(getattr(func, "__name__", ""))
+
+
+@functools.cache
+def _is_elementwise(name: str) -> bool:
+    bare = name.strip("_").removeprefix("foreach_")
+    names = {bare, OPERATORS.get(bare, bare)}
+    if name.startswith("__") and bare[:1] in ("r", "i"):  # operators with swapped sides, and in place
+        names |= {bare[1:], OPERATORS.get(bare[1:], bare[1:])}
+    return not names.isdisjoint(PLACE_BY_PLACE) or any(_has_tag(one, torch.Tag.pointwise) for one in names)
+
+
+@functools.cache
+def _has_tag(name: str, tag: torch.Tag) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    return any(tag in getattr(packet, overload).tags for overload in overloads)
+
+
+def draws(func: object) -> bool:
+    """Whether a function of torch takes numbers of a random generator."""
+    name = getattr(func, "__name__", "")
+    return _has_tag(name, torch.Tag.nondeterministic_seeded) or name in RANDOM
+
+
+@functools.cache
+def mixes_elements(func: object) -> bool:
+    """Whether a function of torch makes tensors of other elements than those in the same place; not of one that draws."""
+    name = getattr(func, "__name__", "")
+    if is_elementwise(func) or draws(func):
+        return False
+    if isinstance(func, FunctionType):
+        return func.__module__ in ("torch.nn.functional", "torch.functional")
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
+    schemas = [getattr(packet, overload)._schema for overload in overloads]
+    return any("Tensor" in str(returned.type) for schema in schemas for returned in schema.returns)
+
+
+RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "gumbel_softmax", "rrelu"})
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

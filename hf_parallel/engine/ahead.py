@@ -279,6 +279,19 @@ class Ahead:
                 "pipeline.schedule to 1f1b."
             )
 
+    def refuse_gradients(self, there_are: bool) -> None:
+        """Refuse gradients that user code gave parameters before the step's own: their norm is summed without them.
+
+        Raises:
+            UnsupportedError: `there_are` some.
+        """
+        if there_are:
+            raise UnsupportedError(
+                f"parameters had gradients when a step began (p.grad assigned, or backward() in a callback), with "
+                f"pipeline.schedule={self.name}: the norm that clips them is summed while microbatches run. Add to p.grad in "
+                "TrainerCallback.on_pre_optimizer_step, or set pipeline.schedule to 1f1b."
+            )
+
     @property
     def not_announced(self) -> str:
         """What to say of a training forward that was not announced."""

@@ -110,6 +110,10 @@ class GradientSync:
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
 
+    def summands(self, name: str) -> int:
+        """On how many stages the gradient of a parameter is now, each with a part of it that `reduce` adds up."""
+        return self._num_holders[id(self._parameters[name])] if self.shown.is_between else 1
+
     def foresee(self, power: torch.Tensor | None) -> None:
         """The next norm of gradients that no code of users has seen is known before their factor is.
 
@@ -165,7 +169,7 @@ class GradientSync:
             factor: What `reduce` or `accumulate` will be given after it; None if that is not known yet.
             last: Whether it is the last of its step.
         """
-        if self._trained == self._now_trained():
+        if self._trained == self._now_trained() and not self.arrivals.has_assigned:
             self.replicas.arm(factor, last=last)
 
     def accumulate(self, factor: float) -> None:
@@ -197,6 +201,9 @@ class GradientSync:
         """
         self.in_window = False
         with self._trained_so_far():
+            if self._mesh.shape.num_copies > 1 and self.arrivals.has_assigned and factor != 0.0:
+                with torch.no_grad():
+                    self.arrivals.join(self._num_holders, factor)
             self._reduce_shared()
             self.replicas.reduce(factor)
         if self._foreseen is not None:
@@ -435,8 +442,9 @@ class GradientSync:
         if left or not self.arrivals.use(updated):
             raise UnsupportedError(
                 "optimizer.step() was called on gradients that were never reduced: the loss did not come from the "
-                "parallelized model's forward, torch.autograd.grad gave them, or backward ran while gradients were still "
-                "accumulating. Call "
+                "parallelized model's forward, torch.autograd.grad gave them, backward ran while gradients were still "
+                "accumulating, or a callback's own backward came after those of the step were reduced, with zero.stage above 0 and "
+                "pp_size above 1 (run it in on_step_begin, or add to p.grad what it gives). Call "
                 "accelerator.backward(loss) on model(**batch), and step when accelerator.sync_gradients is true and outside of "
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -123,7 +123,8 @@ class PipelineEngine(Engine):
 
     def _watch_direct(self) -> DirectGradients:
         return DirectGradients(
-            self.attachment.parameters, self.everywhere, self.mesh.shape.pp_size, self.end_pass_later
+            *(self.attachment.parameters, self.everywhere, self.mesh.shape.pp_size, self.end_pass_later),
+            summands=self.gradients.summands,
         )
 
     @property
@@ -195,6 +196,10 @@ class PipelineEngine(Engine):
         self._running.depth = 0
         self._direct.watch()
 
+    def in_callback(self) -> AbstractContextManager[None]:
+        """Inside, a Trainer's callbacks run."""
+        return self._direct.in_callback()
+
     # -- model(...) ----------------------------------------------------------------------------------------------
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -244,7 +249,8 @@ class PipelineEngine(Engine):
         def run(batches: list[dict[str, Any]]) -> list[torch.Tensor]:
             self._direct.stop()
             self.gradients.begin_forward()
-            self.gradients.begin_backward()
+            self.gradients.begin_backward(is_first=True)
+            ahead.refuse_gradients(self.gradients.arrivals.has_assigned)
             count = sum(map(self._loss.num_parts, batches)) // len(batches)
             with self._buffers.watching(count, batches):
                 losses = ahead.run(batches)

@@ -29,6 +29,9 @@ class Arrivals:
         self._reduced: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._assigned: set[int] = (
+            set()
+        )  # ids of parameters of which replicas may have had unlike gradients before their passes
 
     def set_aside(self, *, everything: bool = False) -> None:
         """Backward passes begin: take away the gradients that are reduced, so that what arrives can be told from them.
@@ -49,6 +52,8 @@ class Arrivals:
             unchanged = reference is not None and reference() is gradient and version_of(gradient) == version
             if everything or unchanged:
                 self._aside.append((parameter, gradient))
+                if not unchanged:
+                    self._assigned.add(id(parameter))
                 parameter.grad = None
 
     def hide(self) -> None:
@@ -76,15 +81,21 @@ class Arrivals:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             self.note(parameter)
 
-    def join(self, holders: Mapping[int, int]) -> None:
-        """Between two batches of a step, where user code may change the one sum that it sees: all of it is reduced with what follows.
+    @property
+    def has_assigned(self) -> bool:
+        """Whether user code had given a parameter a gradient before the passes of this step, which is set aside."""
+        return len(self._assigned) > 0 and any(id(parameter) in self._assigned for parameter, _ in self._aside)
+
+    def join(self, holders: Mapping[int, int], factor: float = 1.0) -> None:
+        """Where user code may change the one sum that it sees, or replicas have unlike ones: all of it is reduced with what follows.
 
         Args:
             holders: Id of a parameter -> how many stages hold it: they add up what each has.
+            factor: What the reduction multiplies all gradients with, and what was aside was multiplied with already; not 0.
         """
         aside, self._aside = self._aside, []
         for parameter, gradient in aside:
-            shared = holders[id(parameter)]
+            shared = holders[id(parameter)] * factor
             own = gradient if shared == 1 else gradient.div_(shared)
             parameter.grad = own if parameter.grad is None else own.add_(parameter.grad)
 
@@ -102,6 +113,7 @@ class Arrivals:
         """
         with torch.no_grad():
             self.put_back()
+        self._assigned.clear()
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self.note(parameter)

@@ -191,8 +191,8 @@ class Backwards:
         raise UnsupportedError(
             f"the loss gave gradients to {len(names)} parameters past the model's forward (first: {names[0]}), with "
             f"pp_size={shape.pp_size}: each rank holds the parameters of its own stages only, so a penalty over "
-            "model.parameters() is another loss on every rank. Use weight_decay of the optimizer, add the penalty's "
-            "gradient to p.grad in TrainerCallback.on_pre_optimizer_step, or set pp_size to 1."
+            "model.parameters() is another loss on every rank. Use weight_decay of the optimizer, backpropagate the penalty by "
+            "itself in TrainerCallback.on_step_begin if it is a sum over parameters, or set pp_size to 1."
         )
 
 

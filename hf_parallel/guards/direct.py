@@ -24,6 +24,7 @@ class DirectGradients:
         everywhere: Names of parameters that all ranks of the pipeline hold.
         num_ranks: Ranks of the pipeline.
         noticed: Called inside the backward pass in which a direct gradient arrives.
+        summands: In a callback: on how many ranks a parameter has gradients now that are added up later.
 
     Attributes:
         found: Names of parameters that not all ranks hold and that got a direct gradient.
@@ -35,11 +36,12 @@ class DirectGradients:
         everywhere: frozenset[str],
         num_ranks: int,
         noticed: Callable[[], None],
+        summands: Callable[[str], int],
     ) -> None:
         self._parameters, self._everywhere, self._num_ranks = parameters, everywhere, num_ranks
-        self._noticed = noticed
+        self._noticed, self._summands = noticed, summands
         self._handles: list[RemovableHandle] = []
-        self._resting = False
+        self._resting = self._in_callback = False
         self.found: list[str] = []
 
     def watch(self) -> None:
@@ -55,7 +57,16 @@ class DirectGradients:
         """From now on backward passes are those of a schedule, and nothing is looked at."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._in_callback = [], False
+
+    @contextmanager
+    def in_callback(self) -> Iterator[None]:
+        """Inside, until the model runs, gradients are what a callback adds to `p.grad`: whole on each rank that holds a parameter."""
+        self._in_callback = True
+        try:
+            yield
+        finally:
+            self._in_callback = False
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -70,6 +81,9 @@ class DirectGradients:
         """A gradient arrives at a parameter in a backward pass of the user's; what is left of it."""
         if self._resting:
             return None
+        if self._in_callback:
+            count = self._summands(name)
+            return None if count == 1 else gradient / count
         self._noticed()
         if name in self._everywhere:
             return gradient / self._num_ranks

@@ -245,6 +245,11 @@ class ShownGradients:
         self._touched = True
 
     @property
+    def is_between(self) -> bool:
+        """Whether user code stands between two batches of a step."""
+        return self._between
+
+    @property
     def _parts_of(self) -> ZeroPartition | None:
         """What has gradients in parts; between two batches every replica has its own."""
         return None if self._between else self._zero
@@ -338,7 +343,11 @@ class ShownGradients:
             if flat is not None:
                 parameter.grad = None
                 self._return(flat, gradient, before_backward)
-                if gradient is not None and type(gradient) is not SharedGradient and self._may_arrive(before_backward):
+                if (
+                    gradient is not None
+                    and type(gradient) is not SharedGradient
+                    and self._may_arrive(flat, before_backward)
+                ):
                     parameter.grad = gradient
             elif type(gradient) is SharedGradient:
                 _take(parameter)
@@ -385,11 +394,13 @@ class ShownGradients:
             if assigned and master.grad is None and flat.gathered is None:
                 master.grad = torch.zeros_like(master)
 
-    def _may_arrive(self, before_backward: bool) -> bool:
-        """Whether autograd may have put a gradient there that is no stand-in: the first of a backward pass may be that of a
-        parameter which only the loss reads. On stages a hook is called before it; an assigned one is on all replicas alike.
+    def _may_arrive(self, flat: FlatGradient, before_backward: bool) -> bool:
+        """Whether a gradient that is no stand-in is to be reduced with what follows.
+
+        The first of a backward pass may be that of a parameter which only the loss reads. On stages a hook is called before it,
+        and an assigned one takes the place of the optimizer's, if that has one.
         """
-        return before_backward and self._mesh.shape.pp_size == 1
+        return before_backward and (self._mesh.shape.pp_size == 1 or flat.shard.master.grad is None)
 
     def _refuse_own_arrivals(self) -> None:
         """What user code assigned where no backward pass has given a gradient: each replica may have its own.
@@ -406,7 +417,7 @@ class ShownGradients:
 
     def _return(self, flat: FlatGradient, gradient: Tensor | None, before_backward: bool) -> None:
         shard, piece = flat.shard, flat.shard.inside(flat.position)
-        if gradient is None or (type(gradient) is not SharedGradient and self._may_arrive(before_backward)):
+        if gradient is None or (type(gradient) is not SharedGradient and self._may_arrive(flat, before_backward)):
             self._cleared.add(flat.name)
             if piece is not None and shard.master.grad is not None and piece not in shard.absent:
                 shard.master.grad[piece] = 0.0
@@ -443,7 +454,9 @@ class ShownGradients:
     def _show_again(self, stands: Mapping[str, Any]) -> None:
         self._active = True
         self.note_parts()
-        absent = self._zero.absent_names if self._zero is not None else frozenset()  # on all ranks: one may have no part
+        absent = (
+            self._zero.absent_names if self._zero is not None else frozenset()
+        )  # on all ranks: one may have no part
         for name, parameter in self._parameters.items():
             flat, stand = self._flat.get(name), stands.get(name)
             if flat is not None:

@@ -143,6 +143,8 @@ class OnStages(TorchDispatchMode):
             kept = self._origins.get(_storage(parameter))
             if kept is not None:
                 self._write(name, kept[1])
+            if type(parameter.grad) is Tensor:  # what a backward pass has put there
+                self._write(name, self._origin(parameter.grad))
         self._read = ""
         self._numbers = dict(list(self._numbers.items())[-KEPT:])
         self._draws.trim()

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from hf_parallel.compat.private_torch import (
     in_backward_pass,
-    names_of_arguments,
+    no_torch_function,
     not_overridden,
     without_memory,
     writes_arguments,
 )
-from hf_parallel.compat.torch_tools import pytree
+from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
-from hf_parallel.guards.shown_ops import BY_INDEX, COPIES, IN_PLACE, LINEAR, NORMS, SAME, VIEWS, WHOLE, aten
+from hf_parallel.guards.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
 
 
 class Part(Protocol):
@@ -156,7 +156,7 @@ class SharedGradient(_Stand):
 
     def read(self) -> Tensor:
         self.part.read()
-        return self.plain()
+        return self.part.whole(self.plain()) if self.part.is_shard else self.plain()
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -202,6 +202,17 @@ class SharedGradient(_Stand):
         return self.part.open() if self.changed is None else self.part.whole(self.changed)
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch composes of operations counts rows by what is here, so it is given the whole of a shard."""
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in NAMES_OF_NORMS and mixes_elements(func):
+            shard = _shard_in(args, kwargs)
+            if shard is not None:
+                return _on_whole(func, args, kwargs, shard)
+        with no_torch_function():
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
@@ -216,15 +227,14 @@ class SharedGradient(_Stand):
             if first.changed is None and func in IN_PLACE and not any(_is_big(arg) for arg in args[1:]):
                 first.part.change(func, [_plain(arg) for arg in args[1:]], kwargs)
                 return first
-            if first.part.is_shard and torch.Tag.nondeterministic_seeded in func.tags:
-                return _drawn(func, args, kwargs, first)
-            if func in WHOLE and first.part.is_shard:
-                return func(first.part.whole(first.plain()), *args[1:], **kwargs)
-            if first.part.is_shard:
-                return _on_shard(func, args, kwargs, first)
         if func in (aten._foreach_norm.Scalar,) and all(isinstance(one, SharedGradient) for one in first):
             return [PartialNorm.of([one], _type_of(args)) for one in first]
-        return _carry_out(func, args, kwargs)
+        shard = _shard_in(args, kwargs)
+        if shard is None:
+            return _carry_out(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs, shard)
+        return _on_shard(func, args, kwargs, shard)
 
 
 class PartialNorm(_Stand):
@@ -332,27 +342,51 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
-    """What treats each element by itself is right on a shard; rows, views and sums along the shard mean the whole."""
+    """What treats each element by itself is right on a shard; all else means the whole."""
     part, changes = first.part, writes_arguments(func)
-    if func.overloadpacket not in BY_INDEX and not (func.is_view and not _keeps_rows(func, args, first)):
+    if _keeps_rows(func, args, first) if func.is_view else is_elementwise(func):
         try:
             out = _carry_out(func, args, kwargs)
         except ParallelError:
             raise
         except (RuntimeError, IndexError):  # next to a mask, say, in the shape of the whole
             out = None
-        if out is not None and changes:
-            return out
         tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         alike = all(isinstance(leaf, SharedGradient) for leaf in tensors)
-        if out is not None and (alike or func.is_view or _leaves_out(func, args, kwargs, first)):
+        if out is not None and (changes or alike or func.is_view):
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
-    if (changes or func.is_view) and first.changed is None:
+    if (changes or func.is_view) and args[0] is first and first.changed is None:
         out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
         return first if changes else out
     return func(*_whole(args), **_whole(kwargs))
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
+    """A function of the whole; where it changes a gradient, or gives a view of it, that counts."""
+    first.part.read()
+    changes = func.__name__.endswith("_") and not func.__name__.endswith("__")
+    if not changes:
+        whole = _whole((args, kwargs))
+        out = func(*whole[0], **whole[1])
+        sources = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor)}
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if (
+            args[0] is not first
+            or first.changed is not None
+            or not any(leaf.untyped_storage().data_ptr() in sources for leaf in made)
+        ):
+            return out
+    out = func(first._opened(), *_whole(args[1:]), **_whole(kwargs))
+    if changes and first.changed is not None:
+        first.changed.copy_(first.part.cut(out))
+    return first if changes else out
+
+
+def _shard_in(args: Any, kwargs: Any) -> SharedGradient | None:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next((leaf for leaf in leaves if isinstance(leaf, SharedGradient) and leaf.part.is_shard), None)
 
 
 def _drawn(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
@@ -383,17 +417,6 @@ def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
     same = list(sizes) == list(here)
     rows = first.part.sharded_dim == 0 and len(sizes) > 1 and sizes[0] == here[0]
     return func.overloadpacket in VIEWS and (same or rows)
-
-
-def _leaves_out(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> bool:
-    """Whether a reduction is over other dimensions than that of the shard."""
-    names = names_of_arguments(func)
-    if "dim" not in names:
-        return False
-    at = names.index("dim")
-    dims = kwargs.get("dim", args[at] if len(args) > at else None)
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    return bool(dims) and first.part.sharded_dim not in {dim % first.ndim for dim in dims}
 
 
 def plain_of(tensor: Tensor) -> Tensor:

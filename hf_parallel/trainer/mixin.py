@@ -356,12 +356,18 @@ def by_hand(pp_size: int) -> str:
 def looks_at_gradients(callback: TrainerCallback) -> bool:
     """Whether a callback is called while there are gradients, perhaps to look at them on one rank only."""
     events = ("on_pre_optimizer_step", "on_optimizer_step")
-    return any(getattr(type(callback), event) is not getattr(TrainerCallback, event) for event in events)
+    return any(answers(callback, event) for event in events)
 
 
 def looks_between_batches(callback: TrainerCallback) -> bool:
     """Whether a user's callback is called between the batches of one step, where it may change their gradients."""
-    return is_users(callback) and type(callback).on_substep_end is not TrainerCallback.on_substep_end
+    return is_users(callback) and answers(callback, "on_substep_end")
+
+
+def answers(callback: TrainerCallback, event: str) -> bool:
+    """Whether a callback does something at an event, by a method of its class or one that was put on the object."""
+    method = getattr(callback, event)
+    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
 def warn_not_additive(function: Callable[..., Any], why: str) -> None:

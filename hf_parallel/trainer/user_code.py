@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +15,8 @@ from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.guards.meeting import meeting_of_shards
 from hf_parallel.guards.on_stages import OnStages
 from hf_parallel.guards.parts import ShardOfState
-from hf_parallel.tensor_parallel.run.parts import known_parts, watch_calls
+from hf_parallel.tensor_parallel.run.known_parts import known_parts
+from hf_parallel.tensor_parallel.run.parts import watch_calls
 
 
 # What subclasses override and that runs on all ranks. In `compute_loss` a model of shards itself lists whole parameters.
@@ -52,8 +55,11 @@ class UserCode:
         def watched(call: Callable[..., Any]) -> Callable[..., Any]:
             return watch_calls(call if stages is None else stages.watch(call), known)
 
-        handler = trainer.callback_handler
-        self._replace(handler, "call_event", watched(handler.call_event))  # for callbacks that are added later, too
+        handler = trainer.callback_handler  # for callbacks that are added later, too
+        call_event = handler.call_event
+        if isinstance(engine, PipelineEngine):
+            call_event = _inside(engine.in_callback, call_event)
+        self._replace(handler, "call_event", watched(call_event))
         for name in METHODS:
             if _overrides(trainer, name):
                 self._replace(trainer, name, watched(getattr(trainer, name)))
@@ -77,6 +83,15 @@ class UserCode:
                 del vars(owner)[name]
                 if own is not None:
                     vars(owner)[name] = own
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return call(*args, **kwargs)
+
+    return called
 
 
 def is_users(callback: Any) -> bool:

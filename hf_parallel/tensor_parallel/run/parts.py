@@ -10,19 +10,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass, no_torch_function, own_tensor
-from hf_parallel.compat.torch_tools import pytree
+from hf_parallel.compat.private_torch import brings_into_file, in_backward_pass
+from hf_parallel.compat.torch_tools import draws, is_elementwise, pytree
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered, stand_in
+from hf_parallel.tensor_parallel.run.functions import copy_to_tp
+from hf_parallel.tensor_parallel.run.known_parts import KnownParts
+from hf_parallel.tensor_parallel.run.whole_tensors import Owned, stand_in
 
 
 # Where a reduction has the dimensions that it is over, if not by name.
@@ -46,7 +48,7 @@ VIEWS = frozenset(
             "chunk",
         ),
         *("split", "unbind", "unfold", "diagonal", "as_strided", "index_select", "gather", "scatter_", "scatter_add_"),
-        *("index_fill_", "index_copy_", "index_add_", "masked_select", "__iter__", "unsqueeze", "squeeze", "reshape"),
+        *("index_fill_", "index_copy_", "index_add_", "masked_select", "__iter__", "squeeze", "reshape"),
         *("view_as", "reshape_as"),
     }
 )
@@ -59,69 +61,12 @@ SIZES = frozenset(
     {Tensor.numel, Tensor.nelement, Tensor.size, Tensor.__len__, Tensor.shape.__get__, Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 )
 # Mean the whole of a part; the last is what saving asks for.
-READS = frozenset({"numpy", "tolist", "__array__", "bernoulli", "dropout", "__reduce_ex__"})
+READS = frozenset({"numpy", "tolist", "__array__", "equal", "allclose", "__reduce_ex__"})
+ASSIGNS = frozenset({Tensor.data.__set__, Tensor.grad.__set__})  # type: ignore[attr-defined, union-attr]
 BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-PLAIN = (Tensor, nn.Parameter)
-Place: TypeAlias = tuple[int, torch.Size]
+# Stand between user code and here, the last beside stages.
+PASSING = ("torch.", "contextlib.", "hf_parallel.guards.on_stages.")
 LIBRARIES = ("hf_parallel.", "transformers.", "accelerate.", "safetensors.", "peft.")
-
-
-class KnownParts:
-    """Tells this rank's parts of parameters, and what was made of them element by element, from other tensors.
-
-    Args:
-        held: The parameters, and how they are sharded; at least one.
-        kinds: Classes of tensors, beside torch's own, that may be parts.
-        meet: Called before the first part is put together in a call of user code: all ranks must.
-        gathered: Told each part that is put together, and the whole of it.
-    """
-
-    def __init__(
-        self,
-        held: Sequence[tuple[Tensor, Owned]],
-        kinds: tuple[type[Tensor], ...] = (),
-        meet: Callable[[], None] = lambda: None,
-        gathered: Callable[[Tensor, Tensor], None] = lambda part, whole: None,
-    ) -> None:
-        self.reads, self.kinds, self._meet, self._gathered = held[0][1].reads, kinds, meet, gathered
-        self._met = False
-        self._held = {id(tensor): (tensor, owned) for tensor, owned in held}
-        self._made = WeakTensorKeyDictionary()
-        self._places: dict[Place, tuple[Tensor, Owned]] | None = None
-
-    def begin(self) -> None:
-        """User code is called: parameters may have other memory by now."""
-        self._places, self._met = None, False
-
-    def of(self, tensor: Tensor) -> tuple[Tensor, Owned] | None:
-        """A tensor that is a part with its layout; None for any other."""
-        held = self._held.get(id(tensor))
-        if held is not None or type(tensor) not in (*PLAIN, *self.kinds):
-            return held
-        owned = self._made.get(tensor)
-        if owned is None:
-            if self._places is None:
-                self._places = {place: one for one in self._held.values() if (place := _place(one[0])) is not None}
-            place = _place(tensor)
-            there = self._places.get(place) if place is not None else None
-            if there is not None and _place(there[0]) == place:  # else it was moved, and something else is there
-                owned = there[1]
-        return None if owned is None else (tensor, owned)
-
-    def whole(self, part: Tensor, owned: Owned) -> Tensor:
-        """Put a part together; collective over the tensor-parallel group."""
-        if not self._met:
-            self._met = True
-            self._meet()
-        with no_torch_function():
-            whole = gathered(owned, part.detach())
-        self._gathered(part, whole)
-        return whole
-
-    def note(self, tensor: Tensor, owned: Owned) -> None:
-        """`tensor` was made of a part that is sharded so."""
-        if type(tensor) in (*PLAIN, *self.kinds):
-            self._made[tensor] = owned
 
 
 class OnParts(TorchFunctionMode):
@@ -192,6 +137,9 @@ class OnParts(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in BACKWARDS:
             return self._differentiate(func, args, kwargs)
+        if func in ASSIGNS:
+            target = self._known.of(args[0])
+            return func(args[0], args[1] if target is None else _fitting(args[1], *target))
         changes = name.endswith("_") and not name.endswith("__") and name not in VIEWS
         if func in SIZES:
             whole = torch.empty(_whole_shape(found[0]), dtype=found[0][0].dtype, device="meta")
@@ -200,14 +148,16 @@ class OnParts(TorchFunctionMode):
             return self._draw(func, args, kwargs, found[0])
         if changes:
             return self._change(func, args, kwargs, leaves[0])
+        if func is Tensor.unsqueeze or func is torch.unsqueeze:  # numbers of rows, to be read next to the rows
+            return self._unsqueezed(func, args, kwargs, found[0])
         if name in VIEWS:
             _refuse(found[0][1], name)
-        if name in DIM_AT and _leaves_out(_dims(name, args, kwargs), found[0]):
-            return func(*args, **kwargs)
-        if name not in READS:
-            with contextlib.suppress(RuntimeError):  # of a part next to something whole
-                out = func(*args, **kwargs)
-                if self._is_alike(out, leaves, found[0]):
+        if name in DIM_AT and (dims := _dims_without(_dims(name, args, kwargs), found[0])):
+            return self._reduced(func(*args, **kwargs), dims, found[0])
+        if name not in READS and not draws(func):
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a part next to something whole
+                out = func(*pytree.tree_map(self._spread, args), **pytree.tree_map(self._spread, kwargs))
+                if not _tensors(out) or (is_elementwise(func) and self._is_alike(out, leaves, found[0])):
                     return out
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
 
@@ -237,6 +187,8 @@ class OnParts(TorchFunctionMode):
         known = self._known.of(target)
         if known is not None:
             part, owned = known
+            if not is_elementwise(func):
+                return part.copy_(_cut(func(*pytree.tree_map(self._whole, args), **kwargs), owned))
             return func(
                 *pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), args),
                 **pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), kwargs),
@@ -258,6 +210,28 @@ class OnParts(TorchFunctionMode):
                 self._known.note(tensor, source[1])
         return True
 
+    def _reduced(self, out: Any, dims: tuple[int, ...], found: tuple[Tensor, Owned]) -> Any:
+        """Rows of parts, say, are parts of the rows of the whole."""
+        part, owned = found
+        for tensor in _tensors(out):
+            gone = 0 if tensor.ndim == part.ndim else sum(dim < owned.spec.dim for dim in dims)
+            self._known.note(tensor, replace(owned, spec=replace(owned.spec, dim=owned.spec.dim - gone)))
+        return out
+
+    def _unsqueezed(self, func: Any, args: Any, kwargs: Any, found: tuple[Tensor, Owned]) -> Any:
+        owned = found[1]
+        out = func(*args, **kwargs)
+        place = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.ndim
+        dim = owned.spec.dim + (place <= owned.spec.dim)
+        self._known.note(out, replace(owned, spec=replace(owned.spec, dim=dim)))
+        return out
+
+    def _spread(self, value: Any) -> Any:
+        """What is whole is read next to parts: each rank has the gradient that its part gives."""
+        if not isinstance(value, Tensor) or self._known.of(value) is not None:
+            return value
+        return copy_to_tp(value, self._reads.copy.group)
+
     def _whole(self, value: Any) -> Any:
         known = self._known.of(value) if isinstance(value, Tensor) else None
         return value if known is None else self._known.whole(*known)
@@ -267,25 +241,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _place(tensor: Tensor) -> Place | None:
-    """Where the memory of a tensor is, and the shape of it; None for one without memory of its own."""
-    if type(tensor) is DTensor or tensor.layout is not torch.strided:
-        return None
-    with no_torch_function(), contextlib.suppress(RuntimeError):  # of what `torch.func` wraps
-        at = tensor.data_ptr()
-        return (at, tensor.shape) if at else None
-    return None
-
-
 def _asked_by_user() -> bool:
     """Whether the function outside of torch that called is neither ours nor of a library that works on parts.
 
     Torch itself works on parts where it loads a state dict, which has parts.
     """
     frame = sys._getframe(2)
-    while frame.f_back is not None and (frame.f_globals.get("__name__", "") + ".").startswith(
-        ("torch.", "contextlib.")
-    ):
+    while frame.f_back is not None and (frame.f_globals.get("__name__", "") + ".").startswith(PASSING):
         if frame.f_code.co_name == "_load_from_state_dict":
             return False
         frame = frame.f_back
@@ -297,13 +259,14 @@ def _dims(name: str, args: Any, kwargs: Any) -> Any:
     return args[DIM_AT[name]] if given is None and len(args) > DIM_AT[name] else given
 
 
-def _leaves_out(dims: Any, found: tuple[Tensor, Owned]) -> bool:
-    """Whether a reduction is over other dimensions than the one that is sharded: then it is right on the part."""
+def _dims_without(dims: Any, found: tuple[Tensor, Owned]) -> tuple[int, ...]:
+    """The dimensions, from 0, that a reduction is over; none if the sharded one is among them: else it is right on the part."""
     if isinstance(dims, int) and not isinstance(dims, bool):
         dims = (dims,)
     if not isinstance(dims, (tuple, list)) or not dims:
-        return False
-    return found[1].spec.dim not in {dim % found[0].ndim for dim in dims}
+        return ()
+    counted = tuple(dim % found[0].ndim for dim in dims)
+    return () if found[1].spec.dim in counted else counted
 
 
 def _whole_shape(found: tuple[Tensor, Owned]) -> list[int]:
@@ -367,17 +330,6 @@ def shard_of(module: nn.Module, key: str, tensor: Tensor) -> Tensor | None:
     """
     owned: Owned | None = vars(module).get("tp_owned", {}).get(key)
     return stand_in(owned, tensor) if owned is not None and owned.reads.in_loss else tensor if owned else None
-
-
-def known_parts(model: nn.Module, **options: Any) -> KnownParts | None:
-    """What is sharded of a model; None if nothing is. Options as of `KnownParts`."""
-    held = [
-        (tensor, owned)
-        for module in model.modules()
-        for key, owned in vars(module).get("tp_owned", {}).items()
-        if (tensor := own_tensor(module, key)) is not None
-    ]
-    return KnownParts(held, **options) if held else None
 
 
 def watch_calls(call: Callable[..., Any], known: KnownParts | None) -> Callable[..., Any]:

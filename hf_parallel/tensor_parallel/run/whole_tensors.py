@@ -230,10 +230,14 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        reads: Reads = ctx.owned.reads
-        group = reads.copy.group
-        whole = sum_over(grads[0], group) if reads.sums else grads[0]
-        return ctx.owned.spec.shard(whole, group.size(), reads.tp_rank), None
+        return part_of_gradient(ctx.owned, grads[0]), None
+
+
+def part_of_gradient(owned: Owned, gradient: Tensor) -> Tensor:
+    """This rank's part of the gradient of a whole tensor; a sum over the ranks where each reads rows of its own."""
+    reads, group = owned.reads, owned.reads.copy.group
+    whole = sum_over(gradient, group) if reads.sums else gradient
+    return owned.spec.shard(whole, group.size(), reads.tp_rank)
 
 
 class Refused(Tensor):
