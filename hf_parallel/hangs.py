@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 Lines: TypeAlias = Mapping[int, Mapping[str, Any]]
 
 STEPS = 10  # longest recent steps that a wait may last
+LOOK_S = 2.0  # a line that is older is explained by the stack
 
 
 def blame(lines: Lines, rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -57,6 +58,13 @@ def is_measured(lines: Lines, rank: int, stuck: Sequence[int]) -> bool:
     """Whether everybody who is to blame does what is done in every step; if nobody is, whether all that wait do."""
     ranks = [rank, *stuck] if stuck else list(lines)
     return all(rank in lines and lines[rank].get("measured", False) for rank in ranks)
+
+
+def moves(lines: Lines, stuck: Sequence[int]) -> bool:
+    """Whether somebody who is to blame has begun something else a moment ago: it is slow, for what no stack has explained yet."""
+    return any(
+        rank in lines and not lines[rank].get("silent", False) and lines[rank]["age"] < LOOK_S for rank in stuck
+    )
 
 
 def report(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hf_parallel.compat.private_collectives import blocked_collective, blocked_ranks
-from hf_parallel.hangs import STEPS
+from hf_parallel.hangs import LOOK_S, STEPS
 from hf_parallel.machine.processes import birth_of, host_identity, state_of
 from hf_parallel.machine.stacks import activity_of, main_stack, shown_stack
 from hf_parallel.noticeboard import NoticeBoard
@@ -23,7 +23,6 @@ STORE_S = 0.4  # longest wait for the store
 SILENT_S = 0.8  # in which a rank that lives writes again
 # A gap between two ticks that is longer is time in which this process was stopped: nobody else is to blame for it.
 STOPPED_S = 2.0
-LOOK_S = 2.0  # a line that is older is explained by the stack
 MEASURED = 3  # steps before their times say anything
 RECENT = 50  # steps that are remembered
 ENDING_S = 0.5  # in which a process whose connection is lost shows how it ended

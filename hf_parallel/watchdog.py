@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.compat.private_collectives import is_connection_loss, record_prefix, write_record
 from hf_parallel.errors import RankFailure
-from hf_parallel.hangs import STEPS, agreed_bound, blame, chain, is_measured, report
+from hf_parallel.hangs import STEPS, agreed_bound, blame, chain, is_measured, moves, report
 from hf_parallel.heartbeats import (
     ENDING_S,
     IDLE,
@@ -178,12 +178,17 @@ class Watchdog:
             self._line = Line(before.waits, before.text, time.monotonic(), before.awaits)
 
     @contextmanager
-    def engaged(self) -> Iterator[None]:
+    def engaged(self, text: str = "") -> Iterator[None]:
         """Mark a call into the engine: whatever it announced last, afterwards this rank works for itself again.
 
         Code of the user runs inside: what that raises stays what it is.
+
+        Args:
+            text: What every step does so, in words that follow a name; empty if it is no part of a step.
         """
         self._begins_epoch = False
+        if text:
+            self.runs(text)
         try:
             with self.naming_losses(in_collective=False):
                 yield
@@ -302,6 +307,8 @@ class Watchdog:
         if age <= bound or self._line.since > seen.line.since:
             return told
         if is_measured(heartbeats, self._rank, stuck):
+            if moves(heartbeats, stuck):
+                return told
             self._end(seen, age, heartbeats, bound)
         first = min((rank for rank, line in heartbeats.items() if line["waits"]), default=self._rank)
         if stuck and told != seen.line.since and first == self._rank:

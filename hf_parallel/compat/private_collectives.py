@@ -45,7 +45,14 @@ def blocked_collective() -> tuple[tuple[int, int] | None, str | None]:
         # The innermost frame alone: `f_back` of a thread that has gone on meanwhile may read freed memory (CPython 3.11).
         if thread != own and frame.f_globals is vars(distributed_c10d):
             return (id(frame), frame.f_lasti), frame.f_code.co_name
+        if thread != own and frame.f_code is wait_for.__code__:
+            return (id(frame), frame.f_lasti), "a collective"
     return None, None
+
+
+def wait_for(work: Work | Pending) -> None:
+    """Wait for a collective that was begun, where `blocked_collective` sees it: torch's own wait leaves no frame."""
+    work.wait()
 
 
 def blocked_ranks() -> list[int] | None:

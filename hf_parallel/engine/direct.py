@@ -172,9 +172,11 @@ class Engine:
         @functools.wraps(self.attachment.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             engine.part_hooks.check()
+            # A rank may evaluate or generate by itself for long, while the others wait for its next step.
+            trains = engine.model.training and torch.is_grad_enabled()
             with (
                 set_aside(*engine.watching),
-                engine.attachment.watchdog.engaged(),
+                engine.attachment.watchdog.engaged("runs the forward pass" if trains else ""),
                 engine.gradients.replicas.forward(),
                 in_lockstep(engine.model),
             ):

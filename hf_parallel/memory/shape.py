@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +16,8 @@ from hf_parallel.settings.sections import shown, spelled
 
 if TYPE_CHECKING:
     from hf_parallel.memory.record import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES: Final = 1 << 22  # names of labels make some long
 # What a model makes a module of each of.
@@ -39,11 +43,18 @@ def shape_of(
     return shape_of_config(config_of(name_or_path), precision, checkpoint)
 
 
-def config_of(name_or_path: str) -> Any:
+def config_of(name_or_path: str, *, trains: bool = False) -> Any:
     """The transformers config that a `config.json`, a folder with one, or a name stands for.
 
+    Of a model that brings modeling code of its own (`auto_map`), transformers' class of the same model type is meant, which is
+    said once.
+
+    Args:
+        name_or_path: As said.
+        trains: Whether the model is trained with it: then modeling code of its own is refused.
+
     Raises:
-        ConfigError: There is no such config.
+        ConfigError: There is no such config, or the model would be another one.
     """
     from transformers import AutoConfig
 
@@ -60,7 +71,24 @@ def config_of(name_or_path: str) -> Any:
             f"model {spelled(name_or_path)}: no config found ({_reason(error)}). Give a config.json, a folder with one, or the name of a "
             "model that is in the cache or can be downloaded."
         ) from None
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own and trains:
+        raise ConfigError(
+            f"model {spelled(name_or_path)}: it brings modeling code of its own (auto_map: {spelled(own)}), and what would be trained is "
+            f"transformers' own class of model type {spelled(config.model_type)}. Give the script that loads it: --script train.py."
+        )
+    if own:
+        _note_own_code(name_or_path, own, config.model_type)
     return config
+
+
+@functools.cache
+def _note_own_code(name_or_path: str, own: str, model_type: str) -> None:
+    """Say it once in a process."""
+    logger.warning(
+        f"model {spelled(name_or_path)}: it brings modeling code of its own (auto_map: {spelled(own)}), which is not run. Numbers are of "
+        f"transformers' own class of model type {spelled(model_type)}."
+    )
 
 
 def _refuse_odd_file(file: Path) -> None:

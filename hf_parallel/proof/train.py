@@ -48,7 +48,7 @@ def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
 
 def build_model(job: Job) -> nn.Module:
     """The model in fp32, without dropout: masks are drawn otherwise in a layout, as they are in data parallelism."""
-    config = config_of(job.model)
+    config = config_of(job.model, trains=True)
     _without_dropout(config)
     if job.layers is not None:
         _cut(config, job.layers)

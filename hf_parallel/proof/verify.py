@@ -192,7 +192,7 @@ def prove(job: Job, folder: Path, start: Callable[[Path], str] = in_new_process)
     Raises:
         ParallelError: A run ended without a result.
     """
-    model_type = "script" if job.script is not None else str(config_of(job.model).model_type)
+    model_type = "script" if job.script is not None else str(config_of(job.model, trains=True).model_type)
     job.dump(folder / JOB)
     told = start(folder)
     run = folder / COMPARED / REFERENCE / RUN

@@ -279,7 +279,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
                 "accelerator.accumulate(model):`, or set gradient_accumulation_steps to 'auto'."
             )
         self.hf_parallel_engine.backpropagates(loss.detach())
-        with set_aside(*self.hf_parallel_engine.watching), self.hf_parallel.watchdog.engaged():
+        passing = self.hf_parallel.watchdog.engaged("runs the backward pass")
+        with set_aside(*self.hf_parallel_engine.watching), passing:
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager

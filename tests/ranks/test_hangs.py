@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -20,22 +21,29 @@ from trainer_cases import Case, make_trainer
 pytestmark = pytest.mark.long
 
 ENV = {"ACCELERATE_USE_CPU": "true"}
-LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pp_size": 2, "num_microbatches": 4}, "tp2": {"tp_size": 2}, "dp2": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pp_size": 2, "num_microbatches": 4},
+    "tp2": {"tp_size": 2},
+    "dp2": {},
+    "dp2 zero3": {"zero": {"stage": 3}},
+}
 # Far below the time-out, which a run without measured steps would wait for; the tiny steps take a tenth of it or less.
 FLOOR_S, TIMEOUT_S, AT_STEP = 2.5, 45.0, 6
 SLOW = pytest.mark.slow
 
 
-def at_step(trainer: Any, where: str, act: Callable[[], None]) -> None:
-    """Do `act` in a step after those that are measured."""
+def at_step(trainer: Any, where: str, act: Callable[[], None], step: int = AT_STEP) -> None:
+    """Do `act` in a step, if nothing else is said in one after those that are measured."""
     from transformers import TrainerCallback
 
     class Arm(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == AT_STEP and where == "forward":
-                layer = next(m for n, m in model.named_modules() if n.endswith("mlp"))
+            layer = next(m for n, m in model.named_modules() if n.endswith("mlp"))
+            if state.global_step == step and where == "forward":
                 layer.register_forward_pre_hook(lambda *inputs: act())
-            if state.global_step == AT_STEP and where == "callback":
+            if state.global_step == step and where == "backward":
+                layer.register_forward_hook(lambda *passed: passed[-1].register_hook(lambda gradient: act()) and None)
+            if state.global_step == step and where == "callback":
                 act()
 
     trainer.add_callback(Arm())
@@ -79,7 +87,9 @@ def unlike_main(rank: int, world_size: int, folder: str, layout: str, kind: str)
     trainer.train()
 
 
-def hanging_main(rank: int, world_size: int, folder: str, layout: str, fault: str, where: str, who: int) -> int:
+def hanging_main(
+    rank: int, world_size: int, folder: str, layout: str, fault: str, where: str, who: int, step: int = AT_STEP
+) -> int:
     (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
     sys.stderr = open(Path(folder) / f"stderr{rank}.txt", "w", buffering=1)  # noqa: SIM115  for the process's life
     monitor = {"hang_timeout_s": TIMEOUT_S, "hang_floor_s": FLOOR_S}
@@ -90,8 +100,10 @@ def hanging_main(rank: int, world_size: int, folder: str, layout: str, fault: st
         "nap": lambda: time.sleep(2 * FLOOR_S),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
+    if fault == "nap":
+        acts["nap"] = functools.cache(acts["nap"])  # once
     if rank == who:
-        at_step(trainer, where, acts[fault])
+        at_step(trainer, where, acts[fault], step)
     trainer.train()
     trainer.accelerator.hf_parallel.watchdog.stop()
     return int(trainer.state.global_step)
@@ -127,6 +139,28 @@ def summary(text: str) -> str:
             r"runs the forward of microbatch 0 at stage \d since [\d.]+ s \(stack: <lambda> at ranks/test_hangs\.py",
             marks=SLOW,
         ),
+        (
+            "dp2",
+            "sleep",
+            "backward",
+            r"runs the backward pass since [\d.]+ s \(stack: <lambda> at ranks/test_hangs\.py",
+        ),
+        pytest.param(
+            "dp2", "sleep", "forward", r"runs the forward pass since [\d.]+ s \(stack: <lambda> at ", marks=SLOW
+        ),
+        pytest.param(
+            "tp2", "sleep", "forward", r"runs the forward pass since [\d.]+ s \(stack: <lambda> at ", marks=SLOW
+        ),
+        pytest.param(
+            "tp2", "sleep", "backward", r"runs the backward pass since [\d.]+ s \(stack: <lambda> at ", marks=SLOW
+        ),
+        pytest.param(
+            *("dp2 zero3", "sleep", "backward", r"runs the backward pass since [\d.]+ s \(stack: <lambda> at "),
+            marks=SLOW,
+        ),
+        pytest.param(
+            "dp2 zero3", "stop", "forward", r"is silent \(stopped\); last seen: runs the forward pass", marks=SLOW
+        ),
         pytest.param("dp2", "stop", "collator", r"is silent \(stopped\); last seen: ", marks=SLOW),
         pytest.param("pp2", "stop", "forward", r"is silent \(stopped\); last seen: ", marks=SLOW),
     ],
@@ -147,8 +181,8 @@ def test_a_hang_names_its_cause_in_seconds_and_alike_on_every_rank(
     assert f"rank {1 - who}: exited with code 86" in str(caught.value)
     axis = layout[:2]
     text = summary(other)
-    assert layout == "pp2" or f" (over {axis}), for " in text
-    sentence = rf"rank {1 - who} \({axis} {1 - who} of 2\) waits .*, held up by rank {who} \({axis} {who} of 2\), which {says}"
+    assert where != "collator" or layout == "pp2" or f" (over {axis}), for " in text
+    sentence = rf"rank {1 - who} \({axis} {1 - who} of 2\) .*waits .*, held up by rank {who} \({axis} {who} of 2\), which {says}"
     assert re.search(sentence, text), text
     waited = re.search(
         r", for ([\d.]+) s \(([\d.]+) s: 10 times the longest of the last steps, at least monitor", text
@@ -189,6 +223,13 @@ def test_a_callback_that_takes_its_time_is_named_and_not_ended(tmp_path: Path) -
     )
     assert re.search(pattern, told), told
     assert told.count("longer than steps explain") == 1
+
+
+def test_a_first_backward_pass_that_takes_its_time_ends_no_run(tmp_path: Path) -> None:
+    assert run_ranks(hanging_main, 2, str(tmp_path), "dp2", "nap", "backward", 1, 0, tmp_path=tmp_path, env=ENV) == [
+        9,
+        9,
+    ]
 
 
 def saving_main(rank: int, world_size: int, folder: str) -> int:

@@ -14,7 +14,7 @@ import pytest
 from rank_runner import run_ranks
 
 from hf_parallel.compat.private_collectives import record_collectives, record_prefix, write_record
-from hf_parallel.hangs import agreed_bound, blame, chain, is_measured, listed
+from hf_parallel.hangs import agreed_bound, blame, chain, is_measured, listed, moves
 from hf_parallel.machine.processes import birth_of, state_of
 from hf_parallel.machine.stacks import Frame, activity_of, main_stack, parse_stack, shown_stack
 from hf_parallel.mesh import MeshShape
@@ -79,6 +79,13 @@ def test_only_what_steps_do_is_measured() -> None:
     assert not is_measured({0: waits(1)}, 0, [1])
     assert is_measured({0: waits(1), 1: waits(0)}, 0, [])
     assert not is_measured({0: waits(1), 1: waits(0, measured=False)}, 0, [])
+
+
+def test_who_has_just_begun_something_else_is_slow_and_does_not_hang() -> None:
+    assert moves({0: waits(1), 1: runs(age=0.4)}, [1])
+    assert not moves({0: waits(1), 1: runs(age=21.0)}, [1])
+    assert not moves({0: waits(1), 1: {**runs(age=0.4), "silent": True}}, [1])
+    assert not moves({0: waits(1)}, [1])
 
 
 def test_axes_of_a_group_are_those_along_which_its_ranks_differ() -> None:

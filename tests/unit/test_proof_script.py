@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Trainer
+from transformers import LlamaConfig, Trainer
 
 from hf_parallel import ConfigError, UnsupportedError, verify
+from hf_parallel.memory.shape import shape_of
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.script import train_script
 
@@ -47,3 +48,20 @@ def test_what_a_script_decides_is_no_argument(tmp_path: Path) -> None:
         verify("config.json", script=script)
     with pytest.raises(ConfigError, match=r"script=no.py: there is no such file"):
         verify(script="no.py")
+
+
+def test_modeling_code_that_a_folder_brings_is_refused_and_elsewhere_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=97
+    )
+    config.auto_map = {"AutoModelForCausalLM": "modeling_mine.MyLlama"}
+    config.save_pretrained(tmp_path)
+    told = r"brings modeling code of its own \(auto_map: 'modeling_mine\.MyLlama'\).*--script train\.py"
+    for model in (tmp_path, config):
+        with pytest.raises(ConfigError, match=told):
+            verify(model, {"pp_size": 2})
+    for _ in range(2):
+        assert shape_of(str(tmp_path)).layers == 2
+    assert caplog.text.count("which is not run. Numbers are of transformers' own class of model type 'llama'") == 1

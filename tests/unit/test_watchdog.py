@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from rank_runner import RankError, run_ranks
 
-from hf_parallel.compat.private_collectives import blocked_collective
+from hf_parallel.compat.private_collectives import blocked_collective, wait_for
 from hf_parallel.errors import ConfigError, RankFailure
 from hf_parallel.hangs import report
 from hf_parallel.heartbeats import IDLE, Heartbeats, Line, Seen, Stay
@@ -100,6 +101,13 @@ def test_after_a_call_into_the_engine_a_rank_works_for_itself() -> None:
     assert guard._line[:2] == (False, IDLE)
 
 
+def test_a_call_into_the_engine_that_every_step_makes_is_named_while_it_lasts() -> None:
+    guard = Watchdog(None, 0, NAMES, 1.0)
+    with pytest.raises(ValueError, match="runs the backward pass"), guard.engaged("runs the backward pass"):
+        raise ValueError(guard._line[1])
+    assert guard._line[:2] == (False, IDLE)
+
+
 def test_a_lost_connection_becomes_the_name_of_the_rank() -> None:
     guard = Watchdog(None, 0, NAMES, 1.0)
     with (
@@ -168,6 +176,22 @@ def test_a_thread_inside_a_collective_is_found_and_only_there() -> None:
     thread.join()
     assert first == second
     assert first[0] == "wait_in_it"
+    assert stay.look()[0] is None
+
+
+def test_a_thread_that_waits_for_a_collective_it_began_is_found() -> None:
+    lock, stay = threading.Lock(), Stay()
+    lock.acquire()
+    work = types.SimpleNamespace(wait=functools.partial(lock.acquire, True, 30))
+    thread = threading.Thread(target=wait_for, args=(work,))
+    thread.start()
+    end = time.monotonic() + 30
+    while stay.look()[0] is None and time.monotonic() < end:
+        time.sleep(0.01)
+    found = stay.look()
+    lock.release()
+    thread.join()
+    assert found[0] == "a collective"
     assert stay.look()[0] is None
 
 

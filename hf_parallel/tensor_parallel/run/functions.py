@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from hf_parallel.compat.private_collectives import wait_for
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.tensor_parallel.layout import split_units
@@ -284,7 +285,7 @@ def start_sum(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
     work = dist.all_reduce(x, group=bare, async_op=True)
 
     def wait() -> Tensor:
-        communicate(group, x.nbytes, lambda bare: work.wait())
+        communicate(group, x.nbytes, lambda bare: wait_for(work))
         return x
 
     return wait

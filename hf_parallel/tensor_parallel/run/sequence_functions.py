@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_parallel.compat.private_collectives import reduce_scatter_flat
+from hf_parallel.compat.private_collectives import reduce_scatter_flat, wait_for
 from hf_parallel.compat.private_torch import base_of
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import split_units
@@ -168,7 +168,7 @@ def reduce_scatter_along(x: Tensor, group: TPGroup, dim: int, sizes: Sequence[in
     def scatter(bare: ProcessGroup) -> None:
         work = reduce_scatter_flat(total.view(-1), pieces.view(-1), bare)
         if work is not None:
-            work.wait()
+            wait_for(work)
 
     communicate(group, pieces.nbytes, scatter)
     total = total.narrow(dim, 0, sizes[group.rank()]).contiguous()
