@@ -345,15 +345,18 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """What treats each element by itself is right on a shard; all else means the whole."""
     part, changes = first.part, writes_arguments(func)
     if _keeps_rows(func, args, first) if func.is_view else is_elementwise(func):
+        if changes and not isinstance(args[0], Tensor):  # what some of a list have got cannot be taken back
+            return _carry_out(func, args, kwargs)
         try:
             out = _carry_out(func, args, kwargs)
         except ParallelError:
             raise
         except (RuntimeError, IndexError):  # next to a mask, say, in the shape of the whole
-            out = None
-        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        alike = all(isinstance(leaf, SharedGradient) for leaf in tensors)
-        if out is not None and (changes or alike or func.is_view):
+            out, changes_shard = (), False
+        else:
+            changes_shard = changes or func.is_view
+        made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        if changes_shard or (made and all(isinstance(leaf, SharedGradient) for leaf in made)):
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])

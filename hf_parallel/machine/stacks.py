@@ -77,7 +77,11 @@ def activity_of(stack: Sequence[Frame]) -> Activity | None:
 def _activities(stack: Sequence[Frame]) -> Iterator[Activity]:
     inner: Frame | None = None
     for frame in stack:
-        if any(part in frame.file for part in ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")):
+        if frame.file.endswith(
+            "/torch/_dynamo/eval_frame.py"
+        ):  # calls what is compiled, or (`fully_shard`) what never is
+            pass
+        elif any(part in frame.file for part in ("/torch/_dynamo/", "/torch/_inductor/", "/triton/")):
             yield Activity("compiles", False)
         elif frame.file.endswith("/torch/utils/data/dataloader.py") and frame.name in STARTS:
             yield Activity("starts the data loader", False)

@@ -162,6 +162,9 @@ def test_a_stack_says_what_a_rank_does(stack: list[Frame], text: str, measured: 
 
 def test_a_stack_without_known_calls_says_nothing() -> None:
     assert activity_of([USER, STEP]) is None
+    assert (
+        activity_of([Frame(f"{LIB}/torch/_dynamo/eval_frame.py", 1, "_fn"), STEP]) is None
+    )  # what was compiled, or never is
     assert activity_of([]) is None
 
 
