@@ -344,22 +344,27 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """What treats each element by itself is right on a shard; all else means the whole."""
     part, changes = first.part, writes_arguments(func)
+    if changes and not isinstance(
+        args[0], Tensor
+    ):  # lists, element by element: what some have got cannot be taken back
+        return _carry_out(func, args, kwargs)
     if _keeps_rows(func, args, first) if func.is_view else is_elementwise(func):
-        if changes and not isinstance(args[0], Tensor):  # what some of a list have got cannot be taken back
-            return _carry_out(func, args, kwargs)
         try:
             out = _carry_out(func, args, kwargs)
         except ParallelError:
             raise
         except (RuntimeError, IndexError):  # next to a mask, say, in the shape of the whole
-            out, changes_shard = (), False
+            out, counts = (), False
         else:
-            changes_shard = changes or func.is_view
+            counts = changes or func.is_view
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        if changes_shard or (made and all(isinstance(leaf, SharedGradient) for leaf in made)):
+        if counts or (made and all(isinstance(leaf, SharedGradient) for leaf in made)):
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
+    if changes and args[0] is first and first.changed is not None:
+        first.changed.copy_(part.cut(func(*_whole(args), **_whole(kwargs))))
+        return first
     if (changes or func.is_view) and args[0] is first and first.changed is None:
         out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
         return first if changes else out

@@ -91,6 +91,12 @@ def triangle(p: Any) -> None:
     p.grad.tril_()
 
 
+def triangle_of_double(p: Any) -> None:
+    doubled = p.grad * 2
+    doubled.tril_()
+    p.grad = doubled
+
+
 def unit_columns(p: Any) -> None:
     p.data = F.normalize(p.data, dim=0)
 
@@ -114,7 +120,7 @@ def xavier(p: Any) -> None:
 WRITES: dict[str, Callable[[Any], None]] = {
     f.__name__: f
     for f in (
-        *(centred, orthogonal, unit_gradient, kept_largest, tangent, summed_data, triangle),
+        *(centred, orthogonal, unit_gradient, kept_largest, tangent, summed_data, triangle, triangle_of_double),
         *(unit_columns, limited_rows, softmaxed, large_rows, xavier),
     )
 }
