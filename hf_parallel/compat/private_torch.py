@@ -100,11 +100,6 @@ def packet_of_op(op: Any) -> Any:
     return getattr(op, "_overloadpacket", None)
 
 
-def names_of_arguments(op: Any) -> list[str]:
-    """The names of an op's arguments, in their order, by its schema."""
-    return [argument.name for argument in op._schema.arguments]
-
-
 @functools.cache
 def arguments_written(op: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an op changes in place, by its schema."""

@@ -58,6 +58,9 @@ PLACE_BY_PLACE = frozenset(
     }
 )
 GETTERS = frozenset({Tensor.data.__get__, Tensor.grad.__get__, Tensor.real.__get__})  # type: ignore[attr-defined, union-attr]
+RANDOM = frozenset(
+    {"dropout", "alpha_dropout", "feature_alpha_dropout", "gumbel_softmax", "rrelu"}
+)  # draw, without torch's tag for it
 OPERATORS = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "invert": "bitwise_not"}
 OPERATORS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
 
@@ -105,9 +108,6 @@ def mixes_elements(func: object) -> bool:
     overloads = packet.overloads() if isinstance(packet, OpOverloadPacket) else ()
     schemas = [getattr(packet, overload)._schema for overload in overloads]
     return any("Tensor" in str(returned.type) for schema in schemas for returned in schema.returns)
-
-
-RANDOM = frozenset({"dropout", "alpha_dropout", "feature_alpha_dropout", "gumbel_softmax", "rrelu"})
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

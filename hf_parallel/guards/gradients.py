@@ -214,7 +214,7 @@ class ShownGradients:
         self._active, self._has_stepped = True, False
         self.factors.begin()
         self.note_parts()
-        absent = self._zero.absent_names if self._zero is not None else frozenset()
+        absent = self._absent
         for name, flat in self._flat.items():
             flat.gathered = flat.pending = flat.opened = None
             if name not in absent:
@@ -243,6 +243,11 @@ class ShownGradients:
     def touch(self) -> None:
         """A gradient is opened, or autograd adds to it."""
         self._touched = True
+
+    @property
+    def _absent(self) -> frozenset[str]:
+        """Names of parameters with parts that have no gradient on any rank."""
+        return self._zero.absent_names if self._zero is not None else frozenset()
 
     @property
     def is_between(self) -> bool:
@@ -282,7 +287,7 @@ class ShownGradients:
         for shard in shards:
             self.gather(shard)
             shard.master.grad, shard.absent = None, []
-        absent = self._cleared | (self._zero.absent_names if self._zero is not None else frozenset())
+        absent = self._cleared | self._absent
         for name, flat in self._flat.items() if shards else ():
             left, flat.gathered = flat.gathered, None
             if left is not None and name not in absent:
@@ -408,7 +413,7 @@ class ShownGradients:
         Raises:
             UnsupportedError: Names a parameter that has one.
         """
-        absent = self._zero.absent_names if self._zero is not None else frozenset()
+        absent = self._absent
         for name, flat in self._flat.items():
             gradient = flat.parameter.grad
             assigned = gradient is not None and type(gradient) is not SharedGradient
@@ -454,9 +459,7 @@ class ShownGradients:
     def _show_again(self, stands: Mapping[str, Any]) -> None:
         self._active = True
         self.note_parts()
-        absent = (
-            self._zero.absent_names if self._zero is not None else frozenset()
-        )  # on all ranks: one may have no part
+        absent = self._absent  # on all ranks: one may have no part
         for name, parameter in self._parameters.items():
             flat, stand = self._flat.get(name), stands.get(name)
             if flat is not None:

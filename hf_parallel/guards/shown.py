@@ -343,10 +343,9 @@ def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """What treats each element by itself is right on a shard; all else means the whole."""
-    part, changes = first.part, writes_arguments(func)
-    if changes and not isinstance(
-        args[0], Tensor
-    ):  # lists, element by element: what some have got cannot be taken back
+    changes = writes_arguments(func)
+    # Lists, element by element: what some have got cannot be taken back.
+    if changes and not isinstance(args[0], Tensor):
         return _carry_out(func, args, kwargs)
     if _keeps_rows(func, args, first) if func.is_view else is_elementwise(func):
         try:
@@ -362,12 +361,8 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
             return out
     if func.overloadpacket in VIEWS and list(args[1]) == [_here(first).numel()]:  # flatten() has counted the shard
         args = (first, [-1], *args[2:])
-    if changes and args[0] is first and first.changed is not None:
-        first.changed.copy_(part.cut(func(*_whole(args), **_whole(kwargs))))
-        return first
-    if (changes or func.is_view) and args[0] is first and first.changed is None:
-        out = func(part.open(), *_whole(args[1:]), **_whole(kwargs))
-        return first if changes else out
+    if (changes or func.is_view) and args[0] is first:
+        return _on_opened(func, args, kwargs, first, changes=changes)
     return func(*_whole(args), **_whole(kwargs))
 
 
@@ -386,6 +381,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
             or not any(leaf.untyped_storage().data_ptr() in sources for leaf in made)
         ):
             return out
+    return _on_opened(func, args, kwargs, first, changes=changes)
+
+
+def _on_opened(func: Any, args: Any, kwargs: Any, first: SharedGradient, *, changes: bool) -> Any:
+    """A function that changes a shard, its first argument, or gives a view of it: what is done to the whole counts."""
     out = func(first._opened(), *_whole(args[1:]), **_whole(kwargs))
     if changes and first.changed is not None:
         first.changed.copy_(first.part.cut(out))
