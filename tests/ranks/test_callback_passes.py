@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from callback_runs import ENV, assert_same_state, replicas_of, trained_with
 from rank_runner import run_ranks
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"zero": {"stage": 1}},
     "zero3": {"zero": {"stage": 3}},
@@ -74,11 +73,14 @@ class Anchored(TrainerCallback):
 
 
 class Runs(TrainerCallback):
-    def __init__(self, run: Callable[[Any, Share], None], share: Callable[[], Share]) -> None:
-        self.run, self.share = run, share
+    trainer: Any  # as `trained_with` gives it
+
+    def __init__(self, run: Callable[[Any, Share], None], parallel: dict[str, Any] | None) -> None:
+        self.run, self.parallel = run, parallel
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.run(model, self.share())
+        session = getattr(self.trainer.accelerator, "hf_parallel", None)
+        self.run(model, (0 if session is None else session.mesh.dp_rank, replicas_of(self.parallel)))
 
 
 RUNS = {f.__name__: f for f in (replayed, sharpness_aware, adversarial)}
@@ -86,49 +88,9 @@ CASES = (*RUNS, "anchored")
 
 
 def trained(name: str, parallel: dict[str, Any] | None) -> dict[str, Any]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    from hf_parallel import HFParallelCallback
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    axes = [(parallel or {}).get(axis, 1) for axis in ("tp_size", "pp_size", "sp_size")]
-    replicas = torch.distributed.get_world_size() // math.prod(axes) if parallel is not None else 1
-
-    def share() -> Share:
-        session = getattr(trainer.accelerator, "hf_parallel", None)
-        return (0 if session is None else session.mesh.dp_rank), replicas
-
-    arguments = TrainingArguments(
-        "unused",
-        per_device_train_batch_size=4 // replicas,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        adam_epsilon=1e-3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    own = [HFParallelCallback({}, **parallel)] if parallel is not None else []
-    trainer = Trainer(
-        *(tiny.llama(tied=True), arguments),
-        train_dataset=tiny.rows(32),
-        data_collator=tiny.collate,
-        callbacks=[*own, Anchored() if name == "anchored" else Runs(RUNS[name], share)],
-    )
-    trainer.train()
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    state.pop("lm_head.weight", None)
-    history = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
-    return {"history": history, "state": {name: tensor.detach().float().numpy() for name, tensor in state.items()}}
+    callback = Anchored() if name == "anchored" else Runs(RUNS[name], parallel)
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1, "adam_epsilon": 1e-3}
+    return trained_with(callback, parallel, rows=32, **options)
 
 
 def main(rank: int, world_size: int, parallel: dict[str, Any] | None) -> dict[str, Any]:
@@ -151,6 +113,4 @@ def test_a_callback_that_runs_the_model_trains_as_in_one_process(layout: str, al
         torch.testing.assert_close(
             torch.tensor(found[name]["history"]), torch.tensor(wanted["history"]), rtol=1e-5, atol=0, msg=name
         )
-        for key, value in wanted["state"].items():
-            mine, there = torch.from_numpy(found[name]["state"][key]), torch.from_numpy(value)
-            assert (mine - there).norm() <= 1e-5 * there.norm(), (name, key)
+        assert_same_state(found[name]["state"], wanted["state"], name)

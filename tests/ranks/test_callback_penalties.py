@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from callback_runs import ENV, assert_same_state, trained_with
 from rank_runner import run_ranks
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 MOMENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
@@ -104,44 +102,8 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, str]]) -> di
 
 
 def run_of(moment: str, penalty: str, parallel: dict[str, Any] | None) -> dict[str, Any]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    from hf_parallel import HFParallelCallback
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    axes = [(parallel or {}).get(axis, 1) for axis in ("tp_size", "pp_size", "sp_size")]
-    replicas = torch.distributed.get_world_size() // math.prod(axes) if parallel is not None else 1
-    arguments = TrainingArguments(
-        "unused",
-        per_device_train_batch_size=4 // replicas,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        adam_epsilon=1e-4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(
-        tiny.llama(tied=True),
-        arguments,
-        train_dataset=tiny.rows(24),
-        data_collator=tiny.collate,
-        callbacks=[*([HFParallelCallback({}, **parallel)] if parallel is not None else []), Decay(moment, penalty)],
-    )
-    trainer.train()
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    state.pop("lm_head.weight", None)
-    history = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
-    return {"history": history, "state": {k: v.detach().float().numpy() for k, v in state.items()}}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1, "adam_epsilon": 1e-4}
+    return trained_with(Decay(moment, penalty), parallel, **options)
 
 
 PARTS = ("tp2", "pp2")
@@ -175,6 +137,4 @@ def test_a_penalty_of_a_callback(moment: str, penalty: str, layout: str, runs: d
         return
     assert not isinstance(mine, str), mine
     torch.testing.assert_close(torch.tensor(mine["history"]), torch.tensor(alone["history"]), rtol=1e-5, atol=0)
-    for name, value in alone["state"].items():
-        difference = torch.from_numpy(mine["state"][name] - value).norm() / torch.from_numpy(value).norm()
-        assert difference < 1e-5, name
+    assert_same_state(mine["state"], alone["state"])

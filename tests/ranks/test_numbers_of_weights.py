@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
+from callback_runs import ENV, assert_same_state, trained_with
 from rank_runner import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 
 pytestmark = pytest.mark.long
 
 
-ENV = {"ACCELERATE_USE_CPU": "true"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "zero3": {"zero": {"stage": 3}},
@@ -176,50 +175,15 @@ class Writes(TrainerCallback):
                     self.write(parameter)
 
 
-def trained(parallel: dict[str, Any] | None, callback: TrainerCallback, steps: int) -> dict[str, Any]:
-    from accelerate.state import AcceleratorState, GradientState
-
-    from hf_parallel import HFParallelCallback
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    torch.manual_seed(0)
-    arguments = TrainingArguments(
-        "unused",
-        per_device_train_batch_size=2 if parallel == LAYOUTS["zero3"] else 4,
-        max_steps=steps,
-        learning_rate=1e-2,
-        adam_epsilon=1e-3,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-    )
-    own = [HFParallelCallback({}, **parallel)] if parallel is not None else []
-    trainer = Trainer(
-        *(tiny.llama(tied=True), arguments),
-        train_dataset=tiny.rows(24),
-        data_collator=tiny.collate,
-        callbacks=[*own, callback],
-    )
-    trainer.train()
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    state.pop("lm_head.weight", None)
-    return {name: tensor.detach().float().numpy() for name, tensor in state.items()}
-
-
 def numbers_of(rank: int, world_size: int, parallel: dict[str, Any] | None) -> dict[str, Any]:
     callback = Numbers()
-    trained(parallel, callback, 1)
+    trained_with(callback, parallel, max_steps=1, adam_epsilon=1e-3)
     return callback.found
 
 
 def written(rank: int, world_size: int, parallel: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: trained(parallel, Writes(name), 2) for name in WRITES}
+    options = {"max_steps": 2, "adam_epsilon": 1e-3}
+    return {name: trained_with(Writes(name), parallel, **options)["state"] for name in WRITES}
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +211,4 @@ def test_numbers_are_those_of_whole_tensors(layout: str, alone: Any, tmp_path: A
 def test_what_is_written_to_shards_is_what_one_process_writes(alone: Any, tmp_path: Any) -> None:
     found = run_ranks(written, 2, LAYOUTS["tp2"], tmp_path=tmp_path, env=ENV, timeout=120.0)[0]
     for name, state in alone[1].items():
-        for key, value in state.items():
-            mine, wanted = torch.from_numpy(found[name][key]), torch.from_numpy(value)
-            assert (mine - wanted).norm() <= 1e-5 * wanted.norm(), (name, key)
+        assert_same_state(found[name], state, name)
