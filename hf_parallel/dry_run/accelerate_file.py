@@ -198,6 +198,8 @@ def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     elif precision is not None and str(precision).lower() not in PRECISIONS:
         near = nearest_word(str(precision), PRECISIONS[1:]) or "'no' or bf16"
         yield f"mixed_precision={shown(precision)}: expected one of {', '.join(PRECISIONS)}. Set mixed_precision to {near}."
+    elif str(precision).lower() == "fp8" and KEY in (accelerate.get(SECTION) or {}):
+        yield f"mixed_precision='fp8' is not available beside {SECTION}.{KEY}. Set mixed_precision to bf16."
     asked = "mixed_precision='fp16' with use_cpu=true"
     yield from fp16_on_cpu(precision, on_cpu=accelerate.get("use_cpu") is True, asked=asked)
 

@@ -129,7 +129,7 @@ def check_file(path: Path, machine: Machine) -> Checked:
     found += place.findings("warning", _not_installed(engine or accelerate.get("distributed_type") == "DEEPSPEED"))
     deepspeed, foreign = _check_deepspeed(place, accelerate, machine)
     found += foreign
-    findings = sorted(dict.fromkeys(found), key=lambda finding: finding.severity)
+    findings = sorted(dict.fromkeys(found), key=lambda finding: (finding.severity, finding.line or 0))
     return Checked(path, config, accelerate, deepspeed, tuple(findings))
 
 

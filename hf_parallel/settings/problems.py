@@ -47,6 +47,10 @@ MEANT: Final = {
     "offload_param_device": "Did you mean zero.offload_param?",
     "fsdp": "Did you mean zero.stage (3)?",
     "gradient_checkpointing": "Did you mean activation_checkpointing.every (1)?",
+    **dict.fromkeys(("codec", "compressor"), "Did you mean gradient_compression.method?"),
+    **dict.fromkeys(
+        ("keep", "keep_last", "max_to_keep"), "It is save_total_limit of TrainingArguments. Remove it here."
+    ),
     **dict.fromkeys(("micro_batches", "microbatches", "chunks"), "Did you mean pipeline.num_microbatches?"),
     **dict.fromkeys(
         ("num_processes", "num_machines", "machine_rank", "mixed_precision", "use_cpu", "distributed_type"), _OUTSIDE
@@ -140,14 +144,17 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
     """
     if isinstance(given, list) and len(given) == 1:
         return nearest_value(given[0], details, default)
+    if isinstance(default, list | tuple) and isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return [given]
     bounds = [detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})]
     if isinstance(given, str):
         words = [word for detail in details for word in _words_of(detail)]
         near = nearest_word(given, words)
         if near is not None:
             return near
-        if given.lower() in TRUTH and any(detail["type"].startswith("bool") for detail in details):
-            return TRUTH[given.lower()]
+        first = given.lower().partition(" ")[0]
+        if first in TRUTH and any(detail["type"].startswith("bool") for detail in details):
+            return TRUTH[first]
         number = re.fullmatch(r"(\d{1,9})\W*", given)
         if number and any(detail["type"].startswith("int") for detail in details):
             return max(1, int(number[1]))
@@ -227,6 +234,9 @@ def _unknown_key(root: type[Section], key: str, section: str) -> str:
     if not home.model_fields:
         return f"{path} is not available yet: the {section} section has no options. Remove it."
     known = [*home.model_fields]
+    longer = [".".join(filter(None, (section, name))) for name in known if key in re.split("_", name)]
+    if longer:
+        return f"{path}: unknown key. Did you mean {' or '.join(longer)}?"
     elsewhere = [f"{name}.{key}" for name, model in sections.items() if key in model.model_fields]
     if key in root.model_fields:
         elsewhere.append(f"{key} at the top level")

@@ -93,7 +93,7 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "activation_checkpointing": (ours("activation_checkpointing:", "  evry: 1"), 8, r"checkpointing\.evry: .*mean every\?"),
     "gradient_compression": (ours("gradient_compression:", "  methd: int8"), 8, r"compression\.methd: .*mean method\?"),
     "local_sgd": (ours("local_sgd:", "  sync_evry: 8"), 8, r"^local_sgd\.sync_evry: .*Did you mean sync_every\?"),
-    "checkpoint": (ours("checkpoint:", "  async: true"), 8, r"^checkpoint\.async: .*Did you mean async_save\?"),
+    "checkpoint": (ours("checkpoint:", "  async: true"), 8, r"^checkpoint\.async: .*Did you mean checkpoint\.async_save\?"),
     "monitor": (ours("monitor:", "  hang_timeout: 60"), 8, r"^monitor\.hang_timeout: .*Did you mean hang_timeout_s\?"),
     "capitals of a key": (ours("PP_SIZE: 2"), 7, r"^PP_SIZE: unknown key\. Did you mean pp_size\?"),
     "a dash": (ours("pp-size: 2"), 7, r"^pp-size: unknown key\. Did you mean pp_size\?"),
@@ -134,6 +134,14 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "a variable for machines": (around("num_machines: $SLURM_NNODES\nmain_process_ip: a"), 5, r"^num_machines='\$SLURM_NNODES': expected an integer"),
     "GPUs in a list": (around("gpu_ids: [0, 1]"), 5, r"^gpu_ids=\[0, 1\]: expected all.*Set gpu_ids to '0,1'\.$"),
     "one GPU": (around("gpu_ids: 0"), 5, r"^gpu_ids=0: expected all.*Set gpu_ids to '0'\.$"),
+    "another program's name for the method": (ours("pp_size: 2", "gradient_compression: {codec: powersgd}"), 8, r"^gradient_compression\.codec: unknown key\. Did you mean gradient_compression\.method\?"),
+    "a part of a key": (ours("pp_size: 2", "gradient_compression: {method: powersgd, rank: 2}"), 8, r"rank: unknown key\. Did you mean gradient_compression\.matrix_approximation_rank\?"),
+    "a part of two keys": (ours("zero: {stage: 1, offload: cpu}"), 7, r"^zero\.offload: unknown key\. Did you mean zero\.offload_optimizer or zero\.offload_param\?"),
+    "a part of a section": (ours("pp_size: 2", "compression: powersgd"), 8, r"^compression: unknown key\. Did you mean gradient_compression\?"),
+    "a step for a list of steps": (ours("pp_size: 2", "monitor: {trace_steps: 3}"), 8, r"^monitor\.trace_steps=3: .*Set monitor\.trace_steps to \[3\]\.$"),
+    "yes in a sentence": (ours("pp_size: 2", "monitor: {report: yes please}"), 8, r"^monitor\.report='yes please': .*Set monitor\.report to true\.$"),
+    "eight bits": (instead("use_cpu: true", "mixed_precision: fp8"), 4, r"^mixed_precision='fp8' is not available beside .*Set mixed_precision to bf16"),
+    "how many to keep": (ours("pp_size: 2", "checkpoint: {keep: 2}"), 8, r"^checkpoint\.keep: unknown key\. It is save_total_limit of TrainingArguments\."),
     # what does not fit together
     "a port in the address": (around("num_machines: 2\nmain_process_ip: 10.0.0.1:29500"), 6, r"^main_process_ip='10\.0\.0\.1:29500': .*to 10\.0\.0\.1, and main_process_port to 29500"),
     "addresses of all": (around("num_machines: 2\nmain_process_ip: [a, b]"), 6, r"^main_process_ip=\['a', 'b'\]: expected one name.*that of machine 0"),
@@ -175,6 +183,12 @@ def test_one_microbatch_with_stages_is_a_warning(tmp_path: Path) -> None:
     assert (warning.severity, warning.line) == ("warning", 8)
     assert "50% of the step is idle. Set pipeline.num_microbatches to 4" in warning.message
     assert findings(tmp_path, ours("pp_size: 2", "pipeline: {num_microbatches: 1, schedule: naive}")) == []
+
+
+def test_problems_stand_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    content = ours("pp_sise: 2", "tp_size: 0", head=HEAD.replace("num_processes: 4", "num_processes: four"))
+    found = findings(tmp_path, content)
+    assert [finding.line for finding in found] == [3, 7, 8]
 
 
 def test_the_file_that_all_of_these_break_is_right(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_null_section_is_the_default(section: str) -> None:
 
 def test_checkpoint_options_are_known_by_name() -> None:
     assert parse(checkpoint={"async_save": True}).checkpoint.async_save
-    with pytest.raises(ConfigError, match=r"checkpoint\.async: unknown key\. Did you mean async_save\?"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.async: unknown key\. Did you mean checkpoint\.async_save\?"):
         parse(checkpoint={"async": True})
 
 
