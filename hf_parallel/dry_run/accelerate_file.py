@@ -98,6 +98,8 @@ def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
         yield f"main_process_port={shown(port)}: expected an integer from 0 to 65535. Set main_process_port to 29500."
     yield from _address_problems(accelerate.get("main_process_ip"), machines if _is_whole(machines) else 1)
     if not (_is_whole(machines) and machines > 1):
+        if _is_whole(rank) and rank:
+            yield _rank_problem(rank, 1)
         return
     if not accelerate.get("main_process_ip"):
         yield (
@@ -110,11 +112,18 @@ def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
             "main_process_port to 29500, or another that is free on machine 0."
         )
     if rank is not None and not (_is_whole(rank) and 0 <= rank < machines):
-        meant = number(rank)
-        yield (
-            f"machine_rank={shown(rank)} with num_machines={machines}: machines count from 0 to {machines - 1}. Set machine_rank "
-            f"to {min(max(meant, 0), machines - 1) if _is_whole(meant) else 0}{', without quotes' if isinstance(rank, str) else ''}."
-        )
+        yield _rank_problem(rank, machines)
+
+
+def _rank_problem(rank: object, machines: int) -> str:
+    """Of a machine that is none of these."""
+    meant = number(rank)
+    near = min(max(meant, 0), machines - 1) if _is_whole(meant) else 0
+    counted = f"machines count from 0 to {machines - 1}" if machines > 1 else "the only machine is 0"
+    return (
+        f"machine_rank={shown(rank)} with num_machines={machines}: {counted}. Set machine_rank to {near}"
+        f"{', without quotes' if isinstance(rank, str) else ''}{'' if machines > 1 else ', or num_machines to their number'}."
+    )
 
 
 def _address_problems(address: object, machines: int) -> Iterator[str]:

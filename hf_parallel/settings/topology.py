@@ -145,6 +145,6 @@ def _odd(fast: int, what: str, local: int) -> str:
 def _spans(what: str, local: int, tp_size: int) -> str:
     best = max(size for size in range(1, min(local, tp_size) + 1) if local % size == 0)
     return (
-        f"tp_size={tp_size} with {what}: a node has {local} ranks, so a layer would be shared over the network, which every layer "
+        f"tp_size={tp_size} with {what}: a node has {local} rank{'s' * (local > 1)}, so a layer would be shared over the network, which every layer "
         f"waits for. Set tp_size to {best}, and pp_size to what it lacks."
     )

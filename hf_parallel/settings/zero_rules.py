@@ -40,7 +40,7 @@ def partition_problems(
     if pp_size > 1:
         problems.append(
             f"{name} with pp_size={pp_size}: parameters in parts would be gathered anew for every microbatch. Set "
-            "zero.engine to auto and zero.stage to 1, or pp_size to 1."
+            f"{'' if zero.engine == 'auto' else 'zero.engine to auto and '}zero.stage to 1, or pp_size to 1."
         )
     if zero.overlap_gather:
         problems.append(

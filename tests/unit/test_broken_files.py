@@ -142,6 +142,8 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "yes in a sentence": (ours("pp_size: 2", "monitor: {report: yes please}"), 8, r"^monitor\.report='yes please': .*Set monitor\.report to true\.$"),
     "eight bits": (instead("use_cpu: true", "mixed_precision: fp8"), 4, r"^mixed_precision='fp8' is not available beside .*Set mixed_precision to bf16"),
     "how many to keep": (ours("pp_size: 2", "checkpoint: {keep: 2}"), 8, r"^checkpoint\.keep: unknown key\. It is save_total_limit of TrainingArguments\."),
+    "one machine that is not the first": (around("num_machines: 1\nmachine_rank: 3"), 6, r"^machine_rank=3 with num_machines=1: the only machine is 0\. Set machine_rank to 0, or"),
+    "stage 3 with stages": (ours("pp_size: 2", "zero: {stage: 3}"), 8, r"^zero\.stage=3 with pp_size=2: .*Set zero\.stage to 1, or pp_size to 1\.$"),
     # what does not fit together
     "a port in the address": (around("num_machines: 2\nmain_process_ip: 10.0.0.1:29500"), 6, r"^main_process_ip='10\.0\.0\.1:29500': .*to 10\.0\.0\.1, and main_process_port to 29500"),
     "addresses of all": (around("num_machines: 2\nmain_process_ip: [a, b]"), 6, r"^main_process_ip=\['a', 'b'\]: expected one name.*that of machine 0"),
