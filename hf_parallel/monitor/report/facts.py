@@ -6,6 +6,7 @@ import logging
 import resource
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from hf_parallel.engine.direct import Engine
@@ -81,11 +82,23 @@ def sent_bytes(engine: Engine) -> dict[Axis, float]:
     return found
 
 
-def memory_bytes(device: torch.device) -> float:
-    """Most that tensors took on the device; on the CPU what the process took."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+class PeakMemory:
+    """Most that training took.
+
+    Args:
+        device: On a GPU tensors count; on a CPU what the process took beyond what it has now, and the weights.
+        weights: Bytes of this rank's weights, which are in memory now.
+    """
+
+    def __init__(self, device: torch.device, weights: float) -> None:
+        self._device = device
+        self._others = 0.0 if device.type == "cuda" else max(0.0, psutil.Process().memory_info().rss - weights)
+
+    @property
+    def bytes(self) -> float:
+        if self._device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self._device))
+        return max(0.0, 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self._others)
 
 
 def expected_bytes(engine: Engine, config: HFParallelConfig, tokens: float) -> float:
@@ -96,9 +109,14 @@ def expected_bytes(engine: Engine, config: HFParallelConfig, tokens: float) -> f
         config: The settings.
         tokens: Of a microbatch.
     """
+    expected = engine.expected
+    activations = expected.activation_bytes[engine.mesh.pp_rank] if expected.activation_bytes else 0.0
+    return sum(states_bytes(engine, config)) + activations * tokens if expected.states_bytes else 0.0
+
+
+def states_bytes(engine: Engine, config: HFParallelConfig) -> tuple[float, ...]:
+    """Weights, gradients and Adam's states of this rank; zeros where they are not known."""
     mesh, expected = engine.mesh, engine.expected
     if not expected.states_bytes:
-        return 0.0
-    states = states_with_zero(expected.states_bytes[mesh.pp_rank], config.zero, mesh.dp_shard_group)
-    activations = expected.activation_bytes[mesh.pp_rank] if expected.activation_bytes else 0.0
-    return sum(states) + activations * tokens
+        return 0.0, 0.0, 0.0
+    return states_with_zero(expected.states_bytes[mesh.pp_rank], config.zero, mesh.dp_shard_group)

@@ -18,7 +18,15 @@ from hf_parallel.compat.private_collectives import all_gather_flat
 from hf_parallel.engine.direct import Engine
 from hf_parallel.mesh import backend_for
 from hf_parallel.monitor.recorder import AXES, StepRecord
-from hf_parallel.monitor.report.facts import Flops, expected_bytes, flops_of, memory_bytes, peak_of, sent_bytes
+from hf_parallel.monitor.report.facts import (
+    Flops,
+    PeakMemory,
+    expected_bytes,
+    flops_of,
+    peak_of,
+    sent_bytes,
+    states_bytes,
+)
 from hf_parallel.monitor.report.metrics import Job, metrics_of
 from hf_parallel.monitor.report.page import write_report
 from hf_parallel.monitor.report.scaling import planned_scaling
@@ -57,6 +65,7 @@ class Monitor:
         self._recent: deque[float] = deque(maxlen=EVERY)
         self._tokens = self._all_tokens = 0
         self._sent = self._first_sent = sent_bytes(engine)
+        self._memory = PeakMemory(self._device, states_bytes(engine, config)[0])
         self._seq_len = 0
         self._flops: Flops | None = None
         self._metrics: dict[str, float] = {}
@@ -167,7 +176,7 @@ class Monitor:
             tokens=tokens / steps,
             sent_dp=max(0.0, sent["dp"] - since["dp"]) / steps if not math.isnan(sent["dp"]) else math.nan,
             **{f"sent_{axis}": max(0.0, sent[axis] - since[axis]) / steps for axis in AXES if axis != "dp"},
-            memory_bytes=memory_bytes(self._device),
+            memory_bytes=self._memory.bytes,
             expected_bytes=expected_bytes(self.engine, self.config, tokens / steps / max(1.0, counts)),
             flops=self._flops.model,
             hardware_flops=self._flops.hardware,

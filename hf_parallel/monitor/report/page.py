@@ -268,8 +268,8 @@ def _ranks(job: Job) -> str:
         sizes = [f"{one.memory_bytes / 1e9:.3g}", f"{one.expected_bytes / 1e9:.3g}"]
         rows.append([job.shape.describe(rank), _ms(one.busy_s), bubble, *times, *sizes])
     note = (
-        "<p>Of a step: compute, idle share of the schedule, and waits (in layers: for shards, parts of rows, experts). On GPUs the peak is that of tensors, on CPUs that of the whole "
-        "process; expected are weights, gradients, Adam's states and, with stages, activations.</p>"
+        "<p>Of a step: compute, idle share of the schedule, and waits (in layers: for shards, parts of rows, experts). On GPUs the peak is that of tensors, on CPUs what the "
+        "process took beyond what it had before the first step, and its weights; expected are weights, gradients, Adam's states and, with stages, activations.</p>"
     )
     return note + _table(head, rows)
 
