@@ -14,9 +14,9 @@ from torch import nn
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
-from hf_parallel.mesh import ranks_per_node
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory, memory_of
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
+from hf_parallel.ranks import ranks_per_node
 from hf_parallel.tensor_parallel.shard_plan import TPPlan
 
 

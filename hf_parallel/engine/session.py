@@ -19,8 +19,9 @@ from hf_parallel.compat.private_collectives import private_store
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.mesh import Mesh, MeshShape, compare_settings, links_here
+from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.placement import Placement, copies_in_nodes, map_of, place
+from hf_parallel.ranks import compare_settings, links_here
 from hf_parallel.settings.launch import check_world
 from hf_parallel.settings.together import other_sums
 from hf_parallel.watchdog import Watchdog

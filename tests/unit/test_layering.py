@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 # Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
     {"errors", "hangs", "links", "logs", "machine", "noticeboard"},
-    {"compat", "mesh", "monitor", "one_rank", "settings", "tensor_parallel"},
+    {"compat", "mesh", "monitor", "one_rank", "ranks", "settings", "tensor_parallel"},
     {"heartbeats", "placement"},
     {
         "batches",
