@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
@@ -41,6 +42,17 @@ TRAINERS: Final[Mapping[str, str]] = {
     "steps_per_print": "logging_steps",
     "seed": "seed",
 }
+# What some keys that have no place here are for, and where it is decided; others tune buffers and messages.
+INSTEAD: Final[Mapping[str, str]] = {
+    "train_batch_size": "give TrainingArguments(per_device_train_batch_size), or set global_batch_size, which keeps the rows of a step",
+    "activation_checkpointing": "functions of DeepSpeed's own, which models of transformers do not call; activation_checkpointing.every "
+    "computes blocks again",
+    "zero_quantized_gradients": "gradient_compression compresses gradients, of replicas without ZeRO 3",
+    "zero_quantized_weights": "there is no such setting here: weights are gathered as they are",
+    "zero_hpz_partition_size": "there is no such setting here; zero.dp_shard_size keeps all parts inside a group of ranks",
+    "mics_shard_size": "set zero.dp_shard_size",
+}
+OWN: Final = "chosen by hf_parallel itself"
 OFFLOADS: Final = {"offload_optimizer": "zero.offload_optimizer", "offload_param": "zero.offload_param"}
 SHARDING: Final[Mapping[str, int]] = {
     **{"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0},
@@ -67,14 +79,21 @@ def from_deepspeed(config: Mapping[str, Any]) -> Taken:
     if size:
         taken.put("tp_size", number(size))
     _accumulation(taken, config)
-    known = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "gradient_accumulation_steps", "train_batch_size")
+    known = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "gradient_accumulation_steps")
     for key, value in config.items():
         if key in known or value == "auto":
             continue
-        instead = TRAINERS.get(key)
-        fix = f"give TrainingArguments({instead})" if instead else "there is no such setting here"
-        taken.notes.append(f"{key}={spelled(value)}: {fix}")
+        near = get_close_matches(key, known, n=1, cutoff=0.8)
+        meant = (
+            f"DeepSpeed does not know it either. Did you mean {near[0]}?" if near else "there is no such setting here"
+        )
+        taken.notes.append(f"{key}={spelled(value)}: {_instead(key, meant)}")
     return taken
+
+
+def _instead(key: str, otherwise: str) -> str:
+    """Where what a key is for is decided."""
+    return INSTEAD.get(key) or (f"give TrainingArguments({TRAINERS[key]})" if key in TRAINERS else otherwise)
 
 
 def _zero_of_deepspeed(taken: Taken, zero: Mapping[str, Any]) -> None:
@@ -87,7 +106,7 @@ def _zero_of_deepspeed(taken: Taken, zero: Mapping[str, Any]) -> None:
         if device == "nvme":
             taken.put("zero.nvme_path", part.get("nvme_path"))
     taken.notes += [
-        f"zero_optimization.{key}={spelled(value)}: chosen by hf_parallel itself"
+        f"zero_optimization.{key}={spelled(value)}: {_instead(key, OWN)}"
         for key, value in zero.items()
         if key not in ("stage", "offload_optimizer", "offload_param") and value != "auto"
     ]
@@ -180,12 +199,8 @@ def _of_megatron(taken: Taken, block: Mapping[str, Any], file: Mapping[str, Any]
         taken.put("activation_checkpointing", {"every": 1, "mode": "selective"})
     if _true(given.get("use_distributed_optimizer")):
         taken.put("zero.stage", 1)
-    if "gradient_clipping" in given:
-        taken.notes.append(
-            f"megatron_lm_config.gradient_clipping={given['gradient_clipping']}: give TrainingArguments(max_grad_norm)"
-        )
     known = ("tp_degree", "pp_degree", "num_micro_batches", "sequence_parallelism", "recompute_activations")
-    _note_rest(taken, "megatron_lm_config", given, (*known, "use_distributed_optimizer", "gradient_clipping"))
+    _note_rest(taken, "megatron_lm_config", given, (*known, "use_distributed_optimizer"))
 
 
 def _accumulation(taken: Taken, block: Mapping[str, Any]) -> None:
@@ -196,9 +211,7 @@ def _accumulation(taken: Taken, block: Mapping[str, Any]) -> None:
 
 def _note_rest(taken: Taken, section: str, block: Mapping[str, Any], known: tuple[str, ...]) -> None:
     taken.notes += [
-        f"{section}.{key}={spelled(value)}: chosen by hf_parallel itself"
-        for key, value in block.items()
-        if key not in known
+        f"{section}.{key}={spelled(value)}: {_instead(key, OWN)}" for key, value in block.items() if key not in known
     ]
 
 

@@ -23,7 +23,10 @@ def import_settings(
     output: Annotated[Path, typer.Option(help="File to write; is not replaced.")] = Path("imported.yaml"),
     num_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes.  [default: the file's, else the GPUs of this machine, else 2]"),
+        typer.Option(
+            min=1,
+            help="Processes.  [default: the file's, else the GPUs of this machine, else two copies of the model]",
+        ),
     ] = None,
     use_cpu: Annotated[bool | None, typer.Option("--use-cpu/--use-gpu", help="Train on the CPU.")] = None,
 ) -> None:
@@ -82,8 +85,11 @@ def _config(taken: Taken) -> HFParallelConfig:
 
 
 def _accelerate(taken: Taken, num_processes: int | None, use_cpu: bool | None) -> dict[str, Any]:
-    cards = len(gpus())
-    processes = num_processes or taken.accelerate.get("num_processes") or cards or 2
+    ours = taken.section
+    copies = (
+        2 * (ours.get("tp_size") or 1) * (ours.get("pp_size") or 1)
+    )  # with fewer ZeRO would have nothing to share out
+    processes = num_processes or taken.accelerate.get("num_processes") or len(gpus()) or copies
     precision = str(taken.accelerate.get("mixed_precision", "no"))
     on_cpu = bool(taken.accelerate.get("use_cpu", False)) if use_cpu is None else use_cpu
     machines = taken.accelerate.get("num_machines", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,35 @@ def test_a_file_is_written_that_validates_and_the_rest_is_named(tmp_path: Path) 
     assert (ours.zero.stage, accelerate["mixed_precision"], accelerate["num_processes"]) == (2, "bf16", 4)
     assert check_file(tmp_path / "ours.yaml", Machine((), 10**10)).findings == ()
     assert "is there already" in run(source).output
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"train_batch_size": 64}, r"train_batch_size=64: give TrainingArguments\(per_device_train_batch_size\), or set global_batch_size"),
+        ({"zero_optimisation": {"stage": 2}}, r"zero_optimisation=.*: DeepSpeed does not know it either\. Did you mean zero_optimization\?"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, r"activation_checkpointing=.*activation_checkpointing\.every computes"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, r"mics_shard_size=8: set zero\.dp_shard_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, r"zero_quantized_weights=true: there is no such setting here"),
+    ],
+)  # fmt: skip
+def test_what_has_no_place_is_told_with_where_it_is_decided(config: dict[str, Any], says: str) -> None:
+    [note] = from_deepspeed(config).notes
+    assert re.search(says, note), note
+
+
+def test_clipping_is_the_trainer_s_in_every_file() -> None:
+    for kind, block in (("DEEPSPEED", "deepspeed_config"), ("MEGATRON_LM", "megatron_lm_config")):
+        [note] = from_accelerate({"distributed_type": kind, block: {"gradient_clipping": 1.0}}).notes
+        assert note == f"{block}.gradient_clipping=1.0: give TrainingArguments(max_grad_norm)"
+
+
+def test_there_are_processes_for_two_copies(tmp_path: Path) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}))
+    result = run(source, "--use-cpu")
+    assert result.exit_code == 0, result.output
+    assert read_recipe(tmp_path / "ours.yaml")[1]["num_processes"] == 4
 
 
 def test_what_only_deepspeed_offloads_stays_with_deepspeed(tmp_path: Path) -> None:
