@@ -31,7 +31,8 @@ from hf_parallel.ulysses.exchange import gathered, summed
 
 # What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
 TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
-KNOWN = TOKENS | {"position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
+OF_LOSS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
+KNOWN = TOKENS | OF_LOSS | {"position_ids", "attention_mask"}
 GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
 RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
 
@@ -50,12 +51,18 @@ class Part:
     start: int
     size: int
 
-    def of(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
-        """This rank's part of a tensor along its sequence dim."""
+    def of(self, x: Tensor, dim: int = 1, fill: float | None = None) -> Tensor:
+        """This rank's part of a tensor along its sequence dim; filled up with its last token, or a number.
+
+        A token of the row has finite gradients in any model, which one of zeros need not have.
+        """
         held = x.narrow(dim, min(self.start, self.length), max(0, min(self.size, self.length - self.start)))
         missing = self.size - held.shape[dim]
         if not missing:
             return held.contiguous()  # models view it
+        if fill is None:
+            last = x.narrow(dim, self.length - 1, 1)
+            return torch.cat([held, last.repeat_interleave(missing, dim)], dim)
         behind = [0] * (2 * (x.ndim - 1 - dim % x.ndim)) + [0, missing]
         return F.pad(held, behind, value=fill)
 
@@ -92,10 +99,14 @@ def share_forward(
         refuse_odd_inputs(given, shared.group.size)
         part = _part_of(given, shared)
         trains = model.training and torch.is_grad_enabled()
-        with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
-            local = _local_inputs(model, given, part, shared)
-            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
+        with own_draws(model, shared.group.rank, trains=trains):
+            shared.whole.begin(forward, {name: value for name, value in given.items() if name not in OF_LOSS})
+            with shared.running(part.length), shared.whole.seen(part.of):
+                local = _local_inputs(model, given, part, shared)
+                output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
+        if shared.is_mean and output.get("loss") is not None:
+            output["loss"] = _weighted(output["loss"], local["labels"], given["labels"])
         if output.get("hidden_states") is not None:
             states = output["hidden_states"]
             output["hidden_states"] = tuple(gathered(x, shared.group, part.length) for x in states)
@@ -108,6 +119,13 @@ def share_forward(
         return output
 
     return run
+
+
+def _weighted(loss: Tensor, mine: Tensor, labels: Tensor) -> Tensor:
+    """What this rank's mean over labels i[B S/sp] adds to that over i[B S]."""
+    count, total = (x.ne(IGNORED_LABEL).sum() for x in (mine, labels))
+    none = torch.where(total > 0, 0.0, torch.nan)  # as a mean over none is
+    return torch.where(count > 0, loss * (count / total), none)
 
 
 def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.engine.share_rows import judge_rows
-from hf_parallel.errors import ParallelError
+from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.model.probes import Probes
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
@@ -82,6 +82,9 @@ def _examine(row: RowsRow, name: str, model: nn.Module, shared: Shared) -> None:
             model = _doubled(model)
         try:
             error = _difference(name, model, shared)
+        except UnsupportedError as refusal:
+            row.verdict, row.note = "refused", " ".join(str(refusal).split())
+            return
         except Exception as failure:
             row.note = f"{row.note} {dtype}: {type(failure).__name__}: {str(failure)[:200]}".strip()
             return
@@ -106,11 +109,12 @@ def _difference(name: str, model: nn.Module, shared: Shared) -> float:
     for inputs in _batches(name, model):
         given = _cast(inputs) if is_double else inputs
         loss, expected = _measure(model, model.forward, given, is_double)
-        restore = share_attention(model, shared)
+        undo = [shared.whole.install(model), share_attention(model, shared)]
         try:
             mine, parts = _measure(model, share_forward(model, model.forward, shared), given, is_double)
         finally:
-            restore()
+            for restore in undo:
+                restore()
         errors.append(relative(loss, mine, 0.0))
         largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
         for key, gradient in expected.items():
