@@ -68,12 +68,22 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
         verify_model(
             shown, shared, [*probes.check, *_without_mask(probes.batch)], lambda tried: _averages(tried, probes.batch)
         )
-        documents = _documents(probes.batch)
-        if documents is not None:
-            try:
-                verify_model(shown, shared, [documents])
-            except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
-                shared.no_documents = str(error)
+        _judge_documents(shown, shared, _documents(probes.batch))
+
+
+def _judge_documents(model: nn.Module, shared: Shared, batch: Mapping[str, Any] | None) -> None:
+    """Find out whether rows of several documents are exact, told apart or seen by each other as the model itself does."""
+    if batch is None:
+        return
+    for shared.mixes_documents in (False, True):
+        try:
+            verify_model(model, shared, [batch])
+        except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
+            shared.no_documents = shared.no_documents or str(error)
+        else:
+            shared.no_documents = ""
+            return
+    shared.mixes_documents = False
 
 
 def _averages(model: nn.Module, batch: Mapping[str, Any]) -> bool:

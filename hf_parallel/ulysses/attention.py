@@ -46,6 +46,7 @@ class Shared:
         length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
         packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
         no_documents: Why batches of packed documents are refused; "" if they are exact.
+        mixes_documents: Whether the model itself lets packed documents see each other.
         whole: The modules that see whole rows.
         is_mean: Whether the model's own loss is the mean over its labels, whatever number of items it is given.
     """
@@ -55,6 +56,7 @@ class Shared:
     length: int = 0
     packed: tuple[Tensor, Tensor] | None = None
     no_documents: str = ""
+    mixes_documents: bool = False
     whole: WholeRows = field(default_factory=WholeRows)
     is_mean: bool = False
     _is_running: bool = False

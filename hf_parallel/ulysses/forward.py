@@ -176,7 +176,7 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
 def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
     """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
     whole = positions.expand(len(tokens), -1)
-    documents = find_packed_sequence_indices(whole)
+    documents = None if shared.mixes_documents else find_packed_sequence_indices(whole)
     if documents is None:
         return {}
     if keeps_cache:

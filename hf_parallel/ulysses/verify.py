@@ -122,9 +122,7 @@ def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: F
             restore()
 
 
-def _cured(
-    model: nn.Module, shared: Shared, plain: Found, trail: Trail, is_mean: Callable[[nn.Module], bool]
-) -> bool:
+def _cured(model: nn.Module, shared: Shared, plain: Found, trail: Trail, is_mean: Callable[[nn.Module], bool]) -> bool:
     """Whether there was a cure that had not been tried; collective."""
     found: list[dict[str, Place]] = [{}] * shared.group.size
     dist.all_gather_object(found, _counting(model, plain.trail, trail, shared.group), group=shared.group.bare)
