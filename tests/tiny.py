@@ -173,7 +173,10 @@ def bart() -> BartForCausalLM:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
     ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
-    return BartForCausalLM(BartConfig(**sizes, **ends, is_decoder=True, is_encoder_decoder=False, dropout=0.0))
+    model = BartForCausalLM(BartConfig(**sizes, **ends, is_decoder=True, is_encoder_decoder=False, dropout=0.0))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".encoder_attn" not in name)  # nothing runs through them
+    return model
 
 
 def roberta() -> RobertaForCausalLM:
