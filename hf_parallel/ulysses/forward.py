@@ -34,7 +34,7 @@ TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 OF_LOSS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
 KNOWN = TOKENS | OF_LOSS | {"position_ids", "attention_mask"}
 GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
-RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
+RETURNED = frozenset({"loss", "logits", "hidden_states", "last_hidden_state", "past_key_values"})
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def share_forward(
         if output.get("hidden_states") is not None:
             states = output["hidden_states"]
             output["hidden_states"] = tuple(gathered(x, shared.group, part.length) for x in states)
+        if output.get("last_hidden_state") is not None:
+            output["last_hidden_state"] = gathered(output["last_hidden_state"], shared.group, part.length)
         if output.get("loss") is not None:
             output["loss"] = summed(output["loss"], shared.group)
             if trains:
@@ -161,7 +163,10 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
         positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)
     elif "attention_mask" not in given and positions.ndim == 2:
         local |= _packed(tokens, positions, shared, keeps_cache=bool(dict(output_flags(model, given))["use_cache"]))
-    local["position_ids"] = _counted_on(positions, part)
+    is_past = _is_past_last(model, part.size * shared.group.size)
+    if is_past and "attention_mask" not in given:  # or positions that stand still would be taken for documents
+        local.setdefault("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
+    local["position_ids"] = _counted_on(positions, part, stands=is_past)
     if "labels" in given:
         labels = given["labels"]
         shifted = given.get("shift_labels")
@@ -195,12 +200,20 @@ def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: b
     return {"attention_mask": torch.ones_like(whole)}  # with a mask, nobody looks for documents in the part
 
 
-def _counted_on(positions: Tensor, part: Part) -> Tensor:
-    """Position ids i[... S] of a part; what fills up a row goes on counting."""
+def _is_past_last(model: nn.Module, length: int) -> bool:
+    """Whether a filled up row has more positions than the model's tables have."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return isinstance(limit, int) and length > limit
+
+
+def _counted_on(positions: Tensor, part: Part, *, stands: bool) -> Tensor:
+    """Position ids i[... S] of a part; what fills up a row goes on counting, or stands at the last one."""
     missing = max(0, part.start + part.size - part.length)
     if missing:
         more = torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
-        positions = torch.cat([positions, positions[..., -1:] + more], dim=-1)
+        positions = torch.cat([positions, positions[..., -1:] + (0 * more if stands else more)], dim=-1)
     return positions[..., part.start : part.start + part.size]
 
 
