@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.tensors import tensors_in
@@ -202,7 +203,7 @@ def _run(
         with torch.enable_grad(), NoDropout(), _watched(model, trail):
             output = forward(**sample)
             loss: Tensor = output["loss"]
-            gradients = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
+            gradients = _gradients(loss, list(held.values()))
         with torch.no_grad(), NoDropout():
             logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
     finally:
@@ -211,6 +212,22 @@ def _run(
         for module, value in trains:
             module.training = value
     return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """By a backward pass: reentrant checkpoints know no other way. What accumulated before, and hooks on it, are left alone."""
+    hooks = [accumulation_hooks(p) for p in parameters]
+    before = [(p.grad, dict(mine)) for p, mine in zip(parameters, hooks, strict=True)]
+    try:
+        for parameter, mine in zip(parameters, hooks, strict=True):
+            parameter.grad = None
+            mine.clear()
+        loss.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for parameter, mine, (gradient, had) in zip(parameters, hooks, before, strict=True):
+            parameter.grad = gradient
+            mine.update(had)
 
 
 @contextmanager

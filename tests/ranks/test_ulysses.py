@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.timeout(300)]
 SP2: dict[str, Any] = {"sp_size": 2}
 PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 3}
 VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True}  # some rows of odd length
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 TWO_RANKS = [
     Case("ulysses2", parallel=SP2, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
 ]
@@ -65,10 +66,10 @@ TWO_RANKS_LONG = [
     Case("ulysses2_smoothing", parallel=SP2, arguments={"label_smoothing_factor": 0.1}, **VARIABLE),
     Case("ulysses2_bart", model="bart", parallel=SP2, evaluate=True, accumulation=2, arguments=NO_NOISE, **VARIABLE),
     Case(
-        "ulysses2_bart_checkpointing",
+        "ulysses2_bart_reentrant",
         model="bart",
         parallel=SP2,
-        arguments={**NO_NOISE, "gradient_checkpointing": True},
+        arguments={**NO_NOISE, **REENTRANT},
         **VARIABLE,
     ),
     Case(
