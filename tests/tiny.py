@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BioGptConfig,
     BioGptForCausalLM,
     BloomConfig,
@@ -28,12 +30,16 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 
@@ -162,6 +168,39 @@ def bloom() -> BloomForCausalLM:
     )
 
 
+def trainable(model: Any) -> Any:
+    """Without what has no gradient: a bias of keys shifts all scores of a query alike, and nothing crosses to an encoder."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(("k_proj.bias", "key.bias")) and ".encoder_attn" not in name)
+    return model
+
+
+def bart() -> BartForCausalLM:
+    """Counts positions itself; its loss is a mean over labels that are not shifted."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
+    half = {"is_decoder": True, "is_encoder_decoder": False, "dropout": 0.0}
+    return trainable(BartForCausalLM(BartConfig(**sizes, **ends, **half)))
+
+
+def roberta() -> RobertaForCausalLM:
+    """Counts the tokens of a row that are no padding."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return trainable(RobertaForCausalLM(RobertaConfig(**sizes, **ends, **rates, is_decoder=True)))
+
+
+def opt() -> OPTForCausalLM:
+    """Counts positions by the mask."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    ends = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "attn_implementation": "eager"}
+    return trainable(OPTForCausalLM(OPTConfig(**sizes, **ends, word_embed_proj_dim=32, dropout=0.0)))
+
+
 def gpt_oss() -> GptOssForCausalLM:
     """Sinks, sliding and full attention, experts with halves interleaved and biases."""
     torch.manual_seed(0)
@@ -279,6 +318,9 @@ MODELS = {
     "gpt_neox_dropout": gpt_neox_dropout,
     "phi3": phi3,
     "bloom": bloom,
+    "bart": bart,
+    "roberta": roberta,
+    "opt": opt,
     "gpt_oss": gpt_oss,
     "gpt_oss_biased": lambda: biased(gpt_oss()),
     "deepseek_v3": deepseek_v3,

@@ -46,7 +46,7 @@ def opening(
     if setup.config.monitor.report:
         details += ", and in hf_parallel_report.html of output_dir after training"
     lines = [f"{how} in {max(seconds, 0.1):.1f} s; {details}"]
-    parts = [*_stages(plans), *_shards(plans), *_recomputed(plans), *replicas]
+    parts = [*_stages(plans), *_shards(plans), *_whole_rows(plans), *_recomputed(plans), *replicas]
     lines += ["; ".join(parts)] if parts else []
     lines.append(_memory(holdings, plans.prediction, setup))
     if plans.prediction is not None:
@@ -89,6 +89,11 @@ def _shards(plans: Plans) -> list[str]:
     return [
         f"tensor parallel: {share.paired + share.gathered:.0%} of the parameters sharded, {share.replicated:.0%} whole on every rank"
     ]
+
+
+def _whole_rows(plans: Plans) -> list[str]:
+    names = [] if plans.rows is None else sorted(plans.rows.whole.places)
+    return [f"positions of whole rows on every rank for {', '.join(names)}"] if names else []
 
 
 def _recomputed(plans: Plans) -> list[str]:

@@ -23,7 +23,7 @@ from hf_parallel.engine.opening import holdings_of, opening
 from hf_parallel.engine.plans import agree, make_plans, summary
 from hf_parallel.engine.self_check import check_plans
 from hf_parallel.engine.setup import Setup
-from hf_parallel.engine.share_rows import check_rows, share_rows
+from hf_parallel.engine.share_rows import check_rows, see_whole_rows, share_rows
 from hf_parallel.engine.transform import (
     checkpoint_activations,
     compile_blocks,
@@ -105,6 +105,7 @@ def parallelize(
 
     # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
     # enter and leave each. Layers are sharded last, since deferred weight gradients know plain layers only.
+    see_whole_rows(setup, plans.rows)
     compile_blocks(setup, plans)
     sequence = shard_sequence(setup, plans)
     stages = cut_into_stages(setup, plans)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import may_need_fewer, with_blocks
@@ -15,6 +16,7 @@ from hf_parallel.model.probes import Probes
 from hf_parallel.model.record import unchanged
 from hf_parallel.model.stack import candidate_stacks
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
+from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.ring import Ring, method_of
@@ -63,13 +65,36 @@ def judge_rows(model: nn.Module, shared: Shared, probes: Probes) -> None:
         )
     with probes.running(), unchanged(model):
         shown = _shown_by(model, probes)
-        verify_model(shown, shared, [*probes.check, *_without_mask(probes.batch)])
-        documents = _documents(probes.batch)
-        if documents is not None:
-            try:
-                verify_model(shown, shared, [documents])
-            except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
-                shared.no_documents = str(error)
+        verify_model(
+            shown, shared, [*probes.check, *_without_mask(probes.batch)], lambda tried: _averages(tried, probes.batch)
+        )
+        _judge_documents(shown, shared, _documents(probes.batch))
+
+
+def _judge_documents(model: nn.Module, shared: Shared, batch: Mapping[str, Any] | None) -> None:
+    """Find out whether rows of several documents are exact, told apart or seen by each other as the model itself does."""
+    if batch is None:
+        return
+    for shared.mixes_documents in (False, True):
+        try:
+            verify_model(model, shared, [batch])
+        except Exception as error:  # noqa: BLE001 - the model's own code may not take positions
+            shared.no_documents = shared.no_documents or str(error)
+        else:
+            shared.no_documents = ""
+            return
+    shared.mixes_documents = False
+
+
+def _averages(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model's own loss is the mean over the labels as they are: each is that of the logits at its place."""
+    return not loss_shifts_labels(model) and judge_loss(model, batch).kind == "mean"
+
+
+def see_whole_rows(setup: Setup, shared: Shared | None) -> None:
+    """Let modules that are given counted positions see whole rows. In place; comes before stages leave out modules."""
+    if shared is not None:
+        shared.whole.install(setup.model)
 
 
 def share_rows(setup: Setup, shared: Shared | None) -> None:
@@ -97,7 +122,7 @@ def _without_mask(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     length = ids.shape[1] - 1 + ids.shape[1] % 2
     whole = {name: value for name, value in batch.items() if name != "attention_mask"}
     rows = {n: v for n, v in whole.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape}
-    return [whole | {name: value[:, :length] for name, value in rows.items()}]
+    return [whole | {name: value[:, :length].contiguous() for name, value in rows.items()}]
 
 
 def _documents(batch: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.ulysses.blocks import EVENLY
 from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
 from hf_parallel.ulysses.ring import Ring
+from hf_parallel.ulysses.whole import Enough, WholeRows
 
 
 Attention: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
@@ -45,6 +46,9 @@ class Shared:
         length: Tokens of the rows whose masks are made now; those of the ranks together may be more.
         packed: Of a packed batch: position ids i[B S] and the number of the document of each token i[B S].
         no_documents: Why batches of packed documents are refused; "" if they are exact.
+        mixes_documents: Whether the model itself lets packed documents see each other.
+        whole: The modules that see whole rows.
+        is_mean: Whether the model's own loss is the mean over its labels, whatever number of items it is given.
     """
 
     group: SequenceGroup
@@ -52,6 +56,9 @@ class Shared:
     length: int = 0
     packed: tuple[Tensor, Tensor] | None = None
     no_documents: str = ""
+    mixes_documents: bool = False
+    whole: WholeRows = field(default_factory=WholeRows)
+    is_mean: bool = False
     _is_running: bool = False
     _modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -122,13 +129,17 @@ def _key(shared: Shared, name: str) -> str:
 def _attention(name: str, shared: Shared) -> Attention:
     registered: Any = None if name == "eager" else AttentionInterface()[name]
 
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> Any:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **named: Any
+    ) -> Any:
+        if shared.whole.begins:
+            raise Enough
         own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         if not shared.has_parts_in(module):
-            return own(module, query, key, value, mask, **named)
+            return own(module, query, key, value, attention_mask, **named)
         if shared.ring is not None:
-            return shared.ring.attention(module, (query, key, value), mask, named)
-        return _exchanged(own, shared.group, module, (query, key, value), mask, named)
+            return shared.ring.attention(module, (query, key, value), attention_mask, named)
+        return _exchanged(own, shared.group, module, (query, key, value), attention_mask, named)
 
     return attention
 
@@ -204,6 +215,8 @@ def _mask(name: str, shared: Shared) -> Callable[..., Any]:
     own = AttentionMaskInterface()[name]
 
     def mask(q_length: int, kv_length: int, mask_function: Callable[..., Any], **named: Any) -> Any:
+        if shared.whole.begins:
+            return None
         if not shared.has_parts:
             return own(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **named)
         given = named.get("attention_mask")

@@ -31,9 +31,10 @@ from hf_parallel.ulysses.exchange import gathered, summed
 
 # What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
 TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
-KNOWN = TOKENS | {"position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch"}
+OF_LOSS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
+KNOWN = TOKENS | OF_LOSS | {"position_ids", "attention_mask"}
 GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
-RETURNED = frozenset({"loss", "logits", "hidden_states", "past_key_values"})
+RETURNED = frozenset({"loss", "logits", "hidden_states", "last_hidden_state", "past_key_values"})
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,18 @@ class Part:
     start: int
     size: int
 
-    def of(self, x: Tensor, dim: int = 1, fill: float = 0) -> Tensor:
-        """This rank's part of a tensor along its sequence dim."""
+    def of(self, x: Tensor, dim: int = 1, fill: float | None = None) -> Tensor:
+        """This rank's part of a tensor along its sequence dim; filled up with its last token, or a number.
+
+        A token of the row has finite gradients in any model, which one of zeros need not have.
+        """
         held = x.narrow(dim, min(self.start, self.length), max(0, min(self.size, self.length - self.start)))
         missing = self.size - held.shape[dim]
         if not missing:
             return held.contiguous()  # models view it
+        if fill is None:
+            last = x.narrow(dim, self.length - 1, 1)
+            return torch.cat([held, last.repeat_interleave(missing, dim)], dim)
         behind = [0] * (2 * (x.ndim - 1 - dim % x.ndim)) + [0, missing]
         return F.pad(held, behind, value=fill)
 
@@ -92,13 +99,19 @@ def share_forward(
         refuse_odd_inputs(given, shared.group.size)
         part = _part_of(given, shared)
         trains = model.training and torch.is_grad_enabled()
-        with shared.running(part.length), own_draws(model, shared.group.rank, trains=trains):
-            local = _local_inputs(model, given, part, shared)
-            output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
+        with own_draws(model, shared.group.rank, trains=trains):
+            shared.whole.begin(forward, {name: value for name, value in given.items() if name not in OF_LOSS})
+            with shared.running(part.length), shared.whole.seen(part.of):
+                local = _local_inputs(model, given, part, shared)
+                output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
+        if shared.is_mean and output.get("loss") is not None:
+            output["loss"] = _weighted(output["loss"], local["labels"], given["labels"])
         if output.get("hidden_states") is not None:
             states = output["hidden_states"]
             output["hidden_states"] = tuple(gathered(x, shared.group, part.length) for x in states)
+        if output.get("last_hidden_state") is not None:
+            output["last_hidden_state"] = gathered(output["last_hidden_state"], shared.group, part.length)
         if output.get("loss") is not None:
             output["loss"] = summed(output["loss"], shared.group)
             if trains:
@@ -108,6 +121,13 @@ def share_forward(
         return output
 
     return run
+
+
+def _weighted(loss: Tensor, mine: Tensor, labels: Tensor) -> Tensor:
+    """What this rank's mean over labels i[B S/sp] adds to that over i[B S]."""
+    count, total = (x.ne(IGNORED_LABEL).sum() for x in (mine, labels))
+    none = torch.where(total > 0, 0.0, torch.nan)  # as a mean over none is
+    return torch.where(count > 0, loss * (count / total), none)
 
 
 def refuse_odd_inputs(given: Mapping[str, Any], size: int) -> None:
@@ -143,7 +163,10 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
         positions = torch.arange(part.length, device=tokens.device)[None]  # (1, seq)
     elif "attention_mask" not in given and positions.ndim == 2:
         local |= _packed(tokens, positions, shared, keeps_cache=bool(dict(output_flags(model, given))["use_cache"]))
-    local["position_ids"] = _counted_on(positions, part)
+    is_past = _is_past_last(model, part.size * shared.group.size)
+    if is_past and "attention_mask" not in given:  # or positions that stand still would be taken for documents
+        local.setdefault("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
+    local["position_ids"] = _counted_on(positions, part, stands=is_past)
     if "labels" in given:
         labels = given["labels"]
         shifted = given.get("shift_labels")
@@ -158,7 +181,7 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
 def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
     """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
     whole = positions.expand(len(tokens), -1)
-    documents = find_packed_sequence_indices(whole)
+    documents = None if shared.mixes_documents else find_packed_sequence_indices(whole)
     if documents is None:
         return {}
     if keeps_cache:
@@ -177,12 +200,20 @@ def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: b
     return {"attention_mask": torch.ones_like(whole)}  # with a mask, nobody looks for documents in the part
 
 
-def _counted_on(positions: Tensor, part: Part) -> Tensor:
-    """Position ids i[... S] of a part; what fills up a row goes on counting."""
+def _is_past_last(model: nn.Module, length: int) -> bool:
+    """Whether a filled up row has more positions than the model's tables have."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return isinstance(limit, int) and length > limit
+
+
+def _counted_on(positions: Tensor, part: Part, *, stands: bool) -> Tensor:
+    """Position ids i[... S] of a part; what fills up a row goes on counting, or stands at the last one."""
     missing = max(0, part.start + part.size - part.length)
     if missing:
         more = torch.arange(1, missing + 1, device=positions.device, dtype=positions.dtype)
-        positions = torch.cat([positions, positions[..., -1:] + more], dim=-1)
+        positions = torch.cat([positions, positions[..., -1:] + (0 * more if stands else more)], dim=-1)
     return positions[..., part.start : part.start + part.size]
 
 

@@ -3,6 +3,9 @@
 Models that mix tokens outside of the attention registry (recurrences, convolutions, ALiBi, sums over tokens) run on parts of a
 sequence as well, and are wrong. So every model is tried: all ranks of a sequence run it plainly and in parts, and compare the
 loss, the logits, every gradient, and on the way what enters and leaves each module, which names the one where they part.
+
+Two causes have cures that are right for any model, so they are tried before it is refused: a loss that is a mean over labels is
+weighted by their number, and modules that are given counted positions see whole rows (see `whole`).
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
+from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import share_forward
+from hf_parallel.ulysses.whole import Place, may_see_whole_rows
 
 
 TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
@@ -38,10 +44,17 @@ class Trail:
     Args:
         seen: (module, "enters" or "leaves") and its tensors.
         open: Modules whose forward runs.
+        fed: Modules that were given something with a gradient: hidden states.
     """
 
     seen: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
+    fed: set[str] = field(default_factory=set)
+
+    def outputs(self, name: str) -> list[Tensor]:
+        """The one tensor of each call of a module; none if it ever returns another number of them."""
+        found = [tensors for other, how, tensors in self.seen if (other, how) == (name, "leaves")]
+        return [tensors[0] for tensors in found] if all(len(tensors) == 1 for tensors in found) else []
 
 
 @dataclass
@@ -61,7 +74,12 @@ class Found:
     trail: Trail
 
 
-def verify_model(model: nn.Module, shared: Shared, samples: Sequence[Mapping[str, Any]]) -> None:
+def verify_model(
+    model: nn.Module,
+    shared: Shared,
+    samples: Sequence[Mapping[str, Any]],
+    is_mean: Callable[[nn.Module], bool] | None = None,
+) -> None:
     """Compare `model` on parts of the sequence with itself; collective over the ranks that share it.
 
     The model is as before when this returns. Needs memory for two sets of gradients, and for a copy in fp32 of a model in half
@@ -71,26 +89,86 @@ def verify_model(model: nn.Module, shared: Shared, samples: Sequence[Mapping[str
         model: The whole model, or some blocks of it that show what all do.
         shared: The group, and what the model's attention will know.
         samples: Batches with labels.
+        is_mean: Whether a model's own loss is a mean over its labels. With it, cures are tried, and written to `shared`.
 
     Raises:
         PlanError: They differ, or the model does not run; names the module. On every rank.
     """
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         model = copy.deepcopy(model).float()
-    for sample in samples:
-        plain = _run(model, model.forward, sample)
-        problem = ""
-        restore = share_attention(model, shared)
-        trail = Trail()
-        try:
-            parts = _run(model, share_forward(model, model.forward, shared), sample, trail)
-        except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
-            problem = f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}"
+    passed = 0
+    while passed < len(samples):
+        plain = _run(model, model.forward, samples[passed])
+        problem, trail = _tried(model, shared, samples[passed], plain)
+        if not agreed(shared, problem):
+            passed += 1
+        elif is_mean is not None and _cured(model, shared, plain, trail, is_mean):
+            passed = 0
         else:
-            problem = _compare(plain, parts, shared)
-        finally:
+            refuse(model, shared, problem)
+
+
+def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: Found) -> tuple[str, Trail]:
+    """What is wrong with parts of a batch, "" if nothing is, and the way that they took."""
+    undo = [shared.whole.install(model), share_attention(model, shared)]
+    trail = Trail()
+    try:
+        parts = _run(model, share_forward(model, model.forward, shared), sample, trail)
+    except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
+        return f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}", trail
+    else:
+        return _compare(plain, parts, shared), trail
+    finally:
+        for restore in undo:
             restore()
-        refuse(model, shared, problem)
+
+
+def _cured(model: nn.Module, shared: Shared, plain: Found, trail: Trail, is_mean: Callable[[nn.Module], bool]) -> bool:
+    """Whether there was a cure that had not been tried; collective."""
+    found: list[dict[str, Place]] = [{}] * shared.group.size
+    dist.all_gather_object(found, _counting(model, plain.trail, trail, shared.group), group=shared.group.bare)
+    places = {name: place for mine in found for name, place in mine.items() if name not in shared.whole.places}
+    shared.whole.places.update(places)
+    before = shared.is_mean
+    shared.is_mean = before or is_mean(model)
+    return bool(places) or shared.is_mean != before
+
+
+def _counting(model: nn.Module, plain: Trail, parts: Trail, group: SequenceGroup) -> dict[str, Place]:
+    """Modules that are given no hidden states, and whose output is not this rank's part of that of the plain model."""
+    found = {}
+    for name in may_see_whole_rows(model):
+        wholes, locals_ = plain.outputs(name), parts.outputs(name)
+        if not wholes or len(wholes) != len(locals_) or name in plain.fed:
+            continue
+        dim = _shared_dim(locals_[0], wholes[0])
+        pairs = zip(locals_, wholes, strict=True)
+        if dim is not None and any(not _is_part_along(dim, local, whole, group.rank) for local, whole in pairs):
+            found[name] = Place(calls=len(wholes), dim=dim)
+    return found
+
+
+def _shared_dim(local: Tensor, whole: Tensor) -> int | None:
+    """Along which dim `local` is a part of `whole`, but for dims of 1 that stand for all rows."""
+    if local.ndim != whole.ndim:
+        return None
+    dims = [dim for dim in range(whole.ndim) if local.shape[dim] not in (1, whole.shape[dim])]
+    return dims[0] if len(dims) == 1 else None
+
+
+def _is_part_along(dim: int, local: Tensor, whole: Tensor, rank: int) -> bool:
+    """Whether the tokens of `local` that are no filling are this rank's part of `whole`."""
+    start = min(rank * local.shape[dim], whole.shape[dim])
+    size = min(local.shape[dim], whole.shape[dim] - start)
+    wanted = whole.narrow(dim, start, size)
+    return _error(local.narrow(dim, 0, size).expand_as(wanted), wanted) <= TOLERANCE
+
+
+def agreed(shared: Shared, problem: str) -> str:
+    """What the first rank with a problem has found, "" if none has; collective over the ranks of the sequence."""
+    problems: list[str] = [""] * shared.group.size
+    dist.all_gather_object(problems, problem, group=shared.group.bare)
+    return next(filter(None, problems), "")
 
 
 def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
@@ -99,9 +177,7 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
     Raises:
         PlanError: There is a problem.
     """
-    problems: list[str] = [""] * shared.group.size
-    dist.all_gather_object(problems, problem, group=shared.group.bare)
-    found = next(filter(None, problems), "")
+    found = agreed(shared, problem)
     if found:
         method, fix = ("", FIX) if shared.ring is None else (" as a ring", FIX_OF_RING)
         raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}. {fix}.")
@@ -127,7 +203,7 @@ def _run(
         with torch.enable_grad(), NoDropout(), _watched(model, trail):
             output = forward(**sample)
             loss: Tensor = output["loss"]
-            gradients = torch.autograd.grad(loss, list(held.values()), allow_unused=True)
+            gradients = _gradients(loss, list(held.values()))
         with torch.no_grad(), NoDropout():
             logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
     finally:
@@ -136,6 +212,22 @@ def _run(
         for module, value in trains:
             module.training = value
     return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
+
+
+def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """By a backward pass: reentrant checkpoints know no other way. What accumulated before, and hooks on it, are left alone."""
+    hooks = [accumulation_hooks(p) for p in parameters]
+    before = [(p.grad, dict(mine)) for p, mine in zip(parameters, hooks, strict=True)]
+    try:
+        for parameter, mine in zip(parameters, hooks, strict=True):
+            parameter.grad = None
+            mine.clear()
+        loss.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for parameter, mine, (gradient, had) in zip(parameters, hooks, before, strict=True):
+            parameter.grad = gradient
+            mine.update(had)
 
 
 @contextmanager
@@ -147,6 +239,7 @@ def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             trail.open.append(name)
             trail.seen.append((name, "enters", _floats((args, kwargs))))
+            trail.fed.update([name] if any(x.requires_grad for x in tensors_in((args, kwargs))) else ())
 
         return note
 

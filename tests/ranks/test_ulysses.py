@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.timeout(300)]
 SP2: dict[str, Any] = {"sp_size": 2}
 PP2: dict[str, Any] = {"pp_size": 2, "num_microbatches": 3}
 VARIABLE: dict[str, Any] = {"steps": 4, "variable_length": True}  # some rows of odd length
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 TWO_RANKS = [
     Case("ulysses2", parallel=SP2, evaluate=True, metrics=True, accumulation=2, **VARIABLE),
 ]
@@ -63,6 +64,22 @@ TWO_RANKS_LONG = [
     Case("ulysses2_own_loss", parallel=SP2, loss="func", **VARIABLE),
     Case("ulysses2_subclass", parallel=SP2, loss="subclass", **VARIABLE),
     Case("ulysses2_smoothing", parallel=SP2, arguments={"label_smoothing_factor": 0.1}, **VARIABLE),
+    Case("ulysses2_bart", model="bart", parallel=SP2, evaluate=True, accumulation=2, arguments=NO_NOISE, **VARIABLE),
+    Case(
+        "ulysses2_bart_reentrant",
+        model="bart",
+        parallel=SP2,
+        arguments={**NO_NOISE, **REENTRANT},
+        **VARIABLE,
+    ),
+    Case(
+        "ulysses2_roberta_zero3",
+        model="roberta",
+        parallel={**SP2, "zero": {"stage": 3}},
+        arguments=NO_NOISE,
+        **VARIABLE,
+    ),
+    Case("ulysses2_opt", model="opt", parallel=SP2, evaluate=True, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_saved", parallel={**SP2, "zero": {"stage": 1}}, save=True, **VARIABLE),
 ]
 FOUR_RANKS = [
@@ -85,6 +102,9 @@ FOUR_RANKS = [
         parallel={**SP2, **PP2, "activation_checkpointing": {"every": 1}, "zero": {"stage": 1}},
         **VARIABLE,
     ),
+    Case("ulysses2_pp2_bart", model="bart", parallel={**SP2, **PP2}, evaluate=True, arguments=NO_NOISE, **VARIABLE),
+    Case("ulysses2_pp2_roberta", model="roberta", parallel={**SP2, **PP2}, arguments=NO_NOISE, **VARIABLE),
+    Case("ulysses2_tp2_opt", model="opt", parallel={**SP2, "tp_size": 2}, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_pp2_own_loss", parallel={**SP2, **PP2}, loss="func", **VARIABLE),
     Case("ulysses4_repeated", parallel={"sp_size": 4}, **VARIABLE),  # two key-value heads
 ]
@@ -199,9 +219,13 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused_with_the_module(tmp_path
             assert re.search(pattern, message), message
 
 
-def test_a_mask_that_a_model_makes_of_its_part_hides_nothing(tmp_path: Path) -> None:
-    for rows in run_ranks(rows_main, 2, ["biogpt"], tmp_path=tmp_path, env=ENV):
-        assert [(row.verdict, row.note) for row in rows] == [("exact", "")]
+# A mask made of the part, a mask by keyword, positions counted from ids, from a mask, and without either, fillings without a gradient.
+OWN_WAYS = ["biogpt", "afmoe", "roberta", "opt", "bart", "gemma3n_text"]
+
+
+def test_types_that_make_masks_and_positions_themselves_are_exact(tmp_path: Path) -> None:
+    for rows in run_ranks(rows_main, 2, OWN_WAYS, tmp_path=tmp_path, env=ENV):
+        assert [(row.name, row.verdict, row.note) for row in rows] == [(name, "exact", "") for name in OWN_WAYS]
 
 
 def dropped(rank: int, world_size: int) -> tuple[float, list[bool]]:

@@ -8,14 +8,17 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from transformers.utils.generic import ModelOutput
 
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
 from hf_parallel.ulysses import blocks
+from hf_parallel.ulysses.attention import Shared
 from hf_parallel.ulysses.exchange import repeats_for
-from hf_parallel.ulysses.forward import Part, refuse_odd_inputs
+from hf_parallel.ulysses.forward import Part, refuse_odd_inputs, share_forward
 from hf_parallel.ulysses.ring import Ring, Route, method_of
+from hf_parallel.ulysses.whole import Place, WholeRows
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -147,6 +150,59 @@ def test_parts_are_the_row_filled_up_at_its_end(length: int, size: int) -> None:
     assert whole.shape == (2, size * each)
     assert torch.equal(whole[:, :length], row)
     assert bool((whole[:, length:] == -100).all())
+
+
+def test_a_row_is_filled_up_with_its_last_token() -> None:
+    row = torch.arange(5).view(1, 5)
+    assert Part(5, 4, 2).of(row).tolist() == [[4, 4]]
+    assert Part(2, 4, 2).of(row[:, :2]).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("length", "positions", "mask"), [(62, [*range(42, 63)], None), (64, [*range(44, 64), 63, 63], [1] * 64)]
+)
+def test_what_fills_up_a_row_has_positions_that_the_model_has(
+    length: int, positions: list[int], mask: list[int] | None
+) -> None:
+    """Of the last of three ranks. Positions that stand still would begin a document, but for the mask."""
+    model, seen = nn.Module().eval(), {}
+    model.config = cast(Any, SimpleNamespace(max_position_embeddings=64))
+
+    def forward(input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None) -> ModelOutput:
+        seen.update(mask=attention_mask, positions=position_ids)
+        return ModelOutput()
+
+    shared = Shared(cast(Any, SimpleNamespace(size=3, rank=2)))
+    share_forward(model, forward, shared)(input_ids=torch.zeros(1, length, dtype=torch.long))
+    assert seen["positions"].tolist() == [positions]
+    assert (seen["mask"] if mask is None else seen["mask"].tolist()) == (mask and [mask])
+
+
+class Counts(nn.Module):
+    """Counts positions by the shape of its ids, and reads a table of them before it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.went_on = nn.Embedding(8, 2), 0
+
+    def forward(self, input_ids: torch.Tensor) -> ModelOutput:
+        made = self.table(torch.arange(input_ids.shape[1]))
+        self.went_on += 1
+        return ModelOutput(made=made)
+
+
+def test_a_module_that_sees_whole_rows_gives_the_part_of_a_rank_and_the_model_goes_on_once() -> None:
+    model, whole = Counts(), WholeRows({"table": Place(calls=1, dim=0)})
+    undo = whole.install(model)
+    ids, part = torch.zeros(1, 6, dtype=torch.long), Part(6, 3, 3)
+    whole.begin(model.forward, {"input_ids": ids})
+    with whole.seen(part.of):
+        made = model(part.of(ids))["made"]
+    assert model.went_on == 1
+    assert torch.equal(made, model.table.weight[3:6])
+    assert made.requires_grad
+    undo()
+    assert torch.equal(model(part.of(ids))["made"], model.table.weight[:3])
 
 
 @pytest.mark.parametrize(("kv_heads", "size", "times"), [(2, 2, 1), (1, 2, 2), (2, 4, 2), (8, 4, 1), (2, 3, 3)])

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.engine.share_rows import judge_rows
-from hf_parallel.errors import ParallelError
+from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.model.probes import Probes
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import share_forward
+from hf_parallel.ulysses.ring import Ring
 from zoo.models import batch, build, quiet, why_not
 from zoo.shards import AllDouble, _cast, _doubled
 from zoo.sweep import FLOOR, relative
@@ -34,6 +35,8 @@ class RowsRow:
         dtype: Precision in which it is exact.
         documents: Whether rows of several documents are served.
         note: The refusal or the failure.
+        ring: The same verdict with keys that go round; "" where it was not tried.
+        ring_note: Its refusal or failure.
     """
 
     name: str
@@ -42,15 +45,17 @@ class RowsRow:
     dtype: str = ""
     documents: bool = False
     note: str = ""
+    ring: str = ""
+    ring_note: str = ""
 
 
-def rows_main(rank: int, world_size: int, names: list[str]) -> list[RowsRow]:
-    """The entries on this rank; all ranks of the world share each row."""
+def rows_main(rank: int, world_size: int, names: list[str], ring: bool = False) -> list[RowsRow]:
+    """The entries on this rank; all ranks of the world share each row, as a ring on request."""
     torch.set_num_threads(1)
-    return [_sweep(name, world_size) for name in names]
+    return [_sweep(name, world_size, ring) for name in names]
 
 
-def _sweep(name: str, world_size: int) -> RowsRow:
+def _sweep(name: str, world_size: int, ring: bool) -> RowsRow:
     row = RowsRow(name, world_size)
     with quiet():
         row.note = why_not(name) or ""
@@ -58,7 +63,8 @@ def _sweep(name: str, world_size: int) -> RowsRow:
             row.verdict = "unusable"
             return row
         model = _without_router_loss(build(name))
-        shared = Shared(SequenceGroup(dist.group.WORLD))
+        group = SequenceGroup(dist.group.WORLD)
+        shared = Shared(group, Ring(group) if ring else None)
         try:
             judge_rows(model, shared, Probes(model, torch.device("cpu")))
         except ParallelError as error:
@@ -82,6 +88,9 @@ def _examine(row: RowsRow, name: str, model: nn.Module, shared: Shared) -> None:
             model = _doubled(model)
         try:
             error = _difference(name, model, shared)
+        except UnsupportedError as refusal:
+            row.verdict, row.note = "refused", " ".join(str(refusal).split())
+            return
         except Exception as failure:
             row.note = f"{row.note} {dtype}: {type(failure).__name__}: {str(failure)[:200]}".strip()
             return
@@ -106,11 +115,12 @@ def _difference(name: str, model: nn.Module, shared: Shared) -> float:
     for inputs in _batches(name, model):
         given = _cast(inputs) if is_double else inputs
         loss, expected = _measure(model, model.forward, given, is_double)
-        restore = share_attention(model, shared)
+        undo = [shared.whole.install(model), share_attention(model, shared)]
         try:
             mine, parts = _measure(model, share_forward(model, model.forward, shared), given, is_double)
         finally:
-            restore()
+            for restore in undo:
+                restore()
         errors.append(relative(loss, mine, 0.0))
         largest = max(float(g.abs().max()) for g in expected.values() if g is not None and g.numel())
         for key, gradient in expected.items():
