@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_parallel.compat.private_peft import base_model, tuner_layers, why_not_low_rank
+from hf_parallel.compat.private_peft import base_model, is_mixed, tuner_layers, why_not_low_rank
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
@@ -52,12 +52,31 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
             f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
+    _refuse_parted(model, name)
     if mp_size > 1:
         _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
         _refuse_adapters(model, name, mp_size)
     if tp_size > 1:
         _refuse_unsharded(model, tp_size)
+
+
+def _refuse_parted(model: Any, name: str) -> None:
+    """Refuse adapters that stock code saves or ties in one process on the CPU only."""
+    if is_mixed(model):
+        raise UnsupportedError(
+            f"{name} has adapters of several methods (mixed=True), which PEFT does not save (PeftMixedModel.save_pretrained). Use "
+            "adapters of one method, or train it in one process."
+        )
+    for config in getattr(model, "peft_config", {}).values():
+        tied = getattr(config, "target_modules_to_tie", None)
+        if tied:
+            raise UnsupportedError(
+                f"{name} has an adapter on {', '.join(sorted(tied))} that PEFT ties to the one on the embedding "
+                "(LoraConfig.ensure_weight_tying=True) by memory that they share. A Trainer of several processes moves the model to its "
+                "device, which parts them, and each would be trained alone. Take one of the two out of target_modules, "
+                "set ensure_weight_tying to False, or train both layers with modules_to_save."
+            )
 
 
 def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
