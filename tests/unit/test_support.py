@@ -36,6 +36,8 @@ def test_adapters_that_stages_do_not_know_are_named() -> None:
         prompted = get_peft_model(tiny.llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
         with pytest.raises(UnsupportedError, match=rf"{config.__name__} with 2 ranks a copy.*virtual tokens"):
             refuse_model(prompted, 2)
+        with pytest.raises(UnsupportedError, match=rf"{config.__name__} with zero.stage=3.*LoraConfig"):
+            refuse_model(prompted, 1, shares_parameters=True)
         refuse_model(prompted, 1)
     adapted = tiny.llama_lora()
     refuse_model(adapted, 2)
