@@ -333,6 +333,10 @@ MODELS = {
     ),
     "llama_lora_biases": lambda: lora(biased(llama(attention_bias=True, mlp_bias=True)), bias="all", lora_bias=True),
     "gpt2_lora_biases": lambda: lora(biased(gpt2()), fan_in_fan_out=True, bias="all", lora_bias=True),
+    "mixtral_plain_lora": lambda: lora(mixtral_plain()),
+    "mixtral_plain_lora_attention": lambda: lora(
+        mixtral_plain(), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+    ),
     "mixtral_lora_attention": lambda: lora(mixtral(), target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
     "uneven_lora": lambda: lora(uneven()),
     "deepseek_v3_lora": lambda: lora(

@@ -39,6 +39,12 @@ def base_model(model: nn.Module) -> nn.Module:
     return found
 
 
+def is_mixed(model: nn.Module) -> bool:
+    """Whether it is a model with adapters of several methods (`get_peft_model(..., mixed=True)`)."""
+    peft: Any = sys.modules.get("peft.mixed_model")
+    return peft is not None and isinstance(model, peft.PeftMixedModel)
+
+
 def trained_copy(module: Any) -> Any:
     """What runs in the place of a module of `modules_to_save`; any other module itself."""
     peft: Any = sys.modules.get("peft.utils.other")

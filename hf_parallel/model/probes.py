@@ -11,6 +11,8 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from hf_parallel.batches import num_rows, split_rows
+from hf_parallel.compat.private_peft import base_model
+from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import ParallelError, PlanError
 from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape
 
@@ -42,6 +44,9 @@ class Probes:
             self.discovery = probe_samples(model, size, device)
             self.typical = typical_sample(model, size, device)
             self.cost_tokens: tuple[int, int] | None = typical_shape(model)
+            if other_task(base_model(model)) is not None:  # its labels are no tokens, and nobody asks for its loss
+                for batch in (*self.check, *self.discovery, self.typical):
+                    batch.pop("labels", None)
             return
         batch = {"use_cache": False, **send_to_device(dict(sample), device)}
         rows = num_rows(batch)

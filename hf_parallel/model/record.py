@@ -318,7 +318,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         (own, dict(own), {name: buffer.clone() for name, buffer in own.items() if buffer is not None})
         for own in map(own_buffers, model.modules())
     ]
-    attributes = [(m, dict(vars(m))) for m in model.modules()]
+    attributes = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
         try:
             yield
@@ -329,8 +329,17 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                     own.update(originals)
                     for name, value in values.items():
                         own[name].copy_(value)  # type: ignore[union-attr]
-            for module, before in attributes:
+            for module, before, contents in attributes:
                 _restore_attributes(module, before)
+                for held, values in contents:
+                    held.clear()
+                    held.update(values)
+
+
+def _contents(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Dicts of tensors that a module keeps as plain attributes, and what they hold: methods of PEFT move some to a device."""
+    dicts = [value for name, value in vars(module).items() if type(value) is dict and not name.startswith("_")]
+    return [(value, dict(value)) for value in dicts if next(leaves(value), None) is not None]
 
 
 def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_parallel.compat.private_peft import base_model, tuner_layers, why_not_low_rank
+from hf_parallel.compat.private_peft import base_model, is_mixed, tuner_layers, why_not_low_rank
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
@@ -34,8 +34,8 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
     task = other_task(base_model(model)) if mp_size > 1 else None
     if task is not None:
         raise UnsupportedError(
-            f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size): pipeline stages and shards are "
-            "planned for causal language models only. Set pp_size and tp_size to 1 (replicas, ZeRO), or load it with "
+            f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size x sp_size): pipeline stages, shards and parts of rows are "
+            "planned for causal language models only. Set these sizes to 1 (replicas, ZeRO), or load it with "
             "AutoModelForCausalLM."
         )
     method = getattr(model, "quantization_method", None)
@@ -52,6 +52,9 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
             f"{name} has quantised weights ({named}) with zero.stage=3, which shards parameters of one floating-point "
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
+    _refuse_parted(model, name)
+    if shares_parameters:
+        _refuse_prompts(model, name)
     if mp_size > 1:
         _refuse_shared_memory(model, mp_size)
     if mp_size > 1 and hasattr(model, "peft_config"):
@@ -60,20 +63,48 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
         _refuse_unsharded(model, tp_size)
 
 
+def _refuse_parted(model: Any, name: str) -> None:
+    """Refuse adapters that stock code saves or ties in one process on the CPU only."""
+    if is_mixed(model):
+        raise UnsupportedError(
+            f"{name} has adapters of several methods (mixed=True), which PEFT does not save (PeftMixedModel.save_pretrained). Use "
+            "adapters of one method, or train it in one process."
+        )
+    for config in getattr(model, "peft_config", {}).values():
+        tied = getattr(config, "target_modules_to_tie", None)
+        if tied:
+            raise UnsupportedError(
+                f"{name} has an adapter on {', '.join(sorted(tied))} that PEFT ties to the one on the embedding "
+                "(LoraConfig.ensure_weight_tying=True) by memory that they share. A Trainer of several processes moves the model to its "
+                "device, which parts them, and each would be trained alone. Take one of the two out of target_modules, "
+                "set ensure_weight_tying to False, or train both layers with modules_to_save."
+            )
+
+
 def _refuse_shared_memory(model: nn.Module, mp_size: int) -> None:
     """Refuse trained parameters that are two objects in one memory: apart, they would no longer be equal."""
     found = sharing_memory((name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta)
     if found is not None:
         raise UnsupportedError(
             f"parameters {found[0]} and {found[1]} are two objects that share memory, with {mp_size} ranks a copy (pp_size x "
-            "tp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
-            "Tie them by assigning one Parameter to both modules, or set pp_size and tp_size to 1."
+            "tp_size x sp_size): ranks that hold one of them would train it alone (PEFT's ensure_weight_tying makes such adapters). "
+            "Tie them by assigning one Parameter to both modules, or set these sizes to 1."
         )
+
+
+def _refuse_prompts(model: Any, name: str) -> None:
+    """Refuse prompts that are learned where parameters are gathered for the forward of a model, before which they are made."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"{name} has a {type(config).__name__} with zero.stage=3: its prompts are made before the forward of the model, for "
+                "which ZeRO 3 gathers parameters. Set zero.stage to 2 or less, or use adapters in the layers (LoraConfig)."
+            )
 
 
 def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:
     """Refuse adapters that stages and shards do not know."""
-    ranks = f"with {mp_size} ranks a copy (pp_size x tp_size)"
+    ranks = f"with {mp_size} ranks a copy (pp_size x tp_size x sp_size)"
     if len(model.peft_config) > 1:
         fix = "Remove the others (model.delete_adapter)"
         if "ref" in model.peft_config:
@@ -83,14 +114,14 @@ def _refuse_adapters(model: Any, name: str, mp_size: int) -> None:
             )
         raise UnsupportedError(
             f"{name} has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}) {ranks}: one adapter is trained "
-            f"and saved on stages and shards. {fix}; or set pp_size and tp_size to 1."
+            f"and saved on stages and shards. {fix}; or set these sizes to 1."
         )
     for config in model.peft_config.values():
         if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
             raise UnsupportedError(
                 f"{name} has a {type(config).__name__} {ranks}: prompts that are learned (virtual tokens) enter outside of the "
-                "layers, which stages and shards do not know. Use adapters in the layers (LoraConfig), or set pp_size and "
-                "tp_size to 1."
+                "layers, which stages, shards and parts of rows do not know. Use adapters in the layers (LoraConfig), or set "
+                "these sizes to 1."
             )
 
 

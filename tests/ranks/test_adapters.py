@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from adapter_cases import FIVE, same_folder
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
@@ -39,13 +38,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_adapters_train_and_are_saved_as_on_one_process(name: str, runs: dict[str, dict[str, Any]]) -> None:
     compare(runs[name], runs["stock"])
     mine, stock = (Path(runs[run]["folder"]) / "final" for run in (name, "stock"))
-    files = {"adapter_config.json", "adapter_model.safetensors"}
-    assert files <= {path.name for path in mine.iterdir()}
     assert not (mine / "model.safetensors").exists()
-    saved, expected = (load_file(folder / "adapter_model.safetensors") for folder in (mine, stock))
-    assert saved.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(saved[key], tensor, rtol=1e-4, atol=1e-6)
+    same_folder(mine, stock, "llama_lora")
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("dp2", "dp2_stage1"), ("dp2_stage3", "pp2")])
@@ -55,3 +49,29 @@ def test_adapters_resume(saved: str, resumed: str, runs: dict[str, dict[str, Any
     (folder / "parameters.safetensors").unlink()
     again = run_cases([case], 2, folder.parent)[saved]
     compare(again, runs["stock"])
+
+
+MATRIX = {
+    f"zero{stage}_{model}": Case(
+        f"zero{stage}_{model}", model=model, steps=5, arguments=NO_NOISE, parallel={"zero": {"stage": stage}}
+    )
+    for stage in (1, 3)
+    for model in FIVE
+}
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    stock = [Case(model, model=model, steps=5, arguments=NO_NOISE, parallel=None) for model in FIVE]
+    found = run_cases(stock, 1, tmp_path_factory.mktemp("one"))
+    return found | run_cases(list(MATRIX.values()), 2, tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MATRIX)
+def test_adapters_on_shared_out_parameters_train_as_on_one_process(
+    name: str, matrix: dict[str, dict[str, Any]]
+) -> None:
+    model = MATRIX[name].model
+    compare(matrix[name], matrix[model])
+    same_folder(*(Path(matrix[run]["folder"]) / "final" for run in (name, model)), model)

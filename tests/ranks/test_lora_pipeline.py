@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from adapter_cases import FIVE, same_folder
 from rank_runner import RankError, run_ranks
 from resume_cases import Cell, Continued, Job, run_cells, run_jobs, states_equal
-from safetensors.torch import load_file
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ def case(name: str, model: str, parallel: dict[str, Any], **changes: Any) -> Cas
 TWO = [
     # The loss of Mixtral's router is of a whole batch.
     *(case(model, model, ONE_MICROBATCH if "mixtral" in model else PP2) for model in tiny.ADAPTED),
-    case("llama_lora", "llama_lora", PP2),
+    *(case(model, model, PP2) for model in FIVE if model not in tiny.ADAPTED),
     case("blocks_again", "llama_lora", {**PP2, "activation_checkpointing": {"every": 1}}),
     case("checkpointing", "llama_lora", PP2, arguments={**NO_NOISE, "gradient_checkpointing": True}),
     case("interleaved", "llama_lora_late", {**PP2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
@@ -59,6 +59,7 @@ DROPOUT = [
     case("dropout_again", "llama_lora_dropout", {**FOUR_PARTS, "schedule": "zbv_zero_bubble"}),
 ]
 FOUR = [
+    *(case(f"pp2xdp2_{model}", model, PP2) for model in FIVE),
     case("pp4_late", "llama_lora_late", PP4),
     case("pp4_early", "llama_lora_early", PP4),
     case("dp2", "llama_tied_lora_saved", PP2),
@@ -86,23 +87,12 @@ def test_adapters_on_stages_train_as_on_one_process(
     name: str, runs: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
 ) -> None:
     compare(runs[name], stock[name])
-    same_folder(Path(runs[name]["folder"]) / "final", Path(stock[name]["folder"]) / "final")
+    model = next(each.model for each in [*TWO, *FOUR] if each.name == name)
+    same_folder(Path(runs[name]["folder"]) / "final", Path(stock[name]["folder"]) / "final", model)
 
 
 def test_masks_of_adapters_do_not_depend_on_the_schedule(runs: dict[str, dict[str, Any]]) -> None:
     compare(runs["dropout_again"], runs["dropout"])
-
-
-def same_folder(mine: Path, expected: Path) -> None:
-    assert {path.name for path in mine.iterdir()} - {path.name for path in expected.iterdir()} <= {
-        "training_args.json"
-    }
-    assert (mine / "adapter_config.json").read_bytes() == (expected / "adapter_config.json").read_bytes()
-    saved, wanted = (load_file(folder / "adapter_model.safetensors") for folder in (mine, expected))
-    assert list(saved) == list(wanted)
-    for name, tensor in wanted.items():
-        assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
-        assert float((saved[name] - tensor).norm()) <= 1e-5 * float(tensor.norm()), name
 
 
 CELLS = [("1", "pp2"), ("pp2", "1"), ("pp2", "dp2"), ("dp2", "pp2")]
@@ -212,7 +202,7 @@ def test_a_loop_of_ones_own_trains_saves_and_goes_back(tmp_path: Path) -> None:
     assert two == pytest.approx(one, rel=1e-5)
     assert two[5:7] == pytest.approx(two[3:5], rel=1e-6)
     for way in ("saved", "usual"):
-        same_folder(tmp_path / "2" / way, tmp_path / "1" / way)
+        same_folder(tmp_path / "2" / way, tmp_path / "1" / way, "gpt2_lora")
 
 
 def refusals_main(rank: int, world_size: int, folder: str) -> dict[str, str]:

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "tp2": (2, {"tp_size": 2}),
     "dp2": (2, {}),
     "zero1": (2, {"zero": {"stage": 1}}),
+    "zero3": (2, {"zero": {"stage": 3}}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 2}),
     "pp2_dp2": (4, {"pp_size": 2, "num_microbatches": 2}),
 }
@@ -59,6 +60,12 @@ PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+# A classifier, which is neither cut nor sharded.
+REPLICAS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "reward": ("reward", "scorer", "dpo", {"center_rewards_coefficient": 0.01, **EVALUATED}),
+}
+
+
 # On stages and replicas at once: a case of each way in which a trainer counts its rows and tokens over them.
 COUNTED = ("packed", "sft_adapter", "completions", "counted_alone", "dpo_adapter", "kto_reference")
 UNEVEN = ("packed",)  # its rows are no multiple of a batch: replicas repeat some at the end of an epoch
@@ -70,8 +77,12 @@ UNCOMPARED = re.compile(
 def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tuple[str, str, str, dict[str, Any]]]:
     """What a layout runs; stock replicas are the reference of losses that replicas average."""
     if parallel is None:
-        return CASES | STAGES | PREFERENCES if world_size == 1 else STAGES | PREFERENCES | {"packed": CASES["packed"]}
-    everything = CASES | PREFERENCES | (STAGES if "pp_size" in parallel else {})
+        of_replicas = STAGES | PREFERENCES | REPLICAS | {"packed": CASES["packed"]}
+        return CASES | of_replicas if world_size == 1 else of_replicas
+    if "zero" in parallel and parallel["zero"]["stage"] == 3:
+        return REPLICAS
+    others = STAGES if "pp_size" in parallel else {} if "tp_size" in parallel else REPLICAS
+    everything = CASES | PREFERENCES | others
     return {name: everything[name] for name in COUNTED} if world_size == 4 else everything
 
 
@@ -113,7 +124,20 @@ def trainer_of(kind: str) -> tuple[Any, Any]:
 
     if kind in ("cpo", "orpo"):
         trl = importlib.import_module(f"trl.experimental.{kind}")
-    return getattr(trl, f"{kind.upper()}Trainer"), getattr(trl, f"{kind.upper()}Config")
+    name = "Reward" if kind == "reward" else kind.upper()
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+
+
+def scorer() -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2, "num_labels": 1, "pad_token_id": 0}
+    return LlamaForSequenceClassification(LlamaConfig(**tiny.SMALL, **sizes))
+
+
+def model_of(name: str) -> Any:
+    return scorer() if name == "scorer" else tiny.MODELS[name]()
 
 
 def other_than(model: Any) -> Any:
@@ -139,7 +163,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
         more = dict(more)
         options: dict[str, Any] = {}
         if more.pop("reference", False):
-            options["ref_model"] = other_than(tiny.MODELS[model]())
+            options["ref_model"] = other_than(model_of(model))
         if more.pop("adapter", False):
             # Another seed: what the adapter begins as is drawn here.
             options["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True)
@@ -149,7 +173,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             per_device_train_batch_size=4 // replicas,
             per_device_eval_batch_size=4 // replicas,
             gradient_accumulation_steps=2,
-            max_steps=3 if name in PREFERENCES else 5,
+            max_steps=3 if name in PREFERENCES | REPLICAS else 5,
             logging_steps=1,
             learning_rate=1e-3,
             adam_epsilon=1e-4,
@@ -162,7 +186,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
         )
         dataset = load_from_disk(f"{data}/{rows}")
         trainer = trainer_kind(
-            model=tiny.MODELS[model](),
+            model=model_of(model),
             args=arguments,
             train_dataset=dataset,
             eval_dataset=dataset.select(range(16)) if "eval_strategy" in more else None,
@@ -209,7 +233,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[di
 
 def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any], Path]], other: str = "one") -> None:
     (mine, here), (stock, there) = run_of(layout), run_of(other)
-    assert len(stock[name]) >= (3 if name in PREFERENCES else 5)
+    assert len(stock[name]) >= (3 if name in PREFERENCES | REPLICAS else 5)
     for step, (found, expected) in enumerate(zip(mine[name], stock[name], strict=True)):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -228,6 +252,12 @@ def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any]
 def test_trl_trains_on_a_mesh_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
     of_replicas = layout != "tp2" and name in (*PREFERENCES, *UNEVEN)
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero1", "zero3"])
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_classifier_trains_on_replicas_as_on_stock_ones(name: str, layout: str, run_of: Any) -> None:
+    compare(name, layout, run_of, "ddp2")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +338,6 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     """What is refused in the constructor; nothing has been trained then."""
     from datasets import load_from_disk
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForSequenceClassification
     from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
 
     from hf_parallel import HFParallelCallback
@@ -337,8 +366,7 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     for name, kind, settings in (("grpo", GRPOTrainer, GRPOConfig), ("rloo", RLOOTrainer, RLOOConfig)):
         made = settings("out", per_device_train_batch_size=4, num_generations=2, **plain)
         refused(name, kind, made, tiny.llama(), reward_funcs=reward)
-    head = LlamaForSequenceClassification(LlamaConfig(**tiny.SMALL, num_hidden_layers=2, num_labels=1, pad_token_id=0))
-    refused("reward", RewardTrainer, RewardConfig("out", **plain), head)
+    refused("reward", RewardTrainer, RewardConfig("out", **plain), scorer())
     dpo, config = trainer_of("dpo")
     adapted = get_peft_model(tiny.llama(), LoraConfig(task_type="CAUSAL_LM"))
     refused("adapters", dpo, config("out", **plain), adapted)

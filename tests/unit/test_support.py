@@ -36,6 +36,8 @@ def test_adapters_that_stages_do_not_know_are_named() -> None:
         prompted = get_peft_model(tiny.llama(), config(task_type="CAUSAL_LM", num_virtual_tokens=2))
         with pytest.raises(UnsupportedError, match=rf"{config.__name__} with 2 ranks a copy.*virtual tokens"):
             refuse_model(prompted, 2)
+        with pytest.raises(UnsupportedError, match=rf"{config.__name__} with zero.stage=3.*LoraConfig"):
+            refuse_model(prompted, 1, shares_parameters=True)
         refuse_model(prompted, 1)
     adapted = tiny.llama_lora()
     refuse_model(adapted, 2)
@@ -43,6 +45,20 @@ def test_adapters_that_stages_do_not_know_are_named() -> None:
     adapted.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match=r"2 adapters \(default, second\) with 2 ranks"):
         refuse_model(adapted, 2)
+
+
+def test_adapters_that_a_trainer_of_several_processes_cannot_tie_or_save_are_named() -> None:
+    from peft import LoHaConfig, LoraConfig, get_peft_model
+
+    tied = tiny.MODELS["llama_tied_lora_tied"]()
+    mixed = get_peft_model(tiny.llama(), LoraConfig(target_modules=["q_proj"]), mixed=True)
+    mixed.add_adapter("other", LoHaConfig(target_modules=["v_proj"]))
+    for mp_size in (1, 2):
+        with pytest.raises(UnsupportedError, match=r"adapter on lm_head that PEFT ties.*ensure_weight_tying to False"):
+            refuse_model(tied, mp_size)
+        with pytest.raises(UnsupportedError, match=r"PeftMixedModel has adapters of several methods.*one method"):
+            refuse_model(mixed, mp_size)
+    refuse_model(tiny.MODELS["llama_tied_lora_saved_tied"](), 2)
 
 
 def test_quantised_weights_are_taken_by_stages_and_named_by_shards() -> None:
