@@ -189,14 +189,16 @@ def with_experts(setup: Setup) -> Setup:
 
 
 def with_sequence(setup: Setup) -> Setup:
-    """Rows shared by two ranks, in some small set-ups; drawn apart, as experts."""
+    """Rows shared by two ranks, by heads or in a ring, in some small set-ups; drawn apart, as experts."""
     fits = setup.world_size <= 2 and setup.resume is None and setup.before not in ("mask_rows", "halve_gradients")
     fits = (
         fits and not setup.settings.keys() & {"ep_size", "sequence_parallel"} and setup.model not in WITHOUT_POSITIONS
     )
-    if not fits or random.Random(f"sequence {setup.seed}").random() < 0.75:
+    rng = random.Random(f"sequence {setup.seed}")
+    if not fits or rng.random() < 0.75:
         return setup
-    return setup.replaced(settings={**setup.settings, "sp_size": 2})
+    ring = {"sp_attention": "ring"} if rng.random() < 0.5 else {}
+    return setup.replaced(settings={**setup.settings, "sp_size": 2, **ring})
 
 
 def with_delay(setup: Setup) -> Setup:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +38,7 @@ MIXED = (
 )  # with plain tensors torch refuses them
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")  # their third argument is the reduction
 INDEXED = ("index_put_", "index_fill_", "index_copy_", "index_add_", "masked_scatter_", "scatter_", "index")
+PRODUCTS = ("addmm_", "addmv_", "addr_", "baddbmm_", "addbmm_")
 
 
 def whole_numbers_of_parts() -> None:
@@ -130,7 +132,10 @@ def whole_draws_of_parts() -> None:
 
 
 def whole_indices_of_parts() -> None:
-    """Let `p[mask] = 0`, `p[rows] = new` and `p[rows]` be those of the whole where torch refuses them for parts; collective then."""
+    """Let `p[mask] = 0`, `p[rows] = new`, `p[rows]` and `p.grad.addmm_(a, b)` be those of the whole where torch refuses them.
+
+    Collective then, and so is what changes a plain tensor by parts (`statistics.addmm_(p.grad, p.grad.T)`).
+    """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers  # `whole_numbers_of_parts` has looked for them
 
     def index(func: Any, args: Any, kwargs: Any) -> Any:
@@ -139,18 +144,18 @@ def whole_indices_of_parts() -> None:
             return func(*args, **kwargs)
         except (RuntimeError, UnsupportedError):
             first = args[0]
-            if not isinstance(first, DTensor):
+            if not isinstance(first, DTensor) and not func._schema.is_mutable:
                 raise
         finally:
             handlers[func] = index
         whole = pytree.tree_map_only(DTensor, lambda part: part.full_tensor(), (args, kwargs))
         found = func(*whole[0], **whole[1])
-        if not func._schema.is_mutable:
+        if not func._schema.is_mutable or not isinstance(first, DTensor):
             return found
         first._local_tensor.copy_(_part_of(found, first)._local_tensor)
         return first
 
-    for func in _overloads(INDEXED):
+    for func in _overloads((*INDEXED, *PRODUCTS)):
         handlers.setdefault(func, index)
 
 
@@ -174,8 +179,7 @@ def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
                 return stock(op, args, *others, **kwargs)
             except RuntimeError as error:
                 parts = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, DTensor)]
-                names = [name for part in parts if (name := name_of(part))]
-                _refuse(str(op), f"parameter {names[0]}" if names else "a parameter or gradient", parts, error)
+                _refuse(str(op), _named(parts, name_of), parts, error)
 
         return run
 
@@ -185,10 +189,47 @@ def explain_refusals_of_parts(name_of: Callable[[Tensor], str | None]) -> None:
     for func in _overloads((*ELEMENTWISE, *MIXED)):
         handlers.setdefault(func, explained(_with_plain(handlers)))
 
-    def numpy(part: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("numpy()", f"parameter {name}" if (name := name_of(part)) else "a parameter or gradient", [part], None)
+    def leaving(name: str) -> Any:
+        return lambda part, *args, **kwargs: _refuse(f"{name}()", _named([part], name_of), [part], None)
 
-    DTensor.numpy = numpy  # type: ignore[assignment]
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, leaving(name))
+
+
+def explained_calls(call: Callable[..., Any], name_of: Callable[[Tensor], str | None]) -> Callable[..., Any]:
+    """`call`, which calls code of users: what torch refuses for parts by itself (plain tensors beside parts) is explained, too.
+
+    Args:
+        call: A function.
+        name_of: As of `explain_refusals_of_parts`.
+    """
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            text, parts = str(error), _parts_in(error.__traceback__)
+            if "DTensor" not in text and "invalid python storage" not in text:
+                raise
+            what = text.split(" ", 1)[0] if text.startswith("aten.") else "a function of torch"
+            _refuse(what, _named(parts, name_of), parts, error)
+
+    return called
+
+
+def _parts_in(trace: TracebackType | None) -> list[Tensor]:
+    """Parts that the innermost function which has any held in a variable of its own."""
+    found: list[Tensor] = []
+    while trace is not None:
+        found = [value for value in trace.tb_frame.f_locals.values() if isinstance(value, DTensor)] or found
+        trace = trace.tb_next
+    return found
+
+
+def _named(parts: Sequence[Tensor], name_of: Callable[[Tensor], str | None]) -> str:
+    name = next((name for part in parts if (name := name_of(part))), None)
+    return "a parameter or gradient" if name is None else f"parameter {name}"
 
 
 def _with_plain(handlers: dict[Any, Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from hf_parallel.compat.private_collectives import count_traffic
 from hf_parallel.compat.private_dtensor import (
     exchangeable_data_of_parts,
     explain_refusals_of_parts,
+    explained_calls,
     mark_rows_of_parts,
     whole_draws_of_parts,
     whole_indices_of_parts,
@@ -56,6 +57,11 @@ class KeptPart(DTensor):
             "the memory of fully_shard, so the new data would be dropped. Change it in place, parameter.data.copy_(new), or set "
             "zero.stage to 1 or 2 of the native engine."
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A parameter by itself, in parts of its own: a copy to average, say."""
+        copied: Tensor = memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        return copied
 
 
 class CopiedRows(DTensor):
@@ -277,6 +283,11 @@ def _name_of(part: Tensor) -> str | None:
                 if isinstance(one, DTensor) and local_of(one).untyped_storage().data_ptr() == memory:
                     return f"{prefix}.{key}".removeprefix(".")
     return None
+
+
+def explained(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, which calls code of users, made to say by parameter what torch cannot compute from parts."""
+    return explained_calls(call, _name_of)
 
 
 def _takes_one_dtype(modules: Sequence[nn.Module], device: torch.device) -> bool:

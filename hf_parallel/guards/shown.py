@@ -180,11 +180,11 @@ class SharedGradient(_Stand):
 
     def __getitem__(self, key: Any) -> Any:
         """Rows are those of the whole gradient: a rank has others, and fewer."""
-        return self._opened()[_whole(key)] if self.part.is_shard else super().__getitem__(key)
+        return self._opened()[self._fitting(key)] if self.part.is_shard else super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.part.is_shard:
-            self._opened()[_whole(key)] = _whole(value)
+            self._opened()[self._fitting(key)] = self._fitting(value)
         else:
             super().__setitem__(key, value)
 
@@ -198,6 +198,15 @@ class SharedGradient(_Stand):
         with torch.no_grad():
             self.copy_(values)
 
+    def _fitting(self, tree: Any) -> Any:
+        """The whole of what is sharded as this gradient is: a mask made of the parameter, say."""
+        here = _here(self)
+
+        def fitting(leaf: Any) -> Any:
+            return self.part.whole(leaf) if isinstance(leaf, Tensor) and here == leaf.shape != self.shape else leaf
+
+        return pytree.tree_map(fitting, _whole(tree))
+
     def _opened(self) -> Tensor:
         return self.part.open() if self.changed is None else self.part.whole(self.changed)
 
@@ -206,7 +215,9 @@ class SharedGradient(_Stand):
         """What torch composes of operations counts rows by what is here, so it is given the whole of a shard."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in NAMES_OF_NORMS and mixes_elements(func):
-            shard = _shard_in(args, kwargs)
+            shard, out = _shard_in(args, kwargs), kwargs.get("out")
+            if shard is not None and isinstance(out, SharedGradient):
+                return out.copy_(func(*args, **{key: value for key, value in kwargs.items() if key != "out"}))
             if shard is not None:
                 return _on_whole(func, args, kwargs, shard)
         with no_torch_function():
@@ -369,14 +380,15 @@ def _on_shard(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
 def _on_whole(func: Any, args: Any, kwargs: Any, first: SharedGradient) -> Any:
     """A function of the whole; where it changes a gradient, or gives a view of it, that counts."""
     first.part.read()
-    changes = func.__name__.endswith("_") and not func.__name__.endswith("__")
+    target: Any = args[0] if args else None
+    changes = target is first and func.__name__.endswith("_") and not func.__name__.endswith("__")
     if not changes:
         whole = _whole((args, kwargs))
         out = func(*whole[0], **whole[1])
         sources = {leaf.untyped_storage().data_ptr() for leaf in pytree.tree_leaves(whole) if isinstance(leaf, Tensor)}
         made = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         if (
-            args[0] is not first
+            target is not first
             or first.changed is not None
             or not any(leaf.untyped_storage().data_ptr() in sources for leaf in made)
         ):

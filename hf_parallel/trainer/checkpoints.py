@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from hf_parallel.checkpoints.agree import everyone, together
@@ -48,6 +47,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.mesh import Mesh
 from hf_parallel.settings.sections import CheckpointConfig
 from hf_parallel.trainer.restarts import RestartMixin
+from hf_parallel.trainer.user_code import answers
 
 
 class CheckpointMixin(RestartMixin):
@@ -278,7 +278,7 @@ class CheckpointMixin(RestartMixin):
     @property
     def _callbacks_add_files(self) -> bool:
         """Whether callbacks do something in `on_save`."""
-        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks)
+        return any(answers(each, "on_save") for each in self.callback_handler.callbacks)
 
     def _best_checkpoint(self, run_dir: Path, known: str | None) -> str | None:
         """Path of the best checkpoint: the one being saved, one on disk, or what was known."""

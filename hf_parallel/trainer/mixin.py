@@ -29,7 +29,7 @@ from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
 from hf_parallel.trainer.monitoring import Timed, monitor_of
-from hf_parallel.trainer.user_code import UserCode, is_users
+from hf_parallel.trainer.user_code import UserCode, answers, is_users
 
 
 logger = logging.getLogger(__name__)
@@ -362,12 +362,6 @@ def looks_at_gradients(callback: TrainerCallback) -> bool:
 def looks_between_batches(callback: TrainerCallback) -> bool:
     """Whether a user's callback is called between the batches of one step, where it may change their gradients."""
     return is_users(callback) and answers(callback, "on_substep_end")
-
-
-def answers(callback: TrainerCallback, event: str) -> bool:
-    """Whether a callback does something at an event, by a method of its class or one that was put on the object."""
-    method = getattr(callback, event)
-    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
 def warn_not_additive(function: Callable[..., Any], why: str) -> None:

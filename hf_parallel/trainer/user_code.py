@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
+from hf_parallel.data_parallel.fsdp import explained, is_part
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.guards.meeting import meeting_of_shards
@@ -49,11 +50,13 @@ class UserCode:
             engine.watching, options["gathered"] = stages.modes, stages.follow
         known = known_parts(model, **options)
         self._known, self._makes_optimizer = known, _overrides(trainer, "create_optimizer")
-        if stages is None and known is None:
+        in_parts = any(map(is_part, model.parameters()))
+        if stages is None and known is None and not in_parts:
             return
 
         def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-            return watch_calls(call if stages is None else stages.watch(call), known)
+            told = explained(call) if in_parts else call
+            return watch_calls(told if stages is None else stages.watch(told), known)
 
         handler = trainer.callback_handler  # for callbacks that are added later, too
         call_event = handler.call_event
@@ -97,6 +100,12 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Callable[
 def is_users(callback: Any) -> bool:
     """Whether a callback is neither of transformers nor ours."""
     return _is_users(type(callback))
+
+
+def answers(callback: TrainerCallback, event: str) -> bool:
+    """Whether a callback does something at an event, by a method of its class or one that was put on the object."""
+    method = getattr(callback, event)
+    return getattr(method, "__func__", method) is not getattr(TrainerCallback, event)
 
 
 def _overrides(trainer: Trainer, name: str) -> bool:

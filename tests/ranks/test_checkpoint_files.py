@@ -260,7 +260,9 @@ def adds_main(rank: int, world_size: int, jobs: list[Job]) -> list[list[float]]:
     found = []
     for job in jobs:
         trainer = make_trainer(job)
-        trainer.add_callback(Adds())
+        adding = Adds() if job.resume else TrainerCallback()
+        vars(adding).setdefault("on_save", Adds().on_save)  # a method of the class, or one that is put on the object
+        trainer.add_callback(adding)
         trainer.train(resume_from_checkpoint=job.resume)
         trainer.accelerator.hf_parallel.watchdog.stop()
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from rank_runner import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
+
+from hf_parallel.errors import UnsupportedError
 
 
 pytestmark = pytest.mark.long
@@ -112,6 +115,38 @@ def large_rows(p: Any) -> None:
     p.mul_((p.norm(dim=1) > p.norm(dim=1).median()).unsqueeze(1))
 
 
+def product(p: Any) -> None:
+    p.grad.addmm_(p @ p.T, p, alpha=0.1)
+    p.grad.addmm_(torch.ones(p.shape[0], 2), torch.ones(2, p.shape[1]), alpha=1e-3)
+
+
+def product_into(p: Any) -> None:
+    torch.mm(p.grad.clone(), 0.5 * torch.eye(p.shape[1]), out=p.grad)
+    torch.mm(p.detach().clone(), 0.5 * torch.eye(p.shape[1]), out=p.data)
+
+
+def preconditioned(p: Any) -> None:
+    """A plain tensor that is changed by a gradient."""
+    left = torch.eye(p.shape[0])
+    left.addmm_(p.grad, p.grad.T)
+    p.grad.copy_(torch.linalg.inv(left) @ p.grad)
+
+
+def added_rows(p: Any) -> None:
+    rows = torch.zeros(p.shape)
+    rows.index_add_(0, torch.arange(p.shape[0]), p.grad)
+    p.grad.copy_(0.5 * rows)
+
+
+def masked_by_weight(p: Any) -> None:
+    p.grad[p.abs() < 2e-2] = 0.0
+
+
+def norm_of_copies(p: Any) -> None:
+    """Parameters of the user's, made of the model's."""
+    p.grad.mul_(copy.deepcopy(p).norm() / nn.Parameter(2 * p.detach().clone()).norm())
+
+
 def xavier(p: Any) -> None:
     nn.init.xavier_uniform_(p)
 
@@ -121,6 +156,7 @@ WRITES: dict[str, Callable[[Any], None]] = {
     for f in (
         *(centred, orthogonal, unit_gradient, kept_largest, tangent, summed_data, triangle, triangle_of_double),
         *(unit_columns, limited_rows, softmaxed, large_rows, xavier),
+        *(product, product_into, preconditioned, added_rows, masked_by_weight, norm_of_copies),
     )
 }
 
@@ -212,3 +248,37 @@ def test_what_is_written_to_shards_is_what_one_process_writes(alone: Any, tmp_pa
     found = run_ranks(written, 2, LAYOUTS["tp2"], tmp_path=tmp_path, env=ENV, timeout=120.0)[0]
     for name, state in alone[1].items():
         assert_same_state(found[name], state, name)
+
+
+# Changed or read by what torch does not compute from parts; it says so by itself for plain tensors beside them.
+UNKNOWN_TO_PARTS: dict[str, Callable[[Any], Any]] = {
+    "aten.mv": lambda p: p.grad.mv(torch.ones(p.shape[1])),
+    "aten.index_select": lambda p: p.index_select(0, torch.tensor([1, 2])),
+    "aten.mm.out": lambda p: torch.mm(p.detach(), torch.eye(p.shape[1]), out=p.grad),
+    "as_strided": lambda p: p.grad.fill_diagonal_(0.0),
+    "tolist()": lambda p: p.detach().tolist(),
+}
+RIGHT_ON_PARTS = ("product", "added_rows", "norm_of_copies")
+
+
+def told(rank: int, world_size: int, parallel: dict[str, Any]) -> dict[str, Any]:
+    options = {"max_steps": 2, "adam_epsilon": 1e-3}
+    found = {name: trained_with(Writes(name), parallel, **options)["state"] for name in RIGHT_ON_PARTS}
+    for name, write in UNKNOWN_TO_PARTS.items():
+        WRITES[name] = write
+        try:
+            trained_with(Writes(name), parallel, **options)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_parts_cannot_be_used_for_is_refused_by_parameter_and_function(alone: Any, tmp_path: Any) -> None:
+    ranks = run_ranks(told, 2, LAYOUTS["zero3"], tmp_path=tmp_path, env=ENV)
+    for found in ranks:
+        for name in UNKNOWN_TO_PARTS:
+            assert name in found[name]
+            assert "parameter model.embed_tokens.weight of shape (99, 32)" in found[name]
+            assert "new = p.full_tensor()" in found[name]
+    for name in RIGHT_ON_PARTS:
+        assert_same_state(ranks[0][name], alone[1][name], name)

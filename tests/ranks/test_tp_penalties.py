@@ -19,9 +19,16 @@ ENV = {"ACCELERATE_USE_CPU": "true"}
 
 
 class Penalised(Trainer):
-    """Norms are no sums over parts; the second term is over one layer only."""
+    """Norms are no sums over parts; the second term is over one layer only. Another layer is frozen on the way."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        if self.state.global_step == 1:
+            for name, parameter in model.model.layers[0].named_parameters():
+                if "proj" in name:
+                    parameter.requires_grad_(False)
+                else:
+                    parameter.requires_grad = False
+                assert not parameter.requires_grad
         found = super().compute_loss(model, inputs, return_outputs, **kwargs)
         norms = sum(p.norm() for p in model.parameters() if p.requires_grad)
         squares = sum(p.square().sum() for name, p in model.model.layers[1].named_parameters() if "proj" in name)

@@ -33,7 +33,9 @@ def test_all_choices_are_drawn() -> None:
     assert any(s.resume for s in DRAWN)
     assert any(s.bf16 for s in DRAWN)
     assert {s.delay for s in DRAWN} == {0, 1, 2, 3}
-    assert any(s.settings.get("sp_size") for s in DRAWN)
+    assert any(s.settings.get("ep_size") for s in DRAWN)
+    attention = {s.settings.get("sp_attention", "auto") for s in DRAWN if "sp_size" in s.settings}
+    assert attention == {"auto", "ring"}
 
 
 def test_a_script_names_nothing_that_it_does_not_hold() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_parallel.compat.private_torch import no_torch_function, own_tensor
+from hf_parallel.compat.private_torch import id_of_storage, no_torch_function, own_tensor
+from hf_parallel.compat.torch_tools import WeakStorage
 from hf_parallel.tensor_parallel.run.whole_tensors import Owned, gathered, part_of_gradient
 
 
@@ -40,11 +41,13 @@ class KnownParts:
         self._met = False
         self._held = {id(tensor): (tensor, owned) for tensor, owned in held}
         self._made = WeakTensorKeyDictionary()
+        self._memory: dict[int, tuple[WeakStorage, torch.Size, Owned]] = {}  # of plain tensors among them
         self._places: dict[Place, tuple[Tensor, Owned]] | None = None
 
     def begin(self) -> None:
         """User code is called: parameters may have other memory by now."""
         self._places, self._met = None, False
+        self._memory = {key: kept for key, kept in self._memory.items() if not kept[0].expired()}
 
     def of(self, tensor: Tensor) -> tuple[Tensor, Owned] | None:
         """A tensor that is a part with its layout; None for any other."""
@@ -52,6 +55,11 @@ class KnownParts:
         if held is not None or type(tensor) not in (*PLAIN, *self.kinds):
             return held
         owned = self._made.get(tensor)
+        if (
+            owned is None and type(tensor) is nn.Parameter
+        ):  # made of one by its constructor, or copied: no function of torch
+            kept = self._memory.get(id_of_storage(tensor.untyped_storage()))
+            owned = kept[2] if kept is not None and not kept[0].expired() and kept[1] == tensor.shape else None
         if owned is None:
             if self._places is None:
                 self._places = {place: one for one in self._held.values() if (place := _place(one[0])) is not None}
@@ -75,6 +83,10 @@ class KnownParts:
         """`tensor` was made of a part that is sharded so."""
         if type(tensor) in (*PLAIN, *self.kinds):
             self._made[tensor] = owned
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
+            with no_torch_function():
+                memory = tensor.untyped_storage()
+                self._memory[id_of_storage(memory)] = WeakStorage(memory), tensor.shape, owned
 
 
 class _PutTogether(torch.autograd.Function):

@@ -137,6 +137,10 @@ class OnParts(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in BACKWARDS:
             return self._differentiate(func, args, kwargs)
+        target = kwargs.get("out")
+        if isinstance(target, Tensor) and self._known.of(target) is not None:
+            made = self._carry_out(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+            return self._carry_out(Tensor.copy_, (target, made), {})
         if func in ASSIGNS:
             target = self._known.of(args[0])
             return func(args[0], args[1] if target is None else _fitting(args[1], *target))
@@ -194,7 +198,8 @@ class OnParts(TorchFunctionMode):
                 **pytree.tree_map(lambda leaf: _fitting(leaf, part, owned), kwargs),
             )
         parts = [known for leaf in _tensors((args, kwargs)) if (known := self._known.of(leaf)) is not None]
-        if any(_here(target) == part.shape for part, _ in parts) or not isinstance(args[0], Tensor):
+        by_parts = is_elementwise(func) and any(_here(target) == part.shape for part, _ in parts)
+        if by_parts or not isinstance(args[0], Tensor):
             return func(*args, **kwargs)
         return func(*pytree.tree_map(self._whole, args), **pytree.tree_map(self._whole, kwargs))
 

@@ -114,7 +114,7 @@ def stand_in(owned: Owned, part: Tensor) -> Tensor:
     if _wanted(part):
         result: Tensor = _StandIn.apply(part, owned)  # type: ignore[no-untyped-call]
     else:  # a parameter says that it is trained where no gradients are recorded, too
-        result = Whole(owned, part).requires_grad_(part.requires_grad and part.is_leaf)
+        result = Tensor.requires_grad_(Whole(owned, part), part.requires_grad and part.is_leaf)
     if reads.depth:
         known[key] = result
     return result
@@ -186,6 +186,20 @@ class Whole(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Whole({self.__dict__['tp_owned'].name}, shape={tuple(self.shape)})"
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the part is trained; a loss of the user's may freeze it."""
+        return bool(self.__dict__["tp_part"].requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, trained: bool) -> None:
+        self.requires_grad_(trained)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Train the part from the next forward pass on, or do not."""
+        self.__dict__["tp_part"].requires_grad_(requires_grad)
+        return self
 
     def values(self) -> Tensor:
         """The whole tensor, outside autograd; the first call is collective over the tensor-parallel group."""
