@@ -57,7 +57,10 @@ def attach(setup: Setup, plans: Plans, stages: Stages | None, sharded: ShardedMo
         engine: Engine = DirectEngine(attachment)
     else:
         engine = _pipeline_engine(attachment, stages, plans.cut)
-    if plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
+    if setup.mesh.shape.sp_size > 1:  # around the model itself rows are whole
+        inside = dict.fromkeys((name for name, _ in setup.model.named_modules() if name), "part of the tokens")
+        engine.part_hooks = PartHooks(setup.model, inside, axis="sp_size")
+    elif plans.tensor_parallel is not None and setup.mesh.tp_group is not None:
         engine.part_hooks = _part_hooks(setup.model, plans.tensor_parallel)
     engine.install()
     install_generate(engine)

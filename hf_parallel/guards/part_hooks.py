@@ -1,6 +1,6 @@
 """Hooks and forwards that user code puts on modules that see parts of tensors, after the model was planned.
 
-Between sharded layers these are this rank's channels, with sequence parallelism its part of the sequence. What was there when
+Between sharded layers these are this rank's channels, with sequence parallelism and shared rows its part of the sequence. What was there when
 the model was planned is part of the recorded forward, and nothing is sharded where it would compute something else. What comes
 later nobody has looked at: a norm over the channels would be that of a part.
 """
@@ -29,6 +29,7 @@ class PartHooks:
         modules: Modules that see parts, by name, and parts of what; of all stages, so that all ranks refuse alike.
         whole_inputs: Those of them that are given whole tensors: forward pre-hooks may come later.
         whole_outputs: Those of them that return whole tensors: forward hooks may come later.
+        axis: The setting that leaves parts.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class PartHooks:
         modules: Mapping[str, str],
         whole_inputs: Collection[str] = (),
         whole_outputs: Collection[str] = (),
+        axis: str = "tp_size",
     ) -> None:
+        self._axis = axis
         self._tables: list[tuple[str, str, dict[int, Any], set[int]]] = []
         self._forwards: list[tuple[str, str, dict[str, Any], Any]] = []
         for name, parts in modules.items():
@@ -66,12 +69,12 @@ class PartHooks:
             if hooks and not known.issuperset(hooks):
                 for key in [key for key in hooks if key not in known]:
                     if not _module_of(hooks[key]).startswith(OURS):
-                        _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts)
+                        _refuse(f"hook {_name_of(hooks[key])} was put on {name}", parts, self._axis)
                     known.add(key)
         anywhere = any(map(contains, self._plain, repeat("forward")))
         for name, parts, attributes, forward in self._forwards if anywhere else self._replaced:
             if attributes.get("forward") is not forward:
-                _refuse(f"forward of {name} was replaced", parts)
+                _refuse(f"forward of {name} was replaced", parts, self._axis)
 
 
 def _module_of(function: Any) -> str:
@@ -83,10 +86,14 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def _refuse(what: str, parts: str) -> None:
+def _refuse(what: str, parts: str, axis: str) -> None:
+    whole = (
+        "the attention or MLP around sharded layers, without sequence_parallel"
+        if axis == "tp_size"
+        else "the model itself"
+    )
     raise UnsupportedError(
-        f"{what} after the model was prepared, with tp_size above 1: it would see this rank's {parts} only, and a norm or mean over "
+        f"{what} after the model was prepared, with {axis} above 1: it would see this rank's {parts} only, and a norm or mean over "
         "them would be that of a part. Put it there before trainer.train() or accelerator.prepare() (the model is then planned "
-        "with it, and checked), or on a module whose inputs and outputs are whole: the attention or MLP around sharded layers, without "
-        "sequence_parallel."
+        f"with it, and checked), or on a module whose inputs and outputs are whole: {whole}."
     )

@@ -129,3 +129,19 @@ def test_hooks_see_whole_tensors_or_are_refused(name: str, when: str, runs: Any)
             assert refused in str(mine)
             continue
         assert user_loops.difference(mine, alone[f"{when}-{name}"]) < 1e-5
+
+
+def of_tokens(rank: int, world_size: int, layout: str) -> dict[str, Any]:
+    def tried(when: str) -> Any:
+        return user_loops.tried(layout, lambda loop: WHEN[when](around, loop), build=lambda: tiny.llama(layers=2))
+
+    return {when: tried(when) for when in WHEN}
+
+
+def test_hooks_that_would_see_part_of_the_tokens_are_refused(runs: Any, tmp_path: Path) -> None:
+    ranks = run_ranks(of_tokens, 2, "sp2", tmp_path=tmp_path, env=ENV)
+    for found in ranks:
+        assert "was put on model.layers.0.mlp after the model was prepared, with sp_size above 1" in found["late"]
+        assert "this rank's part of the tokens only" in found["late"]
+        assert "whole: the model itself." in found["late"]
+    assert user_loops.difference(ranks[0]["early"], runs[0]["early-around"]) < 1e-5
