@@ -28,7 +28,7 @@ from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import share_forward
-from hf_parallel.ulysses.whole import Place, may_see_whole_rows
+from hf_parallel.ulysses.whole import Place, WholeRows, may_see_whole_rows
 
 
 TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
@@ -45,8 +45,10 @@ class Trail:
         seen: (module, "enters" or "leaves") and its tensors.
         open: Modules whose forward runs.
         fed: Modules that were given something with a gradient: hidden states.
+        whole: Whose beginnings on whole rows leave no trail.
     """
 
+    whole: WholeRows
     seen: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     fed: set[str] = field(default_factory=set)
@@ -98,7 +100,7 @@ def verify_model(
         model = copy.deepcopy(model).float()
     passed = 0
     while passed < len(samples):
-        plain = _run(model, model.forward, samples[passed])
+        plain = _run(model, model.forward, samples[passed], Trail(shared.whole))
         problem, trail = _tried(model, shared, samples[passed], plain)
         if not agreed(shared, problem):
             passed += 1
@@ -111,7 +113,7 @@ def verify_model(
 def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: Found) -> tuple[str, Trail]:
     """What is wrong with parts of a batch, "" if nothing is, and the way that they took."""
     undo = [shared.whole.install(model), share_attention(model, shared)]
-    trail = Trail()
+    trail = Trail(shared.whole)
     try:
         parts = _run(model, share_forward(model, model.forward, shared), sample, trail)
     except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
@@ -188,11 +190,8 @@ def _place(trail: Trail) -> str:
     return f"{name or 'the model'} does not run on a part of the sequence"
 
 
-def _run(
-    model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail | None = None
-) -> Found:
+def _run(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail) -> Found:
     """One training forward and backward pass without dropout; gradients of parameters are left alone."""
-    trail = Trail() if trail is None else trail
     held = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     required = [(p, p.requires_grad) for p in held.values()]
     trains = [(module, module.training) for module in model.modules()]
@@ -237,6 +236,8 @@ def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
 
     def enters(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if trail.whole.begins:
+                return
             trail.open.append(name)
             trail.seen.append((name, "enters", _floats((args, kwargs))))
             trail.fed.update([name] if any(x.requires_grad for x in tensors_in((args, kwargs))) else ())
@@ -245,6 +246,8 @@ def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
 
     def leaves(name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: Any) -> None:
+            if trail.whole.begins:
+                return
             trail.open.pop()
             trail.seen.append((name, "leaves", _floats(output)))
 

@@ -28,12 +28,13 @@ def rows_totals(rows: Sequence[RowsRow], types: Sequence[str]) -> list[str]:
     mine = [row for row in rows if row.name in types]
     counts = {verdict: sum(row.verdict == verdict for row in mine) for verdict in ("exact", "refused", "failed")}
     packed = sum(row.documents for row in mine if row.verdict == "exact")
-    ring = {verdict: sum(row.ring == verdict for row in mine) for verdict in ("exact", "refused", "failed")}
+    exact = [row for row in mine if row.verdict == "exact"]
+    ring = {how: sum(row.ring == how for row in exact) for how in ("exact", "refused", "failed", "")}
     return [
         f"Types tried: {len(mine)} of {len(types)}. Exact: {counts['exact']}, {packed} of them with packed rows. Refused with the "
         f"module: {counts['refused']}. Failed: {counts['failed']}. Not trainable from their configuration: "
         f"{len(mine) - sum(counts.values())}.",
-        f"As a ring: {ring['exact']} of these exact, {ring['refused']} refused, {ring['failed']} failed.",
+        f"As a ring, of the exact ones: {ring['exact']} exact, {ring['refused']} refused, {ring['failed']} failed, {ring['']} not tried.",
     ]
 
 
