@@ -49,6 +49,7 @@ class Shared:
         mixes_documents: Whether the model itself lets packed documents see each other.
         whole: The modules that see whole rows.
         is_mean: Whether the model's own loss is the mean over its labels, whatever number of items it is given.
+        is_alone: Whether this rank is to find out, without messages, if the model runs on its part; attention gives zeros.
     """
 
     group: SequenceGroup
@@ -59,6 +60,7 @@ class Shared:
     mixes_documents: bool = False
     whole: WholeRows = field(default_factory=WholeRows)
     is_mean: bool = False
+    is_alone: bool = False
     _is_running: bool = False
     _modules: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -137,6 +139,8 @@ def _attention(name: str, shared: Shared) -> Attention:
         own = registered or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         if not shared.has_parts_in(module):
             return own(module, query, key, value, attention_mask, **named)
+        if shared.is_alone:
+            return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
         if shared.ring is not None:
             return shared.ring.attention(module, (query, key, value), attention_mask, named)
         return _exchanged(own, shared.group, module, (query, key, value), attention_mask, named)

@@ -89,11 +89,7 @@ def share_forward(
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind_partial(*args, **kwargs).arguments) if args else dict(kwargs)
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given.update(given.pop(name, {}))
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _by_name(signature, args, kwargs)
         if not torch.is_grad_enabled() and (given.get("use_cache") or {*given} & GENERATING):
             return forward(**given)  # each rank computes whole rows
         refuse_odd_inputs(given, shared.group.size)
@@ -105,6 +101,8 @@ def share_forward(
                 local = _local_inputs(model, given, part, shared)
                 output = forward(**{name: value for name, value in local.items() if name in given or takes(name)})
         output = _refuse_odd_output(output, shared.group.size)
+        if shared.is_alone:
+            return output
         if shared.is_mean and output.get("loss") is not None:
             output["loss"] = _weighted(output["loss"], local["labels"], given["labels"])
         if output.get("hidden_states") is not None:
@@ -121,6 +119,15 @@ def share_forward(
         return output
 
     return run
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call gives, without what is None."""
+    given = dict(signature.bind_partial(*args, **kwargs).arguments) if args else dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given.update(given.pop(name, {}))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _weighted(loss: Tensor, mine: Tensor, labels: Tensor) -> Tensor:
@@ -181,9 +188,12 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
 def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: bool) -> dict[str, Any]:
     """Several documents in a row: transformers finds them by their positions, of which this rank has a part."""
     whole = positions.expand(len(tokens), -1)
-    documents = None if shared.mixes_documents else find_packed_sequence_indices(whole)
+    documents = find_packed_sequence_indices(whole)
     if documents is None:
         return {}
+    told = {"attention_mask": torch.ones_like(whole)}  # with a mask, nobody looks for documents in the part
+    if shared.mixes_documents:
+        return told
     if keeps_cache:
         raise UnsupportedError(
             f"position_ids that begin anew without attention_mask and with use_cache on (the config's default), with "
@@ -197,7 +207,7 @@ def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: b
             "packing them (packing=False), or set sp_size to 1."
         )
     shared.packed = whole, documents
-    return {"attention_mask": torch.ones_like(whole)}  # with a mask, nobody looks for documents in the part
+    return told
 
 
 def _is_past_last(model: nn.Module, length: int) -> bool:

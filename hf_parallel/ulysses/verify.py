@@ -113,16 +113,37 @@ def verify_model(
 def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: Found) -> tuple[str, Trail]:
     """What is wrong with parts of a batch, "" if nothing is, and the way that they took."""
     undo = [shared.whole.install(model), share_attention(model, shared)]
+    forward = share_forward(model, model.forward, shared)
     trail = Trail(shared.whole)
     try:
-        parts = _run(model, share_forward(model, model.forward, shared), sample, trail)
+        problem = _tried_alone(model, shared, forward, sample, trail)
+        if agreed(shared, problem):
+            return problem, trail
+        trail = Trail(shared.whole)
+        parts = _run(model, forward, sample, trail)
     except Exception as error:  # noqa: BLE001 - the model's own code on parts may raise anything
-        return f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}", trail
+        return _raised(trail, error), trail
     else:
         return _compare(plain, parts, shared), trail
     finally:
         for restore in undo:
             restore()
+
+
+def _tried_alone(
+    model: nn.Module, shared: Shared, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail
+) -> str:
+    """What a forward without messages raises: where one rank alone raises, the others would wait for what it does not send."""
+    shared.is_alone = True
+    try:
+        with _trained(model), _watched(model, trail):
+            forward(**sample)
+    except Exception as error:  # noqa: BLE001 - as above
+        return _raised(trail, error)
+    else:
+        return ""
+    finally:
+        shared.is_alone = False
 
 
 def _cured(model: nn.Module, shared: Shared, plain: Found, trail: Trail, is_mean: Callable[[nn.Module], bool]) -> bool:
@@ -185,6 +206,10 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
         raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}. {fix}.")
 
 
+def _raised(trail: Trail, error: Exception) -> str:
+    return f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}"
+
+
 def _place(trail: Trail) -> str:
     name = trail.open[-1] if trail.open else ""
     return f"{name or 'the model'} does not run on a part of the sequence"
@@ -192,6 +217,19 @@ def _place(trail: Trail) -> str:
 
 def _run(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail) -> Found:
     """One training forward and backward pass without dropout; gradients of parameters are left alone."""
+    with _trained(model) as held:
+        with _watched(model, trail):
+            output = forward(**sample)
+            loss: Tensor = output["loss"]
+            gradients = _gradients(loss, list(held.values()))
+        with torch.no_grad():
+            logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
+    return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
+
+
+@contextmanager
+def _trained(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Inside, all parameters of a model, by name, are trained, without dropout."""
     held = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     required = [(p, p.requires_grad) for p in held.values()]
     trains = [(module, module.training) for module in model.modules()]
@@ -199,18 +237,13 @@ def _run(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any
         model.train()
         for parameter in held.values():
             parameter.requires_grad_(True)
-        with torch.enable_grad(), NoDropout(), _watched(model, trail):
-            output = forward(**sample)
-            loss: Tensor = output["loss"]
-            gradients = _gradients(loss, list(held.values()))
-        with torch.no_grad(), NoDropout():
-            logits = forward(**{n: v for n, v in sample.items() if n != "labels"})["logits"]
+        with torch.enable_grad(), NoDropout():
+            yield held
     finally:
         for parameter, value in required:
             parameter.requires_grad_(value)
         for module, value in trains:
             module.training = value
-    return Found(loss.detach(), logits, dict(zip(held, gradients, strict=True)), trail)
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
