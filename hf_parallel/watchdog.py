@@ -216,7 +216,8 @@ class Watchdog:
         """Who is gone, as far as is known: a rank that raised has said so, one that died is one of the others."""
         failed = self._board.read("failed")
         others = [rank for rank in range(len(self._names)) if rank != self._rank]
-        known = ", ".join(f"{self._names[rank]}, which failed with {text}" for rank, text in failed.items())
+        said = {rank: text.removesuffix(".") for rank, text in failed.items()}
+        known = ", ".join(f"{self._names[rank]}, which failed with {text}" for rank, text in said.items())
         few = len(others) <= 8
         one_of = ", ".join(self._names[rank] for rank in others) if few else f"the {len(others)} others"
         lost = known or (one_of if len(others) == 1 else f"a rank, one of {one_of}")

@@ -6,9 +6,12 @@ If these fail, a resumed run starts from optimizer state that belongs to other e
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
+import pickle
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +155,28 @@ def test_an_index_runs_no_code(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"metadata\.os\.system has no place in an index"):
         read(saved)
     assert not marker.exists()
+
+
+class OldPickler(pickle.Pickler):
+    """Members of enums as Python 3.11.2 writes them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_of_an_older_python_is_read(saved: Path) -> None:
+    index = pickle.loads((saved / INDEX).read_bytes())
+    with (saved / INDEX).open("wb") as file:
+        OldPickler(file).dump(index)
+    assert b"getattr" in (saved / INDEX).read_bytes()
+    assert torch.equal(read(saved), numbered((4, 3)))
+
+
+@pytest.mark.parametrize("of", ["torch\nSize", "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"])
+def test_of_enums_only_members_are_read_by_name(of: str, saved: Path) -> None:
+    (saved / INDEX).write_bytes(f"cbuiltins\ngetattr\n(c{of}\nS'__init_subclass__'\ntR.".encode())
+    with pytest.raises(CheckpointError, match=r"__init_subclass__ has no place in an index"):
+        read(saved)
 
 
 def test_a_truncated_file_is_named_with_its_tensor(saved: Path) -> None:

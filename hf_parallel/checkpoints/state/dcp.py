@@ -12,6 +12,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +295,20 @@ class _SafeReader(FileSystemReader):
         return done
 
 
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum: Python 3.11.2 and older pickle it as an attribute of its class."""
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"{getattr(kind, '__qualname__', kind)}.{name} has no place in an index of tensors")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _HARMLESS.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in an index of tensors")
 
 
