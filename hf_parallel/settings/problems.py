@@ -234,8 +234,8 @@ def _unknown_key(root: type[Section], key: str, section: str) -> str:
     if not home.model_fields:
         return f"{path} is not available yet: the {section} section has no options. Remove it."
     known = [*home.model_fields]
-    longer = [".".join(filter(None, (section, name))) for name in known if key in re.split("_", name)]
-    if longer:
+    longer = [".".join(filter(None, (section, name))) for name in known if key in name.split("_")]
+    if longer and not difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return f"{path}: unknown key. Did you mean {' or '.join(longer)}?"
     elsewhere = [f"{name}.{key}" for name, model in sections.items() if key in model.model_fields]
     if key in root.model_fields:
