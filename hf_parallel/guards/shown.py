@@ -180,13 +180,16 @@ class SharedGradient(_Stand):
 
     def __getitem__(self, key: Any) -> Any:
         """Rows are those of the whole gradient: a rank has others, and fewer."""
-        return self._opened()[self._fitting(key)] if self.part.is_shard else super().__getitem__(key)
+        return self._opened()[self._fitting_key(key)] if self.part.is_shard else super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self.part.is_shard:
-            self._opened()[self._fitting(key)] = self._fitting(value)
-        else:
+        if not self.part.is_shard:
             super().__setitem__(key, value)
+            return
+        whole, key = self._opened(), self._fitting_key(key)
+        # Rows and columns of the whole may have the shape of this rank's shard; only what is for all of it can be a shard.
+        is_for_all = whole[key].numel() == whole.numel()
+        whole[key] = self._fitting(value) if is_for_all else _whole(value)
 
     @property
     def data(self) -> Tensor:
@@ -198,14 +201,17 @@ class SharedGradient(_Stand):
         with torch.no_grad():
             self.copy_(values)
 
-    def _fitting(self, tree: Any) -> Any:
-        """The whole of what is sharded as this gradient is: a mask made of the parameter, say."""
-        here = _here(self)
+    def _fitting_key(self, key: Any) -> Any:
+        """The whole of masks that are sharded as this gradient is: made of the parameter, say."""
+        return pytree.tree_map_only(
+            Tensor, lambda leaf: self._fitting(leaf) if leaf.dtype is torch.bool else leaf, _whole(key)
+        )
 
-        def fitting(leaf: Any) -> Any:
-            return self.part.whole(leaf) if isinstance(leaf, Tensor) and here == leaf.shape != self.shape else leaf
-
-        return pytree.tree_map(fitting, _whole(tree))
+    def _fitting(self, value: Any) -> Any:
+        """The whole of what is sharded as this gradient is."""
+        value = _whole(value)
+        is_shard = isinstance(value, Tensor) and _here(self) == value.shape != self.shape
+        return self.part.whole(value) if is_shard else value
 
     def _opened(self) -> Tensor:
         return self.part.open() if self.changed is None else self.part.whole(self.changed)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 from typer.testing import CliRunner
 
@@ -38,11 +39,15 @@ def halve_a_weight(trainer: Any) -> None:
                 parameter.data.mul_(0.5)
 
 
+class Louder(nn.SiLU):
+    def forward(self, hidden: Any) -> Any:
+        return 1.1 * super().forward(hidden)
+
+
 def change_a_part(trainer: Any) -> None:
     """A bug: what the second rank of a sequence has in an MLP is larger."""
     if trainer.accelerator.hf_parallel.mesh.sp_rank == 1:
-        layer = trainer.model.get_submodule("model.layers.1.mlp.down_proj")
-        layer.register_forward_hook(lambda module, args, output: 1.1 * output)  # after the tracer's own hook
+        trainer.model.get_submodule("model.layers.1.mlp").act_fn = Louder()
 
 
 def double_a_router(trainer: Any) -> None:
