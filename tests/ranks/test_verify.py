@@ -102,7 +102,8 @@ def test_a_bug_in_a_part_of_each_row_is_found_and_its_module_named() -> None:
     verdict = verify(CONFIG, {"sp_size": 2}, steps=1, tamper="test_verify:change_a_part")
     assert not verdict.ok
     assert verdict.layout == "sp2"
-    assert verdict.first_divergence == {"module": "model.layers.1.mlp", "microbatch": 0, "kind": "forward"}
+    first = {"module": "model.layers.1.mlp.down_proj", "microbatch": 0, "kind": "forward"}  # reads what is too large
+    assert verdict.first_divergence == first
 
 
 ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
