@@ -244,7 +244,7 @@ class Meter(TorchDispatchMode):
     def _is_inside(self, storage: torch.UntypedStorage) -> bool:
         """Whether a real storage is a part of another one."""
         start = storage.data_ptr() if storage.nbytes() else 0
-        if any(begin <= start < end for begin, end in self._places.values()):
+        if any(begin <= start < end for begin, end in list(self._places.values())):  # some are freed meanwhile
             return True
         if start:
             self._places[id_of_storage(storage)] = start, start + storage.nbytes()

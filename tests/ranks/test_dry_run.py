@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from hf_parallel.settings.config import HFParallelConfig
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 688,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 1000,
@@ -98,3 +100,23 @@ def test_the_peak_is_that_of_a_real_run(name: str, tmp_path: Path) -> None:
             if value[1] > 10_000
         }
         assert here == large
+
+
+def test_memory_is_counted_while_another_thread_frees_some() -> None:
+    meter = Meter("cpu", lambda ranks: "")
+    kept = [torch.empty(10) for _ in range(100)]
+    for tensor in kept:
+        meter.follow(tensor, "weights")
+
+    def steps() -> None:
+        for _ in range(1000):
+            meter.follow(torch.empty(10), "activations")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor() as threads:
+            for running in [threads.submit(steps) for _ in range(2)]:
+                running.result()
+    finally:
+        sys.setswitchinterval(interval)

@@ -61,11 +61,11 @@ def make_accelerator(parallel: dict[str, Any] | None) -> Any:
     return Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=plugin)
 
 
-def parts(batch: int) -> tuple[Any, Any, Any, Any]:
-    """Model, optimizer, loader of 61 rows (a ragged tail), scheduler."""
+def parts(batch: int, count: int = 29) -> tuple[Any, Any, Any, Any]:
+    """Model, optimizer, loader of `count` rows (a ragged tail), scheduler."""
     model = tiny.llama(tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
-    loader = DataLoader(tiny.rows(61, True), batch_size=batch, shuffle=True, collate_fn=tiny.collate)
+    loader = DataLoader(tiny.rows(count, True), batch_size=batch, shuffle=True, collate_fn=tiny.collate)
     return model, optimizer, loader, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
@@ -170,7 +170,7 @@ def scaler_main(rank: int, world_size: int, parallel: dict[str, Any]) -> list[An
     accelerator = make_accelerator(parallel)
     accelerator.gradient_accumulation_steps = 1
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    model, optimizer, loader, scheduler = accelerator.prepare(*parts(4 if parallel in ({}, STAGE3) else 8))
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts(4 if parallel in ({}, STAGE3) else 8, 61))
     accelerator.unscale_gradients = lambda optimizer=None: accelerator.scaler.unscale_(
         accelerator._optimizers[0].optimizer
     )
