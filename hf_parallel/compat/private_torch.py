@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+ANSWERING: weakref.WeakSet[Any] = weakref.WeakSet()  # of `answer_norms_of_nothing`
 WRITERS = ("torch.", "safetensors.", "accelerate.", "pickle.", "contextlib.")
 
 
@@ -205,6 +207,32 @@ def without_memory(kind: type, shape: Any, dtype: Any, device: Any) -> Any:
     import torch
 
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def answer_norms_of_nothing(owner: Any) -> None:
+    """Have `owner.norm_of_nothing(norm_type)` say what torch's clipping finds over no gradients at all; None is torch's own, 0.
+
+    Args:
+        owner: Asked as long as it lives.
+    """
+    from torch import Tensor
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    ANSWERING.add(owner)
+    stock: Any = getattr(clip_grad, "_get_total_norm", None)
+    if stock is None:
+        raise UnsupportedError("this torch clips gradients in another way: install torch >= 2.11, < 3")
+    if stock.__module__ == __name__:
+        return
+
+    @functools.wraps(stock, assigned=("__name__", "__doc__"))
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        answers = (one.norm_of_nothing(float(norm_type)) for one in list(ANSWERING)) if not given else ()
+        return stock(given or [answer for answer in answers if answer is not None][:1], norm_type, *args, **kwargs)
+
+    clip_grad._get_total_norm = utils.get_total_norm = total_norm
 
 
 class HookCarrier:

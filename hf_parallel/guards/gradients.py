@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import version_of
+from hf_parallel.compat.private_torch import answer_norms_of_nothing, version_of
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
@@ -70,6 +70,7 @@ class ShownGradients:
         self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
         shards = (name for name in parameters if ledger.entries[name].spec is not None)
         self._shards = frozenset(shards if mesh.parts.group is not None else ())
+        answer_norms_of_nothing(self)
 
     # -- what parts ask ------------------------------------------------------------------------------------------
 
@@ -182,6 +183,14 @@ class ShownGradients:
             powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
         together = powers.max() if math.isinf(norm_type) else powers.sum()
         return root(self._summed(together, self._groups(alone=alone), norm_type), norm_type)
+
+    def norm_of_nothing(self, norm_type: float) -> Tensor | None:
+        """The norm over all gradients of the model on a stage that has none, while those of other stages are shown; collective."""
+        is_staged = self._active and self._mesh.shape.pp_size > 1
+        if not is_staged or any(parameter.grad is not None for parameter in self._parameters.values()):
+            return None
+        nothing = power_sum([], norm_type, next(iter(self._parameters.values())).device)
+        return root(self._summed(nothing, self._groups(alone=False), norm_type), norm_type).float()
 
     def _groups(self, *, alone: bool) -> list[dist.ProcessGroup | None]:
         """The groups over which powers are summed, for the whole model or for what this rank's stage has."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.compat.private_torch import accumulation_hooks
-from hf_parallel.errors import PlanError
+from hf_parallel.errors import ParallelError, PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
@@ -203,11 +203,13 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
     found = agreed(shared, problem)
     if found:
         method, fix = ("", FIX) if shared.ring is None else (" as a ring", FIX_OF_RING)
-        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}. {fix}.")
+        advice = "" if found.endswith(".") else f". {fix}."  # our own refusals have one
+        raise PlanError(f"{type(model).__name__} with sp_size={shared.group.size}{method}: {found}{advice}")
 
 
 def _raised(trail: Trail, error: Exception) -> str:
-    return f"{_place(trail)}: {type(error).__name__}: {str(error)[:300]}"
+    said = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {str(error)[:300]}".rstrip(".")
+    return f"{_place(trail)}: {said}"
 
 
 def _place(trail: Trail) -> str:

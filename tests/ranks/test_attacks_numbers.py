@@ -101,6 +101,19 @@ class ClipsEachBatch(Trainer):
         return loss
 
 
+class ClipsOfFrozenHalf(TrainerCallback):
+    """torch clips `model.parameters()`, of which the first stage has no gradient; what it returns is asked for on every rank."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.1
+
+
+def freeze_half(model: Any) -> None:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+
+
 class Casts(AtStepEnd):
     def change(self, model: Any, step: int) -> None:
         model.to(torch.float64)
@@ -133,6 +146,7 @@ def adding(kind: type[TrainerCallback]) -> dict[str, Any]:
 CALLBACKS = (Prunes, PrunesByMeans, NamedNoise, SeededNoise, DrawsAnew, Averages, Counts, Casts, SmallerHead)
 user_steps.KINDS |= {kind.__name__: (Trainer, adding(kind)) for kind in CALLBACKS}
 user_steps.KINDS |= {kind.__name__: (kind, {}) for kind in (ClipsEachBatch, ByAutograd, CallsBase)}
+user_steps.KINDS["ClipsOfFrozenHalf"] = (Trainer, adding(ClipsOfFrozenHalf) | {"prepare": freeze_half})
 TIED = {"model": "llama_tied"}
 READ = "numbers of the parameters of several blocks"
 NUMBERS, NOISE = (
@@ -158,6 +172,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "counts_zero1": ("Counts", {"zero": {"stage": 1}}, {}, ""),
     "clips_each_tp2": ("ClipsEachBatch", TP2, {}, ""),
     "clips_each_tied_tp2": ("ClipsEachBatch", TP2, TIED, ""),
+    "clips_frozen_stage_pp2": ("ClipsOfFrozenHalf", PP2 | {"split": [2, 2]}, {}, ""),
     "casts_pp2": ("Casts", PP2, {}, "was cast from torch.float32 to torch.float64"),
     "casts_tp2": ("Casts", TP2, {}, "was cast from torch.float32 to torch.float64"),
     "casts_dp2": ("Casts", {}, {}, "was cast from torch.float32 to torch.float64"),
@@ -181,7 +196,7 @@ def launched(jobs: dict[Any, Any], world_size: int, folder: Path) -> dict[Any, A
 
 def on_two(job: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     name, parallel, more, _ = JOBS[job]
-    return name, parallel, {"rows": 8 if parallel in (PP2, TP2) else 4, **more}
+    return name, parallel, {"rows": 8 if PP2.items() <= parallel.items() or parallel == TP2 else 4, **more}
 
 
 @pytest.fixture(scope="module")
