@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,22 @@ def opening(
     if plans.prediction is not None:
         lines.append(_idle(plans, plans.prediction))
     return lines
+
+
+def for_inference(plans: Plans, setup: Setup, holdings: Sequence[Holding], seconds: float, *, compared: bool) -> str:
+    """The line of a model of which nothing is trained; arguments as of `opening`."""
+    zero, group = setup.config.zero, setup.mesh.dp_shard_group
+    parts = [*_stages(plans), *_shards(plans)]
+    if zero.shards_parameters and group is not None:
+        parts.append(f"parameters in {group.size()} parts (fully_shard)")
+    fullest = max(holdings, key=lambda held: held.weights)
+    here = states_with_zero((fullest.weights, 0, 0), zero, group)[0]
+    whole = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in plans.ledger if entry.kind == "param")
+    how = "planned and compared with the whole one" if compared else "planned, not compared with the whole one,"
+    return (
+        f"{setup.name}, a model for inference: {'; '.join(parts)}; the fullest rank has {_gb(here)} of its {_gb(whole)} GB; {how} in "
+        f"{max(seconds, 0.1):.1f} s"
+    )
 
 
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.long
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 TP2 = {"tp_size": 2}
+PP2_TP2 = {**PP2, **TP2}
 ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
 ZERO3: dict[str, Any] = {"zero": {"stage": 3}}
 
@@ -113,6 +114,20 @@ def test_model_init_may_be_evaluated_then_trained_and_trained_again(size: int, l
 # -- models beside the trained one -----------------------------------------------------------------------------------
 
 
+def other_than(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    return model
+
+
+def bytes_here(model: Any) -> int:
+    from hf_parallel.data_parallel.fsdp import local_of
+
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
+
+
 def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
     """A teacher, prepared in the ways that scripts do, gives the targets of a student."""
     from accelerate import Accelerator
@@ -123,12 +138,14 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
     found = []
     for parallel in layouts:
         hows = ("together", "evaluation", "first")
-        for how in hows[: 2 if parallel in (PP2, TP2) else 3]:  # a first model that is alone would be cut
+        for how in hows[: 2 if parallel in (PP2, TP2, PP2_TP2) else 3]:  # a first model that is alone would be cut
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
             options = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
             accelerator = Accelerator(cpu=True, **options)
-            student, teacher = tiny.llama(), tiny.gpt2().eval()
+            # One of another class, and one of the student's with other values.
+            student, teacher = tiny.llama(), tiny.gpt2().eval() if how != "evaluation" else other_than(tiny.llama())
+            whole = bytes_here(teacher)
             optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, eps=1e-5)
             loader = DataLoader(tiny.rows(32), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate)
             if how == "evaluation":
@@ -141,10 +158,11 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
                     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
                 else:
                     teacher, student, optimizer, loader = accelerator.prepare(teacher, student, optimizer, loader)
+            share = bytes_here(teacher) / whole
             history = []
-            for inputs in loader:
-                with torch.no_grad():
-                    target = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+            for index, inputs in enumerate(loader):
+                with torch.set_grad_enabled(index > 0):  # a loop may forget it: nothing of the teacher is trained
+                    target = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1).detach()
                 logits = student(input_ids=inputs["input_ids"]).logits
                 loss = -(target * logits.log_softmax(-1)).sum(-1).mean(-1).mean()
                 accelerator.backward(loss)
@@ -155,21 +173,32 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
             if parallel is not None:
                 accelerator.hf_parallel.watchdog.stop()
             weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
-            found.append((history, weights, hows.index(how)))
+            state = accelerator.get_state_dict(teacher)
+            taught = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
+            found.append((history, weights, taught, hows.index(how), share))
     return found
 
 
-def test_a_frozen_teacher_stays_as_it_is_beside_the_student(tmp_path: Path) -> None:
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [(2, [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]), (4, [PP2_TP2])],
+    ids=["two", "four"],
+)
+def test_a_frozen_teacher_is_cut_and_sharded_like_the_student(size: int, layouts: Any, tmp_path: Path) -> None:
     expected = run_ranks(distil_main, 1, [None], tmp_path=tmp_path, init_group=False, env=ENV)[0]
-    found = run_ranks(distil_main, 2, layouts, tmp_path=tmp_path, timeout=120, env=ENV)[0]
-    assert len(found) == 4 * 3 + 2 * 2
-    for history, weights, how in found:
-        norms, reference, _ = expected[how]
+    results = run_ranks(distil_main, size, layouts, tmp_path=tmp_path, timeout=120, env=ENV)
+    assert len(results[0]) == sum(2 if parallel in (PP2, TP2, PP2_TP2) else 3 for parallel in layouts)
+    for history, weights, taught, how, _ in results[0]:
+        norms, *references, _, _ = expected[how]
         np.testing.assert_allclose(history, norms, rtol=1e-5)
-        assert weights.keys() <= reference.keys()
-        for key, tensor in weights.items():
-            assert np.linalg.norm(tensor - reference[key]) <= 1e-5 * np.linalg.norm(reference[key]), key
+        for state, reference in zip((weights, taught), references, strict=True):
+            assert state.keys() <= reference.keys()
+            for key, tensor in state.items():
+                assert np.linalg.norm(tensor - reference[key]) <= 1e-5 * np.linalg.norm(reference[key]), key
+    for index, parallel in enumerate(each for each in layouts for _ in range(2 if each in (PP2, TP2, PP2_TP2) else 3)):
+        of_ranks = [result[index][-1] for result in results]
+        whole = parallel in ({}, ZERO1, {"zero": {"stage": 2}})
+        assert (min(of_ranks) == 1) if whole else (max(of_ranks) <= 1.25 / size), (parallel, of_ranks)
 
 
 def refused_main(rank: int, world_size: int) -> dict[str, str]:
@@ -191,7 +220,7 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
     shared.model.embed_tokens = student.model.embed_tokens
     shared.requires_grad_(False)
     refused("shared", lambda: accelerator.prepare(shared, student))
-    accelerator.hf_parallel._whole.clear()
+    accelerator.hf_parallel._beside.clear()
     accelerator.prepare(teacher, student)
     refused("shared later", lambda: accelerator.prepare_model(shared, evaluation_mode=True))
     refused("second", lambda: accelerator.prepare(tiny.gpt2()))
