@@ -223,7 +223,13 @@ class Session:
         """
         if self.in_parts(model) is None:
             self._beside.pop(model, None)  # it was prepared for inference before it is trained
-        others = {id(p) for known in self._beside.values() for reference in known if (p := reference()) is not None}
+        others = {
+            id(parameter)
+            for other, known in self._beside.items()
+            if other is not model
+            for parameter in (reference() for reference in known)
+            if parameter is not None
+        }
         shared = [name for name, parameter in model.named_parameters() if id(parameter) in others]
         if shared:
             raise UnsupportedError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2ForSequenceClassification, Trainer, TrainingArguments
 
 
 pytestmark = pytest.mark.long
@@ -134,6 +137,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
     from accelerate.state import AcceleratorState, GradientState
 
     from hf_parallel import HFParallelPlugin
+    from hf_parallel.errors import UnsupportedError
 
     found = []
     for parallel in layouts:
@@ -169,6 +173,9 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
                 history.append(float(accelerator.clip_grad_norm_(student.parameters(), 0.5)))
                 optimizer.step()
                 optimizer.zero_grad()
+            if parallel == PP2:
+                with pytest.raises(UnsupportedError, match=r"output_hidden_states in a call of .* Leave it out of"):
+                    teacher(input_ids=inputs["input_ids"], output_hidden_states=True)
             state = accelerator.get_state_dict(student)
             if parallel is not None:
                 accelerator.hf_parallel.watchdog.stop()
@@ -214,7 +221,8 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
         except ParallelError as error:
             found[name] = str(error)
 
-    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
+    accelerator, lines = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2)), io.StringIO()
+    logging.getLogger("hf_parallel").addHandler(logging.StreamHandler(lines))
     student, teacher = tiny.llama(), tiny.gpt2().requires_grad_(False)
     shared = tiny.llama()
     shared.model.embed_tokens = student.model.embed_tokens
@@ -228,12 +236,26 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
     refused(
         "foreign", lambda: accelerator.prepare(torch.optim.SGD([*student.parameters(), *alien.parameters()], lr=1.0))
     )
+    refused("gradient", lambda: teacher(inputs_embeds=torch.ones(1, 2, 32, requires_grad=True)))
+    refused("trained", lambda: accelerator.prepare(teacher.requires_grad_(True)))
+    scorer = GPT2ForSequenceClassification(teacher.config).eval()
+    before, ids = {name: one.clone() for name, one in scorer.state_dict().items()}, torch.arange(6)[None]
+    scores = scorer(input_ids=ids).logits
+    assert accelerator.prepare_model(scorer, evaluation_mode=True) is scorer
+    assert all(torch.equal(one, before[name]) for name, one in scorer.state_dict().items())
+    assert torch.equal(scorer(input_ids=ids).logits, scores)
+    assert all(parameter.requires_grad for parameter in scorer.parameters())
     accelerator.hf_parallel.watchdog.stop()
-    return found
+    return found | {"lines": lines.getvalue()}
 
 
 def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path) -> None:
-    for found in run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV):
+    results = run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV)
+    in_parts = "GPT2LMHeadModel, a model for inference: tensor parallel: 9[0-9]% of the parameters sharded, .* compared with the whole one"
+    assert re.search(in_parts, results[0]["lines"])
+    whole = r"GPT2ForSequenceClassification, a model for inference, stays whole on every rank: 0.00 GB of each \(.* is made for Sequence"
+    assert re.search(whole, results[0]["lines"])
+    for found in results:
         for name in ("shared", "shared later"):
             assert (
                 "model.embed_tokens.weight (1 parameters) belongs to the model that is trained and to one for"
@@ -241,6 +263,11 @@ def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path)
             )
             assert "pp_size=1, tp_size=2" in found[name]
         assert "a second model (GPT2LMHeadModel)" in found["second"]
+        assert (
+            "requires a gradient, which it does not pass back. Leave it out of accelerator.prepare()"
+            in found["gradient"]
+        )
+        assert "GPT2LMHeadModel was prepared for inference and is cut or sharded" in found["trained"]
         assert "2 tensors (first of shape (3, 3)) that are no parameters of LlamaForCausalLM" in found["foreign"]
 
 
