@@ -91,11 +91,16 @@ def parallelize_beside(
     Returns:
         The engine, installed as `model.forward`; or why the model is as it was.
     """
-    reason = why_whole(model, config)
+    reason, unread = why_whole(model, config), unread_of(model)
+    if unread is not None:
+        unread.check(config)
     if reason is not None:
+        _read_whole(model, mesh, device)
         return reason
     settings, flags = settings_of(config), [(p, p.requires_grad) for p in model.parameters()]
     before = _shapes(model)
+    if unread is not None:
+        unread.config = settings
     model.requires_grad_(False)
     try:
         engine = parallelize(
@@ -109,14 +114,23 @@ def parallelize_beside(
         )
     except (PlanError, ConfigError, UnsupportedError) as error:
         watchdog.runs()
-        if _shapes(model) != before or unread_of(model) is not None:
+        if _shapes(model) != before:
             raise
+        _read_whole(model, mesh, device)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         return str(error)
     engine.gathers = meeting_of_copy(mesh, f" of model {number}")
     _run_forward_only(engine, watching)
     return engine
+
+
+def _read_whole(model: nn.Module, mesh: Mesh, device: torch.device) -> None:
+    """Read the weights of a model that has none yet; collective."""
+    unread = unread_of(model)
+    if unread is not None:
+        unread.begin(model)
+        unread.fill(model, None, mesh, device)
 
 
 def _shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class Session:
 
     Attributes:
         engine: Of the attached model, None before.
+        announced: Gives the model that a Trainer will train, None without one; may be set until a model is attached.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
         compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
@@ -74,15 +75,15 @@ class Session:
         self.watchdog = watchdog
         self.placement = placement
         self.engine: Engine | None = None
+        self.announced: Callable[[], nn.Module | None] = lambda: None
         self.sample: Mapping[str, Any] | None = None
         self.total_steps: int | None = None
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
         self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
-        # Models for inference beside the attached one, with their parameters as they were before; engines of those in parts.
-        self._beside: WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Parameter]]] = WeakKeyDictionary()
-        self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+        self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
+        self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
         self._num_beside = 0
         self._before: set[int] = set()  # parameters of attached models, as they were before
         self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
@@ -189,10 +190,11 @@ class Session:
         """
         if model in self._beside:
             return self.in_parts(model)
-        self._beside[model] = [weakref.ref(parameter) for parameter in model.parameters()]
+        first = self.announced() if first is None else first
+        if first is not None and first is not model:  # what a cut takes out of this model is not found later
+            self._refuse_shared(first, [model])
+        self._beside.add(model)
         self._num_beside += 1
-        if first is not None:
-            self.refuse_shared(first)
         found = parallelize_beside(
             model,
             self.config,
@@ -222,20 +224,18 @@ class Session:
             UnsupportedError: Names the first parameter.
         """
         if self.in_parts(model) is None:
-            self._beside.pop(model, None)  # it was prepared for inference before it is trained
-        others = {
-            id(parameter)
-            for other, known in self._beside.items()
-            if other is not model
-            for parameter in (reference() for reference in known)
-            if parameter is not None
-        }
+            self._beside.discard(model)  # it was prepared for inference before it is trained
+        self._refuse_shared(model, [other for other in self._beside if other is not model])
+
+    def _refuse_shared(self, model: nn.Module, for_inference: Sequence[nn.Module]) -> None:
+        others = {id(parameter) for other in for_inference for parameter in other.parameters()}
         shared = [name for name, parameter in model.named_parameters() if id(parameter) in others]
         if shared:
             raise UnsupportedError(
                 f"{shared[0]} ({len(shared)} parameters) belongs to the model that is trained and to one for inference, with "
-                f"pp_size={self.config.pp_size}, tp_size={self.config.tp_size}: cutting one would take it from the other. "
-                "Load the second one apart (copy.deepcopy before both are prepared), or set pp_size and tp_size to 1."
+                f"pp_size={self.config.pp_size}, tp_size={self.config.tp_size}, zero.stage={self.config.zero.stage}: cutting one would "
+                "take it from the other. Load the second one apart (copy.deepcopy before both are prepared), or set pp_size and "
+                "tp_size to 1 and zero.stage to 2 or less."
             )
 
     def in_parts(self, model: nn.Module) -> Engine | None:

@@ -205,7 +205,9 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
         )
         in_parts = {"pp_size", "tp_size"} & sizes.keys() or sizes.get("zero") == {"stage": 3}
-        if in_parts and "ref_model" in options:  # tied, or 4 blocks of a few thousand numbers: stages are not equally large
+        if (
+            in_parts and "ref_model" in options
+        ):  # tied, or 4 blocks of a few thousand numbers: stages are not equally large
             assert bytes_here(trainer.ref_model) <= 0.8 * whole, name
         trainer.train()
         trainer.save_model(f"{folder}/{name}/final")
@@ -389,6 +391,9 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     dpo, config = trainer_of("dpo")
     adapted = get_peft_model(tiny.llama(), LoraConfig(task_type="CAUSAL_LM"))
     refused("adapters", dpo, config("out", **plain), adapted)
+    model, sharing = tiny.llama(), tiny.llama()
+    sharing.model.layers[3] = model.model.layers[3]
+    refused("sharing", dpo, config("out", **plain), model, ref_model=sharing)
     refused("synced", dpo, config("out", sync_ref_model=True, **plain), tiny.llama(), ref_model=tiny.llama())
     return found
 
@@ -403,3 +408,4 @@ def test_what_stages_cannot_serve_is_refused_in_the_constructor(tmp_path: Path) 
         assert "2 adapters (default, ref)" in found["adapters"]
         assert "peft_config=LoraConfig(...)" in found["adapters"]
         assert "ConfigError: sync_ref_model=True with pp_size=2" in found["synced"]
+        assert "9 parameters) belongs to the model that is trained and to one for inference" in found["sharing"]
