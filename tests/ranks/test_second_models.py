@@ -186,7 +186,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
                 accelerator.hf_parallel.watchdog.stop()
             weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
             state = accelerator.get_state_dict(teacher)
-            taught = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
+            taught = {k: v.detach().float().numpy().copy() for k, v in state.items()} if rank == 0 else {}
             found.append((history, weights, taught, hows.index(how), share))
     return found
 
