@@ -97,7 +97,7 @@ def parallelize_beside(
     if reason is not None:
         _read_whole(model, mesh, device)
         return reason
-    settings, flags = settings_of(config), [(p, p.requires_grad) for p in model.parameters()]
+    settings, flags = settings_of(config), {name: p.requires_grad for name, p in model.named_parameters()}
     before = _shapes(model)
     if unread is not None:
         unread.config = settings
@@ -117,8 +117,8 @@ def parallelize_beside(
         if _shapes(model) != before:
             raise
         _read_whole(model, mesh, device)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(flags[name])
         return str(error)
     engine.gathers = meeting_of_copy(mesh, f" of model {number}")
     _run_forward_only(engine, watching)

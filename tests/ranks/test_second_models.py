@@ -170,8 +170,10 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
             share = bytes_here(teacher) / whole
             history = []
             for index, inputs in enumerate(loader):
-                with torch.set_grad_enabled(index > 0):  # a loop may forget it: nothing of the teacher is trained
-                    target = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1).detach()
+                with torch.set_grad_enabled(index > 0):  # a loop may forget that nothing of the teacher is trained
+                    taught = teacher(input_ids=inputs["input_ids"]).logits
+                assert share == 1 or not taught.requires_grad
+                target = taught.detach().softmax(-1)
                 logits = student(input_ids=inputs["input_ids"]).logits
                 loss = -(target * logits.log_softmax(-1)).sum(-1).mean(-1).mean()
                 accelerator.backward(loss)
@@ -186,8 +188,8 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
                 accelerator.hf_parallel.watchdog.stop()
             weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
             state = accelerator.get_state_dict(teacher)
-            taught = {k: v.detach().float().numpy().copy() for k, v in state.items()} if rank == 0 else {}
-            found.append((history, weights, taught, hows.index(how), share))
+            kept = {k: v.detach().float().numpy().copy() for k, v in state.items()} if rank == 0 else {}
+            found.append((history, weights, kept, hows.index(how), share))
     return found
 
 
