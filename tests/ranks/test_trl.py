@@ -52,7 +52,7 @@ STAGES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 # With a reference beside the model: another one, or the model without its adapter. And those without a reference.
 PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "dpo_reference": ("dpo", "gpt2", "dpo", {"reference": True}),
+    "dpo_reference": ("dpo", "gpt2", "dpo", {"reference": True, **EVALUATED}),
     "dpo_adapter": ("dpo", "llama", "dpo", {"adapter": True, **EVALUATED, "gradient_checkpointing": True}),
     "kto_reference": ("kto", "llama", "kto", {"reference": True}),
     "kto_adapter": ("kto", "gpt2", "kto", {"adapter": True}),
