@@ -87,7 +87,8 @@ class CopiedRows(DTensor):
 class ShardedModel:
     """A model whose parameters are kept in parts; made in place, before an engine looks at the parameters.
 
-    Half-precision parameters become fp32: the optimizer updates fp32 parts, and a pass gathers what was there before.
+    Half-precision parameters become fp32: the optimizer updates fp32 parts, and a pass gathers what was there before. Those of a
+    model of which nothing is trained stay as they are.
 
     Args:
         model: Whole, or already sharded over tensor-parallel ranks; the same on every rank of the groups.
@@ -130,14 +131,15 @@ class ShardedModel:
         before = dict(model.named_parameters(remove_duplicate=False))
         refuse_overlaps([(name, parameter) for name, parameter in before.items() if parameter.requires_grad])
         own = _one_dtype(before)
-        self.has_copies = own in HALF
+        self._trains = any(parameter.requires_grad for parameter in before.values())
+        self.has_copies = own in HALF and self._trains
         mesh = _device_mesh(shard_group, replicate_group, device)
         policy = CPUOffloadPolicy(pin_memory=offload == "pinned") if self.offload else OffloadPolicy()
         self.parts: list[FSDPModule] = []
         for modules in [*self_contained(model, units).values(), [model]]:
             is_root = modules == [model]
             for module in modules:
-                _prepare(module)
+                _prepare(module, widens=self.has_copies)
             self.parts += fully_shard(
                 modules,
                 mesh=mesh,
@@ -196,7 +198,7 @@ class ShardedModel:
 
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
         """Give `model.parameters()` the sharded parameters again after an evaluation, and what is gathered its gradient."""
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self._trains):
             self.reshard()
             return
         self._gathered.show()
@@ -430,9 +432,9 @@ def _one_dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
 
 
 @torch.no_grad()
-def _prepare(module: nn.Module) -> None:
+def _prepare(module: nn.Module, *, widens: bool) -> None:
     """What is not sharded yet: contiguous, and in fp32 where the optimizer needs it."""
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
-            full = parameter.data.float() if parameter.dtype in HALF else parameter.data
+            full = parameter.data.float() if widens else parameter.data
             parameter.data = full.contiguous()

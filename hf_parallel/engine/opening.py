@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -40,18 +41,37 @@ def opening(
         seconds: What planning and comparing took.
         compared: Whether the planned parts were compared with the whole model.
     """
-    how = "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
-    how = "ready" if plans.cut is None and plans.tensor_parallel is None and plans.experts is None else how
     details = "details with HF_PARALLEL_LOG=debug"
     if setup.config.monitor.report:
         details += ", and in hf_parallel_report.html of output_dir after training"
-    lines = [f"{how} in {max(seconds, 0.1):.1f} s; {details}"]
+    lines = [f"{_how(plans, compared=compared)} in {max(seconds, 0.1):.1f} s; {details}"]
     parts = [*_stages(plans), *_shards(plans), *_whole_rows(plans), *_recomputed(plans), *replicas]
     lines += ["; ".join(parts)] if parts else []
     lines.append(_memory(holdings, plans.prediction, setup))
     if plans.prediction is not None:
         lines.append(_idle(plans, plans.prediction))
     return lines
+
+
+def for_inference(plans: Plans, setup: Setup, holdings: Sequence[Holding], seconds: float, *, compared: bool) -> str:
+    """The line of a model of which nothing is trained; arguments as of `opening`."""
+    zero, group = setup.config.zero, setup.mesh.dp_shard_group
+    parts = [*_stages(plans), *_shards(plans)]
+    if zero.shards_parameters and group is not None:
+        parts.append(f"parameters in {group.size()} parts (fully_shard)")
+    fullest = max(holdings, key=lambda held: held.weights)
+    here = states_with_zero((fullest.weights, 0, 0), zero, group)[0]
+    whole = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in plans.ledger if entry.kind == "param")
+    return (
+        f"{setup.name}, a model for inference: {'; '.join(parts)}; the fullest rank has {_gb(here)} of its {_gb(whole)} GB; "
+        f"{_how(plans, compared=compared)} in {max(seconds, 0.1):.1f} s"
+    )
+
+
+def _how(plans: Plans, *, compared: bool) -> str:
+    if plans.cut is None and plans.tensor_parallel is None and plans.experts is None:
+        return "ready"
+    return "planned and compared with the whole model" if compared else "planned, not compared with the whole model,"
 
 
 def holdings_of(plans: Plans, setup: Setup) -> list[Holding]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from hf_parallel.compat.private_quantised import keep_trainable
 from hf_parallel.engine.attach import attach
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.expected import expected
-from hf_parallel.engine.opening import holdings_of, opening
+from hf_parallel.engine.opening import for_inference, holdings_of, opening
 from hf_parallel.engine.plans import agree, make_plans, summary
 from hf_parallel.engine.self_check import check_plans
 from hf_parallel.engine.setup import Setup
@@ -63,7 +64,8 @@ def parallelize(
     """Turn a whole model into this rank's part of it; collective.
 
     Args:
-        model: A causal language model, whole, the same on every rank.
+        model: A causal language model, whole, the same on every rank. One of which nothing is trained is planned as if all of
+            it were.
         config: The validated settings.
         mesh: This rank's mesh.
         schedule: The pipeline schedule that the settings ask for.
@@ -93,14 +95,15 @@ def parallelize(
 
     late = prepare_late_weights(setup)
     start = begin_alike_on_all(setup)
-    with late.computable(), told_if_slow(partial(_tell, setup, "plans stages and shards")):
-        plans = make_plans(setup, probes, late.stand_in)
-    agree(plans, setup, start)
-    if late.is_empty:
-        warn_of_waste(setup, plans.ledger)
-    with told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
-        compared = late.stand_in is None and probes is not None and check_plans(setup, plans, probes)
-        check_rows(setup, plans.rows, probes)
+    with as_if_trained(model) as trains:
+        with late.computable(), told_if_slow(partial(_tell, setup, "plans stages and shards")):
+            plans = make_plans(setup, probes, late.stand_in)
+        agree(plans, setup, start)
+        if late.is_empty:
+            warn_of_waste(setup, plans.ledger)
+        with told_if_slow(partial(_tell, setup, "compares the planned parts with the whole model")):
+            compared = late.stand_in is None and probes is not None and check_plans(setup, plans, probes)
+            check_rows(setup, plans.rows, probes)
     holdings, seconds = holdings_of(plans, setup), time.monotonic() - started
 
     # Blocks are compiled before anything is put around them. The sequence is sharded within stages: whole hidden states
@@ -123,11 +126,26 @@ def parallelize(
     watchdog.runs()
     if setup.reports:
         of_replicas = engine.gradients.replicas.describe()
-        for line in opening(plans, setup, holdings, of_replicas, seconds, compared=compared):
+        lines = opening(plans, setup, holdings, of_replicas, seconds, compared=compared)
+        for line in lines if trains else [for_inference(plans, setup, holdings, seconds, compared=compared)]:
             logger.info("hf_parallel: %s", line)
         for line in summary(plans, setup):
             logger.debug("hf_parallel: %s", line)
     return engine
+
+
+@contextmanager
+def as_if_trained(model: nn.Module) -> Iterator[bool]:
+    """Inside, a model of which nothing is trained has gradients, so that they are compared too; gives whether something is."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    trains = any(parameter.requires_grad for parameter in parameters)
+    for parameter in () if trains else parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield trains
+    finally:
+        for parameter in () if trains else parameters:
+            parameter.requires_grad_(False)
 
 
 def _tell(setup: Setup, doing: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
@@ -16,6 +16,7 @@ from torch import nn
 
 import hf_parallel
 from hf_parallel.compat.private_collectives import private_store
+from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
@@ -50,6 +51,7 @@ class Session:
 
     Attributes:
         engine: Of the attached model, None before.
+        announced: Gives the model that a Trainer will train, None without one; may be set until a model is attached.
         sample: A small batch to plan with, None for made-up text; may be set until a model is attached.
         total_steps: Optimizer steps of a run without a Trainer, None if nobody said; may be set as long.
         compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
@@ -73,13 +75,16 @@ class Session:
         self.watchdog = watchdog
         self.placement = placement
         self.engine: Engine | None = None
+        self.announced: Callable[[], nn.Module | None] = lambda: None
         self.sample: Mapping[str, Any] | None = None
         self.total_steps: int | None = None
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
         self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
-        self._whole: WeakSet[nn.Module] = WeakSet()  # models beside the attached one
+        self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
+        self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
+        self._num_beside = 0
         self._before: set[int] = set()  # parameters of attached models, as they were before
         self._released: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
@@ -146,6 +151,11 @@ class Session:
         """
         if self.engine is None:
             self.engine = self._known(model)
+        if self.in_parts(model) is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__} was prepared for inference and is cut or sharded without what training needs. Prepare it for "
+                "training first, with its optimizer; it can be evaluated too then."
+            )
         if self.engine is None:
             self._before = {id(parameter) for parameter in model.parameters()}
             self.engine = parallelize(
@@ -167,44 +177,75 @@ class Session:
             )
         return self.engine
 
-    def keep_whole(self, model: nn.Module, first: nn.Module | None) -> None:
-        """A model for inference stays as it is on every rank, beside one that is cut and sharded.
+    def hold_beside(self, model: nn.Module, first: nn.Module | None, device: torch.device) -> Engine | None:
+        """Cut and shard a model for inference beside the trained one, once; collective. None where it stays whole on every rank.
 
         Args:
             model: It.
             first: The other one, if it is known already.
+            device: Where it is.
 
         Raises:
             UnsupportedError: They have parameters in common.
         """
-        if model in self._whole:
-            return
-        self._whole.add(model)
-        if first is not None:
-            self.refuse_shared(first)
-        size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        if model in self._beside:
+            return self.in_parts(model)
+        first = self.announced() if first is None else first
+        if first is not None and first is not model:  # what a cut takes out of this model is not found later
+            self._refuse_shared(first, [model])
+        self._beside.add(model)
+        self._num_beside += 1
+        found = parallelize_beside(
+            model,
+            self.config,
+            self.mesh,
+            device=device,
+            watchdog=self.watchdog,
+            compute_dtype=self.compute_dtype,
+            watching=lambda: () if self.engine is None else self.engine.watching,
+            number=self._num_beside,
+        )
+        if not isinstance(found, str):
+            self._in_parts[id(model)] = found
+            return found
         if self.mesh.rank == 0:
             logger.info(
-                "hf_parallel: %s, a model for inference, stays whole on every rank: %.2f GB of each. It is neither cut nor sharded.",
+                "hf_parallel: %s, a model for inference, stays whole on every rank: %.2f GB of each (%s)",
                 type(model).__name__,
-                size / 1e9,
+                sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 1e9,
+                found,
             )
+        return None
 
     def refuse_shared(self, model: nn.Module) -> None:
-        """Refuse a model that will be cut or sharded while another one, which stays whole, has parameters of it.
+        """Refuse a model that will be cut or sharded while one for inference has parameters of it.
 
         Raises:
             UnsupportedError: Names the first parameter.
         """
-        self._whole.discard(model)  # it was prepared for inference before it is trained
-        whole = {id(parameter) for other in self._whole for parameter in other.parameters()}
-        shared = [name for name, parameter in model.named_parameters() if id(parameter) in whole]
+        if self.in_parts(model) is None:
+            self._beside.discard(model)  # it was prepared for inference before it is trained
+        self._refuse_shared(model, [other for other in self._beside if other is not model])
+
+    def _refuse_shared(self, model: nn.Module, for_inference: Sequence[nn.Module]) -> None:
+        others = {id(parameter) for other in for_inference for parameter in other.parameters()}
+        shared = [name for name, parameter in model.named_parameters() if id(parameter) in others]
         if shared:
             raise UnsupportedError(
                 f"{shared[0]} ({len(shared)} parameters) belongs to the model that is trained and to one for inference, with "
-                f"pp_size={self.config.pp_size}, tp_size={self.config.tp_size}: cutting the first would take it from the second. "
-                "Load the second one apart (copy.deepcopy before both are prepared), or set pp_size and tp_size to 1."
+                f"pp_size={self.config.pp_size}, tp_size={self.config.tp_size}, zero.stage={self.config.zero.stage}: cutting one would "
+                "take it from the other. Load the second one apart (copy.deepcopy before both are prepared), or set pp_size and "
+                "tp_size to 1 and zero.stage to 2 or less."
             )
+
+    def in_parts(self, model: nn.Module) -> Engine | None:
+        """The engine of a model for inference that is cut or sharded."""
+        known = self._in_parts.get(id(model))
+        return known if known is not None and known.model is model else None
+
+    def engine_of(self, model: nn.Module) -> Engine | None:
+        """The engine of the attached model, or of one for inference beside it that is cut or sharded."""
+        return self.engine if self.engine is not None and self.engine.model is model else self.in_parts(model)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether `model` is parallelized already."""

@@ -76,12 +76,17 @@ class Meeting:
             )
 
 
-def meeting_of_copy(mesh: Mesh) -> Meeting:
-    """For what all ranks of this rank's model copy must read together."""
+def meeting_of_copy(mesh: Mesh, about: str = "") -> Meeting:
+    """For what all ranks of this rank's model copy must read together.
+
+    Args:
+        mesh: This rank's mesh.
+        about: Tells it from those of another model.
+    """
     return Meeting(
         [mesh.shape.describe(rank) for rank in mesh.copy_ranks],
         ranks=mesh.copy_ranks,
-        topic=f"copy {mesh.dp_rank}",
+        topic=f"copy {mesh.dp_rank}{about}",
         advice="Read it on every rank, and log on one.",
     )
 

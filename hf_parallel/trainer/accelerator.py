@@ -24,14 +24,14 @@ from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.compat.private_accelerate import is_prepared, mark_prepared, prepared_by
 from hf_parallel.compat.private_optimizers import loss_scale, scaler_of_group
 from hf_parallel.compat.private_torch import set_aside
-from hf_parallel.engine.direct import Engine
+from hf_parallel.engine.direct import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
-from hf_parallel.trainer.model_folder import counts_of, install_counts, install_saving, is_whole
+from hf_parallel.trainer.model_folder import Counts, counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
 
@@ -80,55 +80,89 @@ class HFParallelAccelerator(ReplicaViewMixin):
         models = [item for item in args if isinstance(item, nn.Module)]
         trained = [model for model in models if is_trained(model)]
         for model in models:
-            if not self._stays_whole(model, beside=next((one for one in trained if one is not model), None)):
+            beside = next((one for one in trained if one is not model), None)
+            if not self._is_beside(model, beside=beside):
                 self.attach_model(model)
+            else:
+                self._hold_beside(model, beside)
         return super().prepare(*args, device_placement=device_placement)
 
-    def _stays_whole(
-        self, model: nn.Module, *, evaluation_mode: bool = False, beside: nn.Module | None = None
-    ) -> bool:
-        """Whether a model is used beside the one that is trained, as it is: a teacher, a reference model.
+    def _is_beside(self, model: nn.Module, *, evaluation_mode: bool = False, beside: nn.Module | None = None) -> bool:
+        """Whether a model is used for inference beside the one that is trained: a teacher, a reference model.
 
         Args:
             model: The model.
             evaluation_mode: Whether it is prepared for inference only.
             beside: Another model that is trained, if one is prepared together with it.
+        """
+        session = self.hf_parallel
+        if session.holds(model) or (is_trained(model) and not evaluation_mode):
+            return False
+        alone = session.engine is None and beside is None and session.raw_loop
+        return not (alone and session.config.splits_model)
+
+    def _hold_beside(self, model: nn.Module, beside: nn.Module | None) -> bool:
+        """Cut and shard a model for inference; False where it stays as it is.
+
+        Args:
+            model: The model.
+            beside: As of `_is_beside`.
 
         Raises:
             UnsupportedError: It has parameters of the model that is cut or sharded.
         """
         session = self.hf_parallel
         first = beside if session.engine is None else session.engine.model
-        if session.holds(model) or (is_trained(model) and not evaluation_mode):
+        # Whether one that is alone will be trained later is not known.
+        alone = first is None and session.raw_loop and is_trained(model)
+        if alone or not (session.config.splits_model or session.config.zero.shards_parameters):
             return False
-        if first is None and session.raw_loop:
-            return not session.config.splits_model
-        if session.config.splits_model:
-            session.keep_whole(model, first)
+        if session.in_parts(model) is None:
+            self._place(model)
+            save, counts = getattr(model, "save_pretrained", None), counts_of(model)
+            autocast = self._autocast_of_engines()
+            engine = session.hold_beside(model, first, self.device)
+            if engine is None:
+                return False
+            self._equip(engine, save, counts)
+            engine.autocast = autocast
         return True
+
+    def _place(self, model: nn.Module) -> None:
+        """Bring a model to this accelerator's device. Quantised ones that are in place refuse even this."""
+        if self.device_placement and not _is_on(model, self.device):
+            model.to(self.device)
+
+    def _autocast_of_engines(self) -> Autocast:
+        """What engines run forward passes in; tells the session its type, which it plans with."""
+        options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
+        casts = self.native_amp and options.pop("enabled", True)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
+        self.hf_parallel.compute_dtype = dtype
+        if dtype is None:
+            return contextlib.nullcontext
+        return functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
+
+    def _equip(self, engine: Engine, save: Any, counts: Counts) -> None:
+        """Have a model that was just parallelized save and count the whole."""
+        install_saving(engine, save, self.hf_parallel.meeting)
+        install_counts(engine, counts)
 
     def attach_model(self, model: nn.Module) -> Engine:
         """Parallelize `model` if it is not yet, on this accelerator's device."""
         known = self.hf_parallel.engine
         save, is_new = getattr(model, "save_pretrained", None), not self.hf_parallel.holds(model)
         if known is None or known.model is not model:
-            # Quantised models that are in place refuse even this.
-            if self.device_placement and not _is_on(model, self.device):
-                model.to(self.device)
+            self._place(model)
             self._agree_on_skipped_steps()
             self.hf_parallel.refuse_shared(model)
-        options = {} if self.autocast_handler is None else self.autocast_handler.to_kwargs()
-        casts = self.native_amp and options.pop("enabled", True)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.mixed_precision] if casts else None
-        self.hf_parallel.compute_dtype = dtype
+        autocast = self._autocast_of_engines()
         counts = counts_of(model) if is_new else None
         engine = self.hf_parallel.attach(model, self.device)
-        if is_new:
-            install_saving(engine, save, self.hf_parallel.meeting)
         if counts is not None:
-            install_counts(engine, counts)
-        if dtype is not None:
-            engine.autocast = functools.partial(torch.autocast, self.device.type, dtype=dtype, **options)
+            self._equip(engine, save, counts)
+        if self.hf_parallel.compute_dtype is not None:
+            engine.autocast = autocast
         if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
             engine.keep_buffers()
         engine.scaler = self.scaler
@@ -152,9 +186,10 @@ class HFParallelAccelerator(ReplicaViewMixin):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Parallelize instead of wrapping: the returned model is the same object."""
-        if self._stays_whole(model, evaluation_mode=evaluation_mode):
+        if not self._is_beside(model, evaluation_mode=evaluation_mode):
+            self.attach_model(model)
+        elif not self._hold_beside(model, None):
             return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
-        self.attach_model(model)
         models = prepared_by(self).models
         if model not in models:
             models.append(model)
@@ -334,17 +369,17 @@ class HFParallelAccelerator(ReplicaViewMixin):
         Raises:
             UnsupportedError: They are not, and only some ranks called it.
         """
-        session = self.hf_parallel
-        if session.engine is None or session.engine.model is not model:
+        session, engine = self.hf_parallel, self.hf_parallel.engine_of(model)
+        if engine is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        attachment = session.engine.attachment
-        if is_whole(session.engine):
+        attachment = engine.attachment
+        if is_whole(engine):
             attachment.gradients.replicas.synchronise()
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         session.meeting.meet("accelerator.get_state_dict()")
         attachment.gradients.replicas.synchronise()
         # What is gathered is of all stages.
-        with set_aside(*session.engine.watching), session.watchdog.waiting("waits for the weights of the other ranks"):
+        with set_aside(*engine.watching), session.watchdog.waiting("waits for the weights of the other ranks"):
             state = gather_tensors(attachment.ledger, {**attachment.parameters, **attachment.buffers}, session.mesh)
             if dist.is_initialized():
                 dist.barrier()
@@ -377,9 +412,10 @@ class HFParallelAccelerator(ReplicaViewMixin):
         safe_serialization: bool = True,
     ) -> None:
         """As stock; called by every rank where `get_state_dict` must be."""
-        if self.is_main_process or self.hf_parallel.engine is None or self.hf_parallel.engine.model is not model:
+        engine = self.hf_parallel.engine_of(model)
+        if self.is_main_process or engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
-        elif not is_whole(self.hf_parallel.engine):
+        elif not is_whole(engine):
             self.get_state_dict(model)
 
 

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,8 @@ class HFParallelCallback(TrainerCallback):
             sent_by=functools.partial(sent_by, trainer, self.config, self.sample),
         )
         self.session.sample = self.sample or packed_sample(trainer, self.config)
+        if trainer.model is not None:
+            self.session.announced = weakref.ref(trainer.model)
         attach_trainer(trainer, self.session)
         if self.session.mesh.rank == 0:
             dp_size = self.session.mesh.shape.dp_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2ForSequenceClassification, Trainer, TrainingArguments
 
 
 pytestmark = pytest.mark.long
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.long
 ENV = {"ACCELERATE_USE_CPU": "true"}
 PP2 = {"pp_size": 2, "num_microbatches": 2}
 TP2 = {"tp_size": 2}
+PP2_TP2 = {**PP2, **TP2}
 ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
 ZERO3: dict[str, Any] = {"zero": {"stage": 3}}
 
@@ -113,22 +117,44 @@ def test_model_init_may_be_evaluated_then_trained_and_trained_again(size: int, l
 # -- models beside the trained one -----------------------------------------------------------------------------------
 
 
-def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
+def other_than(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    return model
+
+
+def bytes_here(model: Any) -> int:
+    from hf_parallel.data_parallel.fsdp import local_of
+
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
+
+
+def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> list[Any]:
     """A teacher, prepared in the ways that scripts do, gives the targets of a student."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    from hf_parallel import HFParallelPlugin
+    from hf_parallel import HFParallelPlugin, from_pretrained
+    from hf_parallel.errors import UnsupportedError
+    from hf_parallel.settings.config import HFParallelConfig
 
     found = []
     for parallel in layouts:
         hows = ("together", "evaluation", "first")
-        for how in hows[: 2 if parallel in (PP2, TP2) else 3]:  # a first model that is alone would be cut
+        for how in hows[: 2 if parallel in (PP2, TP2, PP2_TP2) else 3]:  # a first model that is alone would be cut
             AcceleratorState._reset_state(True)
             GradientState._reset_state()
             options = {} if parallel is None else {"parallelism_config": HFParallelPlugin({}, **parallel)}
             accelerator = Accelerator(cpu=True, **options)
+            # One of another class; and one of the student's with other values, which each rank reads its part of.
             student, teacher = tiny.llama(), tiny.gpt2().eval()
+            if how == "first":
+                teacher.bfloat16()  # no optimizer wants it in fp32
+            if how == "evaluation":
+                teacher = from_pretrained(folder, HFParallelConfig().with_overrides(**(parallel or {})))
+            whole = bytes_here(teacher)
             optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, eps=1e-5)
             loader = DataLoader(tiny.rows(32), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate)
             if how == "evaluation":
@@ -141,35 +167,54 @@ def distil_main(rank: int, world_size: int, layouts: list[Any]) -> list[Any]:
                     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
                 else:
                     teacher, student, optimizer, loader = accelerator.prepare(teacher, student, optimizer, loader)
+            share = bytes_here(teacher) / whole
             history = []
-            for inputs in loader:
-                with torch.no_grad():
-                    target = teacher(input_ids=inputs["input_ids"]).logits.softmax(-1)
+            for index, inputs in enumerate(loader):
+                with torch.set_grad_enabled(index > 0):  # a loop may forget that nothing of the teacher is trained
+                    taught = teacher(input_ids=inputs["input_ids"]).logits
+                assert share == 1 or not taught.requires_grad
+                target = taught.detach().softmax(-1)
                 logits = student(input_ids=inputs["input_ids"]).logits
                 loss = -(target * logits.log_softmax(-1)).sum(-1).mean(-1).mean()
                 accelerator.backward(loss)
                 history.append(float(accelerator.clip_grad_norm_(student.parameters(), 0.5)))
                 optimizer.step()
                 optimizer.zero_grad()
+            if parallel == PP2:
+                with pytest.raises(UnsupportedError, match=r"output_hidden_states in a call of .* Leave it out of"):
+                    teacher(input_ids=inputs["input_ids"], output_hidden_states=True)
             state = accelerator.get_state_dict(student)
             if parallel is not None:
                 accelerator.hf_parallel.watchdog.stop()
             weights = {k: v.detach().numpy().copy() for k, v in state.items()} if rank == 0 else {}
-            found.append((history, weights, hows.index(how)))
+            state = accelerator.get_state_dict(teacher)
+            kept = {k: v.detach().float().numpy().copy() for k, v in state.items()} if rank == 0 else {}
+            found.append((history, weights, kept, hows.index(how), share))
     return found
 
 
-def test_a_frozen_teacher_stays_as_it_is_beside_the_student(tmp_path: Path) -> None:
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]
-    expected = run_ranks(distil_main, 1, [None], tmp_path=tmp_path, init_group=False, env=ENV)[0]
-    found = run_ranks(distil_main, 2, layouts, tmp_path=tmp_path, timeout=120, env=ENV)[0]
-    assert len(found) == 4 * 3 + 2 * 2
-    for history, weights, how in found:
-        norms, reference, _ = expected[how]
+@pytest.mark.parametrize(
+    ("size", "layouts"),
+    [(2, [{}, ZERO1, {"zero": {"stage": 2}}, ZERO3, PP2, TP2]), (4, [PP2_TP2])],
+    ids=["two", "four"],
+)
+def test_a_frozen_teacher_is_cut_and_sharded_like_the_student(size: int, layouts: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "teacher")
+    other_than(tiny.llama()).save_pretrained(folder)
+    expected = run_ranks(distil_main, 1, [None], folder, tmp_path=tmp_path, init_group=False, env=ENV)[0]
+    results = run_ranks(distil_main, size, layouts, folder, tmp_path=tmp_path, timeout=120, env=ENV)
+    assert len(results[0]) == sum(2 if parallel in (PP2, TP2, PP2_TP2) else 3 for parallel in layouts)
+    for history, weights, taught, how, _ in results[0]:
+        norms, *references, _, _ = expected[how]
         np.testing.assert_allclose(history, norms, rtol=1e-5)
-        assert weights.keys() <= reference.keys()
-        for key, tensor in weights.items():
-            assert np.linalg.norm(tensor - reference[key]) <= 1e-5 * np.linalg.norm(reference[key]), key
+        for state, reference in zip((weights, taught), references, strict=True):
+            assert state.keys() <= reference.keys()
+            for key, tensor in state.items():
+                assert np.linalg.norm(tensor - reference[key]) <= 1e-5 * np.linalg.norm(reference[key]), key
+    for index, parallel in enumerate(each for each in layouts for _ in range(2 if each in (PP2, TP2, PP2_TP2) else 3)):
+        of_ranks = [result[index][-1] for result in results]
+        whole = parallel in ({}, ZERO1, {"zero": {"stage": 2}})
+        assert (min(of_ranks) == 1) if whole else (max(of_ranks) <= 1.25 / size), (parallel, of_ranks)
 
 
 def refused_main(rank: int, world_size: int) -> dict[str, str]:
@@ -185,13 +230,13 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
         except ParallelError as error:
             found[name] = str(error)
 
-    accelerator = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2))
+    accelerator, lines = Accelerator(cpu=True, parallelism_config=HFParallelPlugin({}, **TP2)), io.StringIO()
+    logging.getLogger("hf_parallel").addHandler(logging.StreamHandler(lines))
     student, teacher = tiny.llama(), tiny.gpt2().requires_grad_(False)
     shared = tiny.llama()
     shared.model.embed_tokens = student.model.embed_tokens
     shared.requires_grad_(False)
     refused("shared", lambda: accelerator.prepare(shared, student))
-    accelerator.hf_parallel._whole.clear()
     accelerator.prepare(teacher, student)
     refused("shared later", lambda: accelerator.prepare_model(shared, evaluation_mode=True))
     refused("second", lambda: accelerator.prepare(tiny.gpt2()))
@@ -199,12 +244,26 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
     refused(
         "foreign", lambda: accelerator.prepare(torch.optim.SGD([*student.parameters(), *alien.parameters()], lr=1.0))
     )
+    refused("gradient", lambda: teacher(inputs_embeds=torch.ones(1, 2, 32, requires_grad=True)))
+    refused("trained", lambda: accelerator.prepare(teacher.requires_grad_(True)))
+    scorer = GPT2ForSequenceClassification(teacher.config).eval()
+    before, ids = {name: one.clone() for name, one in scorer.state_dict().items()}, torch.arange(6)[None]
+    scores = scorer(input_ids=ids).logits
+    assert accelerator.prepare_model(scorer, evaluation_mode=True) is scorer
+    assert all(torch.equal(one, before[name]) for name, one in scorer.state_dict().items())
+    assert torch.equal(scorer(input_ids=ids).logits, scores)
+    assert all(parameter.requires_grad for parameter in scorer.parameters())
     accelerator.hf_parallel.watchdog.stop()
-    return found
+    return found | {"lines": lines.getvalue()}
 
 
 def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path) -> None:
-    for found in run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV):
+    results = run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV)
+    in_parts = "GPT2LMHeadModel, a model for inference: tensor parallel: 9[0-9]% of the parameters sharded, .* compared with the whole model"
+    assert re.search(in_parts, results[0]["lines"])
+    whole = r"GPT2ForSequenceClassification, a model for inference, stays whole on every rank: 0.00 GB of each \(.* is made for Sequence"
+    assert re.search(whole, results[0]["lines"])
+    for found in results:
         for name in ("shared", "shared later"):
             assert (
                 "model.embed_tokens.weight (1 parameters) belongs to the model that is trained and to one for"
@@ -212,6 +271,11 @@ def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path)
             )
             assert "pp_size=1, tp_size=2" in found[name]
         assert "a second model (GPT2LMHeadModel)" in found["second"]
+        assert (
+            "requires a gradient, which it does not pass back. Leave it out of accelerator.prepare()"
+            in found["gradient"]
+        )
+        assert "GPT2LMHeadModel was prepared for inference and is cut or sharded" in found["trained"]
         assert "2 tensors (first of shape (3, 3)) that are no parameters of LlamaForCausalLM" in found["foreign"]
 
 

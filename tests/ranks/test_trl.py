@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "zero3": (2, {"zero": {"stage": 3}}),
     "pp2": (2, {"pp_size": 2, "num_microbatches": 2}),
     "pp2_dp2": (4, {"pp_size": 2, "num_microbatches": 2}),
+    "pp2_tp2": (4, {"pp_size": 2, "tp_size": 2, "num_microbatches": 2}),
 }
 # Name -> trainer, model, data and settings.
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -51,14 +52,14 @@ STAGES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 # With a reference beside the model: another one, or the model without its adapter. And those without a reference.
 PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "dpo_reference": ("dpo", "gpt2", "dpo", {"reference": True}),
+    "dpo_reference": ("dpo", "gpt2", "dpo", {"reference": True, **EVALUATED}),
     "dpo_adapter": ("dpo", "llama", "dpo", {"adapter": True, **EVALUATED, "gradient_checkpointing": True}),
     "kto_reference": ("kto", "llama", "kto", {"reference": True}),
     "kto_adapter": ("kto", "gpt2", "kto", {"adapter": True}),
     "cpo": ("cpo", "llama", "dpo", {}),
     "orpo": ("orpo", "gpt2", "dpo", {}),
 }
-
+REFERENCES = {name: case for name, case in PREFERENCES.items() if "reference" in case[3]}
 
 # A classifier, which is neither cut nor sharded.
 REPLICAS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -80,7 +81,9 @@ def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tupl
         of_replicas = STAGES | PREFERENCES | REPLICAS | {"packed": CASES["packed"]}
         return CASES | of_replicas if world_size == 1 else of_replicas
     if "zero" in parallel and parallel["zero"]["stage"] == 3:
-        return REPLICAS
+        return REPLICAS | REFERENCES
+    if parallel.keys() >= {"pp_size", "tp_size"}:
+        return REFERENCES
     others = STAGES if "pp_size" in parallel else {} if "tp_size" in parallel else REPLICAS
     everything = CASES | PREFERENCES | others
     return {name: everything[name] for name in COUNTED} if world_size == 4 else everything
@@ -149,6 +152,12 @@ def other_than(model: Any) -> Any:
     return model
 
 
+def bytes_here(model: Any) -> int:
+    from hf_parallel.data_parallel.fsdp import local_of
+
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
+
+
 def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data: str, folder: str) -> dict[str, Any]:
     from datasets import load_from_disk
     from peft import LoraConfig
@@ -185,6 +194,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             **{"gradient_checkpointing": False, **more},
         )
         dataset = load_from_disk(f"{data}/{rows}")
+        whole = bytes_here(options["ref_model"]) if "ref_model" in options else 0
         trainer = trainer_kind(
             model=model_of(model),
             args=arguments,
@@ -194,6 +204,11 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             **options,
             callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
         )
+        in_parts = {"pp_size", "tp_size"} & sizes.keys() or sizes.get("zero") == {"stage": 3}
+        if (
+            in_parts and "ref_model" in options
+        ):  # tied, or 4 blocks of a few thousand numbers: stages are not equally large
+            assert bytes_here(trainer.ref_model) <= 0.8 * whole, name
         trainer.train()
         trainer.save_model(f"{folder}/{name}/final")
         steps = [
@@ -252,6 +267,12 @@ def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any]
 def test_trl_trains_on_a_mesh_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
     of_replicas = layout != "tp2" and name in (*PREFERENCES, *UNEVEN)
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")
+
+
+@pytest.mark.parametrize("layout", ["pp2_tp2", "zero3"])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_model_is_in_parts_like_the_trained_one(name: str, layout: str, run_of: Any) -> None:
+    compare(name, layout, run_of, "ddp2" if layout == "zero3" else "one")
 
 
 @pytest.mark.parametrize("layout", ["dp2", "zero1", "zero3"])
@@ -370,6 +391,9 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     dpo, config = trainer_of("dpo")
     adapted = get_peft_model(tiny.llama(), LoraConfig(task_type="CAUSAL_LM"))
     refused("adapters", dpo, config("out", **plain), adapted)
+    model, sharing = tiny.llama(), tiny.llama()
+    sharing.model.layers[3] = model.model.layers[3]
+    refused("sharing", dpo, config("out", **plain), model, ref_model=sharing)
     refused("synced", dpo, config("out", sync_ref_model=True, **plain), tiny.llama(), ref_model=tiny.llama())
     return found
 
@@ -384,3 +408,4 @@ def test_what_stages_cannot_serve_is_refused_in_the_constructor(tmp_path: Path) 
         assert "2 adapters (default, ref)" in found["adapters"]
         assert "peft_config=LoraConfig(...)" in found["adapters"]
         assert "ConfigError: sync_ref_model=True with pp_size=2" in found["synced"]
+        assert "9 parameters) belongs to the model that is trained and to one for inference" in found["sharing"]
