@@ -208,7 +208,9 @@ def refuse(model: nn.Module, shared: Shared, problem: str) -> None:
 
 
 def _raised(trail: Trail, error: Exception) -> str:
-    said = str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {str(error)[:300]}".rstrip(".")
+    said = (
+        str(error) if isinstance(error, ParallelError) else f"{type(error).__name__}: {str(error)[:300]}".rstrip(".")
+    )
     return f"{_place(trail)}: {said}"
 
 
