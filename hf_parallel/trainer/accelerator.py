@@ -99,7 +99,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         if session.holds(model) or (is_trained(model) and not evaluation_mode):
             return False
         alone = session.engine is None and beside is None and session.raw_loop
-        return not (alone and session.config.splits_model)
+        return not (alone and is_trained(model) and session.config.splits_model)
 
     def _hold_beside(self, model: nn.Module, beside: nn.Module | None) -> bool:
         """Cut and shard a model for inference; False where it stays as it is.
