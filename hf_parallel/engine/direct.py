@@ -152,6 +152,9 @@ class Engine:
     def compare_step(self) -> None:
         """Refuse losses or batches that differ over the ranks of a model copy."""
 
+    def complete_config(self) -> None:
+        """Have on this rank what forward passes wrote to the model's config on any; collective over the model copy."""
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add up gradients and reduce nothing, as under DDP's context of this name.

@@ -139,26 +139,29 @@ class LastStage:
     def broadcast_logits(self, parts: Sequence[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor | None:
         """Logits f[B S V] of the last stage on every rank, None if the model gave none; collective over the model copy.
 
+        A classifier's are f[B V].
+
         Args:
             parts: f[B/m S V] of each microbatch; empty where the last stage is not.
             batch: What this rank has read.
         """
         with self._watchdog.waiting("waits for the logits of the last stage"):
-            # i[is float64, B, S, V, digests, frozen]; half precision is sent as float32.
+            # i[dims and whether float64, B, S, V, digests, frozen]; half precision is sent as float32.
             header = torch.zeros(5 + self._digests.width, dtype=torch.int64, device=self.device)
             logits: torch.Tensor | None = None
             if parts:
                 logits = torch.cat([part.float() if part.dtype.itemsize < 4 else part for part in parts]).contiguous()
                 if self._speaks:
-                    double = int(logits.dtype is torch.float64)
-                    header[:4] = torch.tensor([double, *logits.shape], device=header.device)
+                    kind, rest = 2 * logits.ndim + int(logits.dtype is torch.float64), [0] * (3 - logits.ndim)
+                    header[:4] = torch.tensor([kind, *logits.shape, *rest], device=header.device)
             self._digests.put(header[4:-1], [batch])
             self._freezing.put(header[-1:])
             dist.all_reduce(header, group=self._mesh.mp_group)
             if not self._is_here:
-                double, *shape = header[:4].tolist()
-                if any(shape):
-                    logits = torch.empty(shape, dtype=torch.float64 if double else torch.float32, device=self.device)
+                kind, *sizes = header[:4].tolist()
+                if kind:
+                    dtype = torch.float64 if kind % 2 else torch.float32
+                    logits = torch.empty(sizes[: kind // 2], dtype=dtype, device=self.device)
             self._freezing.arrived(header[-1])
             self._digests.arrived(header[4:-1])
             if logits is None:

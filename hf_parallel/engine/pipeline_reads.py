@@ -29,6 +29,7 @@ from hf_parallel.engine.autograd_nodes import outputs_node
 from hf_parallel.engine.other_outputs import CallKind, Caught, OtherOutputs, Reading
 from hf_parallel.engine.pipeline import PipelineEngine, logits_in
 from hf_parallel.engine.window import COUNTS
+from hf_parallel.engine.written_config import WrittenConfig
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.batches import Announced
 from hf_parallel.guards.outputs import More, PipelineOutput, PipelineTrainingOutput
@@ -55,6 +56,7 @@ class ReadingPipelineEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._warned_of_rerun = False
+        self._config = WrittenConfig(self.model)
         self._others = OtherOutputs(self.mesh, self._last_stage, self._loss, self._dtypes)
 
     def _dtypes(self) -> set[torch.dtype]:
@@ -63,6 +65,10 @@ class ReadingPipelineEngine(PipelineEngine):
         kind = self.attachment.device.type
         with self.autocast():
             return found | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
+
+    def complete_config(self) -> None:
+        """From the last stage, which computes the loss."""
+        self._config.take(self._last_stage.broadcast_named({}, self._config.written)[1])
 
     # -- reading -------------------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ def _judged_loss(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any]) 
 def whole_loss(model_name: str, why: str) -> str:
     """What it costs that a loss cannot be put together from those of microbatches."""
     return (
-        f"the loss of {model_name} is not known to add up over microbatches ({why}), so every batch runs as one "
+        f"the loss of {model_name} is not known to add up over microbatches ({why}), so every batch with labels runs as one "
         "microbatch: right, but the stages wait for each other within a batch. To overlap them give smaller batches "
         "and a larger gradient_accumulation_steps, or compute the loss in a compute_loss_func that divides by "
         "num_items_in_batch."

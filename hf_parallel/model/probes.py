@@ -14,7 +14,7 @@ from hf_parallel.batches import num_rows, split_rows
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.errors import ParallelError, PlanError
-from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape
+from hf_parallel.model.samples import probe_samples, tiny_samples, typical_sample, typical_shape, with_labels_of
 
 
 class Probes:
@@ -38,17 +38,23 @@ class Probes:
     def __init__(self, model: nn.Module, device: torch.device, sample: Mapping[str, Any] | None = None) -> None:
         self._name = type(model).__name__
         self._given = sample is not None
+        base = base_model(model)
+        task = other_task(base)
         if sample is None:
             size = vocab_size(model)
             self.check = list(tiny_samples(size, device=device, use_cache=False))
             self.discovery = probe_samples(model, size, device)
             self.typical = typical_sample(model, size, device)
             self.cost_tokens: tuple[int, int] | None = typical_shape(model)
-            if other_task(base_model(model)) is not None:  # its labels are no tokens, and nobody asks for its loss
-                for batch in (*self.check, *self.discovery, self.typical):
-                    batch.pop("labels", None)
+            if task is not None:  # its labels are no tokens
+                self.check, self.discovery = (
+                    [with_labels_of(base, task, batch) for batch in made] for made in (self.check, self.discovery)
+                )
+                self.typical = with_labels_of(base, task, self.typical)
             return
         batch = {"use_cache": False, **send_to_device(dict(sample), device)}
+        if task is not None and "labels" not in batch and "input_ids" in batch:  # TRL computes a loss of its own
+            batch["labels"] = with_labels_of(base, task, batch).get("labels")
         rows = num_rows(batch)
         labels = batch.get("labels")
         uniform = isinstance(labels, torch.Tensor) and len(labels) == rows > 1

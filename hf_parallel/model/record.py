@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig
 
 from hf_parallel.compat.private_torch import (
     arguments_written,
@@ -306,7 +307,8 @@ def _zero_kind(module: nn.Module, args: Any, out: Any) -> str | None:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward leaves behind: random state, buffers, tensors and counters stored on modules.
+    """Undo what a forward leaves behind: random state, buffers, tensors and counters stored on modules, and what it wrote to
+    configs (the loss of a classifier writes down what labels it has met).
 
     Gradients are not touched because no backward runs. Flags and hooks stay: transformers installs its output hooks on
     the first forward that needs them, and the crossings found rely on them.
@@ -319,6 +321,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for own in map(own_buffers, model.modules())
     ]
     attributes = [(m, dict(vars(m)), _contents(m)) for m in model.modules()]
+    configs = [(vars(config), dict(vars(config))) for config in _configs(model)]
     with torch.random.fork_rng(devices=[d.index or 0 for d in accelerators], device_type=kind):
         try:
             yield
@@ -334,6 +337,16 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 for held, values in contents:
                     held.clear()
                     held.update(values)
+            for settings, first in configs:
+                for name in settings.keys() - first.keys():
+                    del settings[name]
+                settings.update(first)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Configs of its modules, each once."""
+    found = (vars(module).get("config") for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.batches import IGNORED_LABEL
 from hf_parallel.compat.private_peft import base_model
 from hf_parallel.model.structure import leaves
 
@@ -65,6 +66,52 @@ def probe_samples(
     samples = [base, {name: value for name, value in base.items() if name != "attention_mask"}]
     samples += [base | {name: value} for name, value in extras.items()]
     return samples + ([base | extras] if len(extras) > 1 else [])
+
+
+def with_labels_of(model: Any, task: str, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of text as a model for another task than that of a language model takes it, without labels if they are not known.
+
+    Args:
+        model: With a config.
+        task: What its class is named for, as "SequenceClassification".
+        batch: With `input_ids` i[B S]; what its mask leaves out becomes padding, and each row ends with an end token: by
+            these classifiers find what they score.
+    """
+    found = {name: value for name, value in batch.items() if name != "labels"}
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    ids, mask, generator = batch["input_ids"], batch.get("attention_mask"), torch.Generator().manual_seed(0)
+    count = getattr(config, "num_labels", 0)
+    found["input_ids"] = _as_texts(text, ids, torch.ones_like(ids) if mask is None else mask)
+    if task == "TokenClassification" and count:
+        labels = torch.randint(0, count, ids.shape, generator=generator).to(ids.device)
+        found["labels"] = labels if mask is None else labels.masked_fill(mask == 0, IGNORED_LABEL)
+    elif task == "SequenceClassification" and count:
+        found["labels"] = _labels_of_rows(model, count, len(ids), generator).to(ids.device)
+    return found
+
+
+def _as_texts(text: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Ids i[B S] of which each row ends with the one token of its end, if a config names it, before or behind padding."""
+    words = range(size if isinstance(size := getattr(text, "vocab_size", None), int) else 0)
+    end: Any = getattr(text, "eos_token_id", None)
+    padding: Any = getattr(text, "pad_token_id", None)
+    if end in words:  # tiny models keep the end of a large vocabulary
+        last = (torch.arange(ids.shape[1], device=ids.device) * mask).argmax(1, keepdim=True)
+        ids = ids.masked_fill(ids == end, (end + 1) % len(words)).scatter(1, last, end)
+    return ids.masked_fill(mask == 0, padding) if padding in words else ids
+
+
+def _labels_of_rows(model: Any, count: int, rows: int, generator: torch.Generator) -> Tensor:
+    """Labels [B] or [B count] as transformers' loss takes them for the kind of problem that a config names or implies."""
+    kind = getattr(model.config, "problem_type", None) or (
+        "regression" if count == 1 else "single_label_classification"
+    )
+    if kind == "single_label_classification":
+        return torch.randint(0, count, (rows,), generator=generator)
+    shape = (rows,) if count == 1 and kind == "regression" else (rows, count)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
 def typical_shape(model: nn.Module) -> tuple[int, int]:

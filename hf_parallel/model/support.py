@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -12,13 +12,20 @@ from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
 
 
-def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_parameters: bool = False) -> None:
+# Tasks beside that of a language model whose outputs are loss and logits, made of the rows of a batch one by one.
+ON_STAGES: Final = ("SequenceClassification", "TokenClassification")
+
+
+def refuse_model(
+    model: nn.Module, mp_size: int, *, tp_size: int = 1, sp_size: int = 1, shares_parameters: bool = False
+) -> None:
     """Refuse models that would train wrong or crash late.
 
     Args:
         model: The whole model.
         mp_size: Ranks that hold one copy of it.
         tp_size: Ranks that each of its layers is sharded over.
+        sp_size: Ranks that each row is shared over.
         shares_parameters: Whether replicas shard its parameters (ZeRO 3).
 
     Raises:
@@ -31,13 +38,8 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
             f"{name} was loaded with device_map={sorted(set(map(str, device_map.values())))}: accelerate already "
             "spread it over devices. Load it without device_map; hf_parallel places the stages."
         )
-    task = other_task(base_model(model)) if mp_size > 1 else None
-    if task is not None:
-        raise UnsupportedError(
-            f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size x sp_size): pipeline stages, shards and parts of rows are "
-            "planned for causal language models only. Set these sizes to 1 (replicas, ZeRO), or load it with "
-            "AutoModelForCausalLM."
-        )
+    if mp_size > 1:
+        _refuse_task(model, name, mp_size, sp_size)
     method = getattr(model, "quantization_method", None)
     quantised = method is not None or bool(getattr(model, "is_quantized", False))
     named = getattr(method, "value", method) or "unknown method"
@@ -61,6 +63,22 @@ def refuse_model(model: nn.Module, mp_size: int, *, tp_size: int = 1, shares_par
         _refuse_adapters(model, name, mp_size)
     if tp_size > 1:
         _refuse_unsharded(model, tp_size)
+
+
+def _refuse_task(model: nn.Module, name: str, mp_size: int, sp_size: int) -> None:
+    """Refuse models whose outputs or labels are not those that stages, shards and parts of rows know."""
+    task = other_task(base_model(model))
+    if task is not None and task not in ON_STAGES:
+        raise UnsupportedError(
+            f"{name} is made for {task} with {mp_size} ranks a copy (pp_size x tp_size x sp_size): pipeline stages and shards are "
+            f"planned for language models, {' and '.join(ON_STAGES)} only. Set these sizes to 1 (replicas, ZeRO), or load it "
+            "with AutoModelForCausalLM."
+        )
+    if task is not None and sp_size > 1:
+        raise UnsupportedError(
+            f"{name} is made for {task} with sp_size={sp_size}: what it scores is a whole row, or is not known to be exact on "
+            "parts of one; rows are shared for causal language models only. Set sp_size to 1 and use pp_size, tp_size or ZeRO."
+        )
 
 
 def _refuse_parted(model: Any, name: str) -> None:

@@ -209,6 +209,7 @@ def _stream(engine: Engine, folder: Path, save: Callable[..., Any], **options: A
     attachment = engine.attachment
     model: Any = engine.model
     attachment.gradients.replicas.synchronise()
+    engine.complete_config()
     staging, export, writes = folder / STAGING, plan_export(model, attachment.ledger, **options), engine.mesh.rank == 0
     waiting = attachment.watchdog.waiting
     with waiting("waits for rank 0 to prepare the folder of the model"), together(engine.mesh, folder):

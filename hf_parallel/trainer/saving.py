@@ -100,6 +100,8 @@ class SavingMixin(Base):
             return
         self.accelerator.attach_model(self.model)
         self._synchronise()
+        if self._engine is not None:
+            self._engine.complete_config()
         folder = Path(output_dir or self.args.output_dir or ".")
         if streams(self.model):
             self._stream_folder(folder)

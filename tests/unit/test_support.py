@@ -1,4 +1,4 @@
-"""Models that can be cut and sharded are causal language models; others are refused by the task of their class.
+"""Models that can be cut and sharded are language models and classifiers of text; others are refused by the task of their class.
 
 If a test fails here, planning dies in the middle of a forward with a shape error that names nothing a user knows.
 """
@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import pytest
 import tiny
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.model.support import refuse_model
@@ -18,15 +24,25 @@ CONFIG = LlamaConfig(
 )
 
 
-class Reward(LlamaForSequenceClassification):
+class Answers(LlamaForQuestionAnswering):
     """A user's class of another name."""
 
 
-@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification, Reward])
+@pytest.mark.parametrize("kind", [LlamaForQuestionAnswering, Answers])
 def test_a_model_for_another_task_is_named(kind: type) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is made for \w+Classification with 2 ranks a copy"):
+    with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is made for QuestionAnswering with 2 ranks a copy"):
         refuse_model(kind(CONFIG), 2)
     refuse_model(kind(CONFIG), 1, shares_parameters=True)
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaForTokenClassification])
+def test_a_classifier_may_be_cut_and_sharded_but_its_rows_stay_whole(kind: type) -> None:
+    refuse_model(kind(CONFIG), 2)
+    refuse_model(kind(CONFIG), 4, tp_size=2)
+    with pytest.raises(
+        UnsupportedError, match=rf"{kind.__name__} is made for \w+Classification with sp_size=2.*sp_size to 1"
+    ):
+        refuse_model(kind(CONFIG), 2, sp_size=2)
 
 
 def test_adapters_that_stages_do_not_know_are_named() -> None:
