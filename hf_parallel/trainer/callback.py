@@ -47,7 +47,7 @@ from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.monitoring import MonitorCallback
-from hf_parallel.trainer.of_trl import packed_sample, problems_of
+from hf_parallel.trainer.of_trl import problems_of, sample_of
 from hf_parallel.trainer.placing import sent_by
 from hf_parallel.trainer.plugin import HFParallelPlugin
 from hf_parallel.trainer.restarts import refuse_memory
@@ -125,6 +125,7 @@ class HFParallelCallback(TrainerCallback):
             refuse_model(
                 *(trainer.model, self.config.model_parallel_size),
                 tp_size=self.config.tp_size,
+                sp_size=self.config.sp_size,
                 shares_parameters=shares,
             )
             refuse_without_experts(trainer.model, self.config.ep_size)
@@ -137,7 +138,7 @@ class HFParallelCallback(TrainerCallback):
             *(self.config, self._schedule, self.explanation),
             sent_by=functools.partial(sent_by, trainer, self.config, self.sample),
         )
-        self.session.sample = self.sample or packed_sample(trainer, self.config)
+        self.session.sample = self.sample or sample_of(trainer, self.config)
         if trainer.model is not None:
             self.session.announced = weakref.ref(trainer.model)
         attach_trainer(trainer, self.session)

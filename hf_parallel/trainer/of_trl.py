@@ -9,13 +9,14 @@ from transformers import Trainer
 from hf_parallel.settings.config import HFParallelConfig
 
 
+REWARD: Final = "trl.trainer.reward_trainer"
 # Modules of trainers that call the model on batches of a data set and compute a loss of what it returns. Others generate text
 # with it, hand its weights to a server, train on what another model says to its own text, or average weights.
 ON_STAGES: Final = (
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
     "trl.trainer.kto_trainer",
-    "trl.trainer.reward_trainer",
+    REWARD,
     "trl.experimental.cpo",
     "trl.experimental.orpo",
     "trl.experimental.kto",
@@ -37,7 +38,7 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     if config.splits_model and not kind.__module__.startswith(ON_STAGES):
         found.append(
             f"{kind.__name__} with {sizes}: it generates text while it trains, or asks other models, for which a process needs the "
-            "whole model; of TRL's trainers SFT, DPO, KTO, CPO and ORPO train on stages and shards. Set "
+            "whole model; of TRL's trainers SFT, DPO, KTO, CPO, ORPO and Reward train on stages and shards. Set "
             f"{axes} to 1 (replicas, ZeRO), or generate the data first and train on it with one of these."
         )
     shared = config.splits_model or config.zero.shards_parameters
@@ -50,18 +51,22 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
     return found
 
 
-def packed_sample(trainer: Trainer, config: HFParallelConfig) -> dict[str, Any] | None:
-    """A batch of packed rows to plan stages with, where TRL's collator makes such; else None.
+def sample_of(trainer: Trainer, config: HFParallelConfig) -> dict[str, Any] | None:
+    """A batch to plan stages with, where TRL's collator gives the model more than made-up text has; else None.
 
-    It gives the model the ends of the rows beside their positions, which made-up text has not.
+    Packed rows come with their ends beside their positions, pairs of rows that are judged with their margins.
     """
     collator: Any = trainer.data_collator
-    of_trl = type(collator).__module__.partition(".")[0] == "trl"
-    if config.pp_size == 1 or not of_trl or not getattr(collator, "padding_free", False):
+    module = type(collator).__module__
+    if config.pp_size == 1 or module.partition(".")[0] != "trl":
         return None
-    rows = [{"input_ids": list(range(1, 1 + length))} for length in (7, 5)]
-    found: dict[str, Any] = collator(rows)
-    return found
+    texts = [list(range(1, 1 + length)) for length in (7, 5)]
+    rows: list[dict[str, Any]] = []
+    if getattr(collator, "padding_free", False):
+        rows = [{"input_ids": text} for text in texts]
+    elif module == REWARD and "margin" in (getattr(trainer.train_dataset, "column_names", None) or ()):
+        rows = [{"chosen_ids": text, "rejected_ids": text[1:], "margin": 0.0} for text in texts]
+    return collator(rows) if rows else None
 
 
 def _of_trl(trainer: Trainer) -> type | None:

@@ -61,14 +61,16 @@ PREFERENCES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 REFERENCES = {name: case for name, case in PREFERENCES.items() if "reference" in case[3]}
 
-# A classifier, which is neither cut nor sharded.
-REPLICAS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+# A classifier, whose loss is of pairs of rows: those of the first half of a batch and those of the second.
+SCORED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "reward": ("reward", "scorer", "dpo", {"center_rewards_coefficient": 0.01, **EVALUATED}),
+    "reward_margin": ("reward", "scorer", "margin", {}),
+    "reward_adapter": ("reward", "scorer", "dpo", {"adapter": True, "gradient_checkpointing": True}),
 }
 
 
 # On stages and replicas at once: a case of each way in which a trainer counts its rows and tokens over them.
-COUNTED = ("packed", "sft_adapter", "completions", "counted_alone", "dpo_adapter", "kto_reference")
+COUNTED = ("packed", "sft_adapter", "completions", "counted_alone", "dpo_adapter", "kto_reference", "reward")
 UNEVEN = ("packed",)  # its rows are no multiple of a batch: replicas repeat some at the end of an epoch
 UNCOMPARED = re.compile(
     r"^monitor/|runtime|step_time|per_second|total_flos|epoch|^step$|^train_"
@@ -78,14 +80,13 @@ UNCOMPARED = re.compile(
 def cases_of(world_size: int, parallel: dict[str, Any] | None) -> dict[str, tuple[str, str, str, dict[str, Any]]]:
     """What a layout runs; stock replicas are the reference of losses that replicas average."""
     if parallel is None:
-        of_replicas = STAGES | PREFERENCES | REPLICAS | {"packed": CASES["packed"]}
+        of_replicas = STAGES | PREFERENCES | SCORED | {"packed": CASES["packed"]}
         return CASES | of_replicas if world_size == 1 else of_replicas
     if "zero" in parallel and parallel["zero"]["stage"] == 3:
-        return REPLICAS | REFERENCES
+        return SCORED | REFERENCES
     if parallel.keys() >= {"pp_size", "tp_size"}:
-        return REFERENCES
-    others = STAGES if "pp_size" in parallel else {} if "tp_size" in parallel else REPLICAS
-    everything = CASES | PREFERENCES | others
+        return REFERENCES | {"reward": SCORED["reward"]}
+    everything = CASES | PREFERENCES | SCORED | (STAGES if "pp_size" in parallel else {})
     return {name: everything[name] for name in COUNTED} if world_size == 4 else everything
 
 
@@ -115,6 +116,8 @@ def write_data(folder: Path) -> None:
     ]
     Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows]).save_to_disk(folder / "sft")
     Dataset.from_list(pairs).save_to_disk(folder / "dpo")
+    margins = [{**pair, "margin": 0.1 * (index % 3)} for index, pair in enumerate(pairs)]
+    Dataset.from_list(margins).save_to_disk(folder / "margin")
     completions = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
     Dataset.from_list(completions).save_to_disk(folder / "completions")
     judged = [{**row, "label": index % 3 > 0} for index, row in enumerate(completions)]
@@ -175,14 +178,17 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             options["ref_model"] = other_than(model_of(model))
         if more.pop("adapter", False):
             # Another seed: what the adapter begins as is drawn here.
-            options["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True)
+            task: dict[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if kind == "reward" else {}
+            options["peft_config"] = LoraConfig(
+                r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=True, **task
+            )
             torch.manual_seed(5)
         arguments = settings(
             output_dir=f"{folder}/{name}",
             per_device_train_batch_size=4 // replicas,
             per_device_eval_batch_size=4 // replicas,
             gradient_accumulation_steps=2,
-            max_steps=3 if name in PREFERENCES | REPLICAS else 5,
+            max_steps=3 if name in PREFERENCES | SCORED else 5,
             logging_steps=1,
             learning_rate=1e-3,
             adam_epsilon=1e-4,
@@ -248,7 +254,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[di
 
 def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any], Path]], other: str = "one") -> None:
     (mine, here), (stock, there) = run_of(layout), run_of(other)
-    assert len(stock[name]) >= (3 if name in PREFERENCES | REPLICAS else 5)
+    assert len(stock[name]) >= (3 if name in PREFERENCES | SCORED else 5)
     for step, (found, expected) in enumerate(zip(mine[name], stock[name], strict=True)):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
@@ -275,19 +281,21 @@ def test_a_reference_model_is_in_parts_like_the_trained_one(name: str, layout: s
     compare(name, layout, run_of, "ddp2" if layout == "zero3" else "one")
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero1", "zero3"])
-@pytest.mark.parametrize("name", REPLICAS)
-def test_a_classifier_trains_on_replicas_as_on_stock_ones(name: str, layout: str, run_of: Any) -> None:
-    compare(name, layout, run_of, "ddp2")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*((name, layout) for name in SCORED for layout in ("dp2", "zero1", "zero3", "tp2")), ("reward", "pp2_tp2")],
+)
+def test_a_classifier_trains_on_shards_and_replicas_as_in_stock(name: str, layout: str, run_of: Any) -> None:
+    compare(name, layout, run_of, "one" if "tp2" in layout else "ddp2")
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*((name, "pp2") for name in (*CASES, *STAGES, *PREFERENCES)), *((name, "pp2_dp2") for name in COUNTED)],
+    [*((name, "pp2") for name in (*CASES, *STAGES, *PREFERENCES, *SCORED)), *((name, "pp2_dp2") for name in COUNTED)],
 )
 def test_trl_trains_on_stages_as_on_one_process(name: str, layout: str, run_of: Any) -> None:
     # Of an evaluation, and without counts over all replicas, the loss is the mean of theirs, as under stock DDP.
-    of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone", *PREFERENCES, *UNEVEN)
+    of_replicas = layout == "pp2_dp2" and name in ("completions", "counted_alone", *PREFERENCES, *SCORED, *UNEVEN)
     compare(name, layout, run_of, "ddp2" if of_replicas else "one")
 
 
@@ -359,7 +367,7 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     """What is refused in the constructor; nothing has been trained then."""
     from datasets import load_from_disk
     from peft import LoraConfig, get_peft_model
-    from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     from hf_parallel import HFParallelCallback
     from hf_parallel.errors import ParallelError
@@ -387,7 +395,6 @@ def refusals_main(rank: int, world_size: int, data: str) -> dict[str, str]:
     for name, kind, settings in (("grpo", GRPOTrainer, GRPOConfig), ("rloo", RLOOTrainer, RLOOConfig)):
         made = settings("out", per_device_train_batch_size=4, num_generations=2, **plain)
         refused(name, kind, made, tiny.llama(), reward_funcs=reward)
-    refused("reward", RewardTrainer, RewardConfig("out", **plain), scorer())
     dpo, config = trainer_of("dpo")
     adapted = get_peft_model(tiny.llama(), LoraConfig(task_type="CAUSAL_LM"))
     refused("adapters", dpo, config("out", **plain), adapted)
@@ -404,7 +411,6 @@ def test_what_stages_cannot_serve_is_refused_in_the_constructor(tmp_path: Path) 
         for name, kind in (("grpo", "GRPOTrainer"), ("rloo", "RLOOTrainer")):
             assert f"ConfigError: {kind} with pp_size=2, tp_size=1: it generates text while it trains" in found[name]
             assert "Set pp_size and tp_size to 1" in found[name]
-        assert "LlamaForSequenceClassification is made for SequenceClassification with 2 ranks" in found["reward"]
         assert "2 adapters (default, ref)" in found["adapters"]
         assert "peft_config=LoraConfig(...)" in found["adapters"]
         assert "ConfigError: sync_ref_model=True with pp_size=2" in found["synced"]
