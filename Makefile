@@ -97,6 +97,9 @@ zoo-sp: setup  ## share the rows of every AutoModelForCausalLM type over ranks a
 zoo-lora: setup  ## put LoRA on every AutoModelForCausalLM type, on stages and on ranks, and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_lora.py $(ARGS)
 
+zoo-classifiers: setup  ## cut and shard a classifier of every AutoModelForSequenceClassification type and compare; writes docs/coverage.md
+	$(BIN)/python benchmarks/zoo_classifiers.py $(ARGS)
+
 zoo-ep: setup  ## spread the experts of every AutoModelForCausalLM type over ranks and compare; writes docs/coverage.md
 	$(BIN)/python benchmarks/zoo_ep.py $(ARGS)
 
