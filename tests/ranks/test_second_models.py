@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import re
@@ -15,7 +16,7 @@ import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import GPT2ForSequenceClassification, Trainer, TrainingArguments
+from transformers import GPT2ForQuestionAnswering, GPT2ForSequenceClassification, Trainer, TrainingArguments
 
 
 pytestmark = pytest.mark.long
@@ -251,12 +252,18 @@ def refused_main(rank: int, world_size: int) -> dict[str, str]:
     )
     refused("gradient", lambda: teacher(inputs_embeds=torch.ones(1, 2, 32, requires_grad=True)))
     refused("trained", lambda: accelerator.prepare(teacher.requires_grad_(True)))
-    scorer = GPT2ForSequenceClassification(teacher.config).eval()
+    padded = copy.deepcopy(teacher.config)
+    padded.pad_token_id = 0
+    judge, rows = GPT2ForSequenceClassification(padded).eval(), torch.arange(12).view(2, 6)
+    scores = judge(input_ids=rows).logits
+    accelerator.prepare_model(judge, evaluation_mode=True)
+    torch.testing.assert_close(judge(input_ids=rows).logits, scores.detach(), rtol=1e-5, atol=1e-6)
+    scorer = GPT2ForQuestionAnswering(teacher.config).eval()
     before, ids = {name: one.clone() for name, one in scorer.state_dict().items()}, torch.arange(6)[None]
-    scores = scorer(input_ids=ids).logits
+    scores = scorer(input_ids=ids).start_logits
     assert accelerator.prepare_model(scorer, evaluation_mode=True) is scorer
     assert all(torch.equal(one, before[name]) for name, one in scorer.state_dict().items())
-    assert torch.equal(scorer(input_ids=ids).logits, scores)
+    assert torch.equal(scorer(input_ids=ids).start_logits, scores)
     assert all(parameter.requires_grad for parameter in scorer.parameters())
     accelerator.hf_parallel.watchdog.stop()
     return found | {"lines": lines.getvalue()}
@@ -266,7 +273,8 @@ def test_what_cannot_stand_beside_a_cut_model_is_refused_by_name(tmp_path: Path)
     results = run_ranks(refused_main, 2, tmp_path=tmp_path, env=ENV)
     in_parts = "GPT2LMHeadModel, a model for inference: tensor parallel: 9[0-9]% of the parameters sharded, .* compared with the whole model"
     assert re.search(in_parts, results[0]["lines"])
-    whole = r"GPT2ForSequenceClassification, a model for inference, stays whole on every rank: 0.00 GB of each \(.* is made for Sequence"
+    assert "GPT2ForSequenceClassification, a model for inference: tensor parallel: " in results[0]["lines"]
+    whole = r"GPT2ForQuestionAnswering, a model for inference, stays whole on every rank: 0.00 GB of each \(.* is made for Question"
     assert re.search(whole, results[0]["lines"])
     for found in results:
         for name in ("shared", "shared later"):
