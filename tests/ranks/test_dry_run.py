@@ -82,7 +82,12 @@ def messages(calls: Any, sizes: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+LONG = ("tp2", "zero1", "recomputed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in SECTIONS]
+)
 def test_the_peak_is_that_of_a_real_run(name: str, tmp_path: Path) -> None:
     section = SECTIONS[name]
     real = run_ranks(counted, 2, section, tmp_path=tmp_path)

@@ -63,6 +63,7 @@ def counting_main(rank: int, world_size: int, folder: str, layouts: dict[str, An
     return found
 
 
+@pytest.mark.long
 def test_a_block_that_others_show_runs_once_at_the_start(tmp_path: Path) -> None:
     layouts: dict[str, Any] = {
         "pp2": {"pp_size": 2},

@@ -141,6 +141,7 @@ def uneven_main(rank: int, world_size: int, kind: str) -> None:
         assert tokens(model, "greedy", max_new_tokens=length) == tokens(reference, "greedy", max_new_tokens=length)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "llama_lora"])
 def test_replicas_of_zero_3_may_stop_at_different_times(kind: str, tmp_path: Path) -> None:
     run_ranks(uneven_main, 2, kind, tmp_path=tmp_path, env=ENV)

@@ -36,6 +36,7 @@ def main(rank: int, world_size: int, layouts: list[str]) -> list[float]:
     return [user_loops.run(layout, measure, build=build)["history"][-1] for layout in layouts]
 
 
+@pytest.mark.long
 def test_norms_of_long_gradients_are_right_to_one_in_a_million(tmp_path_factory: pytest.TempPathFactory) -> None:
     options: dict[str, Any] = {"env": {"ACCELERATE_USE_CPU": "true"}, "timeout": 120.0}
     folder = tmp_path_factory.mktemp("norms")

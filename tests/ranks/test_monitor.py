@@ -403,8 +403,13 @@ def counting(rank: int, world_size: int, folder: str, kinds: dict[str, Any], set
     ("kinds", "settings", "steps"),
     [
         # two that warm up are left out of the report
-        ({"logging_steps": 15, "max_steps": 32}, {"report": True}, [15, 15, 30]),
-        ({"logging_strategy": "epoch", "num_train_epochs": 2}, {"trace_steps": [2, 3]}, [10, 10]),
+        pytest.param({"logging_steps": 15, "max_steps": 32}, {"report": True}, [15, 15, 30], marks=pytest.mark.long),
+        pytest.param(
+            {"logging_strategy": "epoch", "num_train_epochs": 2},
+            {"trace_steps": [2, 3]},
+            [10, 10],
+            marks=pytest.mark.long,
+        ),
         ({"logging_steps": 3, "max_steps": 3}, {"trace_steps": [3, 9]}, [3]),
     ],
     ids=["steps", "epoch", "ends_in_a_trace"],

@@ -163,7 +163,7 @@ def parity_rank(rank: int, world_size: int, name: str) -> None:
                 assert engine.peak_live == peak_live(choice.training(count))[rank], (name, count, engine.peak_live)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_pipeline_equals_one_process_and_holds_what_the_schedule_promises(
     name: str, world_size: int, tmp_path: Path

@@ -79,7 +79,7 @@ def trained(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> None:
     assert any(not torch.equal(value, exact[name]) for name, value in short.items()) is not rounds_alike
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_replicas_stay_alike_and_the_optimizer_stays_in_fp32(stage: int, dtype: torch.dtype, tmp_path: Path) -> None:
     run_ranks(trained, 2, stage, dtype, tmp_path=tmp_path)

@@ -97,7 +97,9 @@ def starts(rank: int, world_size: int, settings: dict[str, Any], folder: str) ->
     assert run() == (loss, nothing)
 
 
-@pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}], ids=["pp2", "tp2"])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"pp_size": 2}, marks=pytest.mark.long), {"tp_size": 2}], ids=["pp2", "tp2"]
+)
 def test_the_second_start_of_a_model_finds_out_nothing_again(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     run_ranks(starts, 2, settings, str(folder), tmp_path=tmp_path, env={"HF_PARALLEL_CACHE": str(folder)})
@@ -154,7 +156,9 @@ def trainings(rank: int, world_size: int, settings: dict[str, Any], folder: str)
     return found
 
 
-@pytest.mark.parametrize("settings", [{"pp_size": 2}, {"tp_size": 2}], ids=["pp2", "tp2"])
+@pytest.mark.parametrize(
+    "settings", [{"pp_size": 2}, pytest.param({"tp_size": 2}, marks=pytest.mark.long)], ids=["pp2", "tp2"]
+)
 def test_a_trainer_checks_a_narrow_model_once(settings: dict[str, Any], tmp_path: Path) -> None:
     environment = {"HF_PARALLEL_CACHE": str(tmp_path / "cache")}
     found = run_ranks(trainings, 2, settings, str(tmp_path), tmp_path=tmp_path, env=environment)

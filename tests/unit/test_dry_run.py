@@ -203,7 +203,16 @@ def test_a_sharded_head_keeps_its_logits_local(tmp_path: Path) -> None:
     assert max(size // count for size, count, *_ in found.peak.largest) <= whole // 2 + 4096 * 256 * 4
 
 
-@pytest.mark.parametrize("section", ["{}", "{pp_size: 2, pipeline: {num_microbatches: 2}}", "{zero: {stage: 1}}"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "{}",
+        *(
+            pytest.param(more, marks=pytest.mark.long)
+            for more in ("{pp_size: 2, pipeline: {num_microbatches: 2}}", "{zero: {stage: 1}}")
+        ),
+    ],
+)
 def test_adapters_alone_have_gradients_and_optimizer(section: str, tmp_path: Path) -> None:
     """Rank 4 on seven linear layers of each block: 4 * (inputs + outputs) parameters each, 8 bytes of state for each."""
     pytest.importorskip("peft")

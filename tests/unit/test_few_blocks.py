@@ -59,7 +59,12 @@ def blocks(model: nn.Module, **options: Any) -> tuple[int, ...] | None:
     return None if fewer is None else fewer.kept.blocks
 
 
-@pytest.mark.parametrize("name", DEEP)
+FIRST = ("llama_tied", "gpt2_tied")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in DEEP]
+)
 def test_equal_blocks_are_shown_by_three_and_plans_are_the_same(name: str) -> None:
     model = deep(name)
     probes = Probes(model, torch.device("cpu"))

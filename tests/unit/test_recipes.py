@@ -108,6 +108,7 @@ def test_what_a_recipe_says_of_the_planner_is_what_it_chooses(name: str) -> None
     assert recipes_planned.with_plan(name, text) == text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ON_GPU)
 def test_validate_passes_on_every_gpu_recipe_with_its_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

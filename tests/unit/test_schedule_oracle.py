@@ -37,7 +37,11 @@ def torch_schedule(name: str, ranks: int, microbatches: int, stages: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("name", "stages"), [*((name, 2) for name in TORCH_NAMES), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 3)]
+    ("name", "stages"),
+    [
+        *((name, 2) for name in TORCH_NAMES),
+        *(pytest.param(f"interleaved_{kind}", 3, marks=pytest.mark.long) for kind in ("1f1b", "zero_bubble")),
+    ],
 )
 def test_bubble_and_memory_are_torchs_or_better(name: str, stages: int) -> None:
     compared = 0
