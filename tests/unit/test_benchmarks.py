@@ -66,6 +66,7 @@ def test_the_benchmark_of_sequence_parallelism_runs(tmp_path: Path) -> None:
         assert whole > shared > with_sequence
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_guards_runs(tmp_path: Path) -> None:
     report = run_alone("bench_guards.py", tmp_path / "report.json", "--layouts", "pp2", "zero1")
     assert [row["layout"] for row in report["rows"]] == ["pp2", "zero1"]
