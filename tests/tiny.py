@@ -373,3 +373,19 @@ def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         "labels": pad("labels", -100),
         "attention_mask": pad("attention_mask", 0),
     }
+
+
+def moved(model: Any, size: float) -> Any:
+    """`model`, near what it was: every parameter moved by numbers of `size`, the same in each process."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
+    return model
+
+
+def bytes_here(model: Any) -> int:
+    """Of the parameters that this rank holds."""
+    from hf_parallel.data_parallel.fsdp import local_of
+
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())

@@ -125,9 +125,12 @@ def parallelize(
     engine.expected = expected(holdings, plans.prediction, plans.recomputed)
     watchdog.runs()
     if setup.reports:
-        of_replicas = engine.gradients.replicas.describe()
-        lines = opening(plans, setup, holdings, of_replicas, seconds, compared=compared)
-        for line in lines if trains else [for_inference(plans, setup, holdings, seconds, compared=compared)]:
+        if trains:
+            of_replicas = engine.gradients.replicas.describe()
+            lines = opening(plans, setup, holdings, of_replicas, seconds, compared=compared)
+        else:
+            lines = [for_inference(plans, setup, holdings, seconds, compared=compared)]
+        for line in lines:
             logger.info("hf_parallel: %s", line)
         for line in summary(plans, setup):
             logger.debug("hf_parallel: %s", line)

@@ -118,20 +118,6 @@ def test_model_init_may_be_evaluated_then_trained_and_trained_again(size: int, l
 # -- models beside the trained one -----------------------------------------------------------------------------------
 
 
-def other_than(model: Any) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
-    return model
-
-
-def bytes_here(model: Any) -> int:
-    from hf_parallel.data_parallel.fsdp import local_of
-
-    return sum(local_of(parameter).nbytes for parameter in model.parameters())
-
-
 def num_hows(parallel: dict[str, Any] | None) -> int:
     """Shards round the products of bf16, in which one of the teachers is, otherwise."""
     return 2 if "tp_size" in (parallel or {}) else 3
@@ -160,7 +146,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
                 teacher.bfloat16()  # no optimizer wants it in fp32
             if how == "evaluation":
                 teacher = from_pretrained(folder, HFParallelConfig().with_overrides(**(parallel or {})))
-            whole = bytes_here(teacher)
+            whole = tiny.bytes_here(teacher)
             optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3, eps=1e-5)
             loader = DataLoader(tiny.rows(32), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate)
             if how == "evaluation":
@@ -173,7 +159,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
                     student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
                 else:
                     teacher, student, optimizer, loader = accelerator.prepare(teacher, student, optimizer, loader)
-            share = bytes_here(teacher) / whole
+            share = tiny.bytes_here(teacher) / whole
             history = []
             for index, inputs in enumerate(loader):
                 with torch.set_grad_enabled(index > 0):  # a loop may forget that nothing of the teacher is trained
@@ -206,7 +192,7 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
 )
 def test_a_frozen_teacher_is_cut_and_sharded_like_the_student(size: int, layouts: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "teacher")
-    other_than(tiny.llama()).save_pretrained(folder)
+    tiny.moved(tiny.llama(), 0.02).save_pretrained(folder)
     expected = run_ranks(distil_main, 1, [None], folder, tmp_path=tmp_path, init_group=False, env=ENV)[0]
     results = run_ranks(distil_main, size, layouts, folder, tmp_path=tmp_path, timeout=120, env=ENV)
     assert len(results[0]) == sum(map(num_hows, layouts))

@@ -146,21 +146,6 @@ def model_of(name: str) -> Any:
     return scorer() if name == "scorer" else tiny.MODELS[name]()
 
 
-def other_than(model: Any) -> Any:
-    """A model near another one: with an equal one, rounding decides which row has the higher reward."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-    return model
-
-
-def bytes_here(model: Any) -> int:
-    from hf_parallel.data_parallel.fsdp import local_of
-
-    return sum(local_of(parameter).nbytes for parameter in model.parameters())
-
-
 def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data: str, folder: str) -> dict[str, Any]:
     from datasets import load_from_disk
     from peft import LoraConfig
@@ -175,7 +160,8 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
         more = dict(more)
         options: dict[str, Any] = {}
         if more.pop("reference", False):
-            options["ref_model"] = other_than(model_of(model))
+            # Not an equal one: rounding would decide which row has the higher reward.
+            options["ref_model"] = tiny.moved(model_of(model), 0.01)
         if more.pop("adapter", False):
             # Another seed: what the adapter begins as is drawn here.
             task: dict[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if kind == "reward" else {}
@@ -200,7 +186,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
             **{"gradient_checkpointing": False, **more},
         )
         dataset = load_from_disk(f"{data}/{rows}")
-        whole = bytes_here(options["ref_model"]) if "ref_model" in options else 0
+        whole = tiny.bytes_here(options["ref_model"]) if "ref_model" in options else 0
         trainer = trainer_kind(
             model=model_of(model),
             args=arguments,
@@ -214,7 +200,7 @@ def runs_main(rank: int, world_size: int, parallel: dict[str, Any] | None, data:
         if (
             in_parts and "ref_model" in options
         ):  # tied, or 4 blocks of a few thousand numbers: stages are not equally large
-            assert bytes_here(trainer.ref_model) <= 0.8 * whole, name
+            assert tiny.bytes_here(trainer.ref_model) <= 0.8 * whole, name
         trainer.train()
         trainer.save_model(f"{folder}/{name}/final")
         steps = [

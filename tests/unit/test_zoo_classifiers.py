@@ -6,7 +6,6 @@ If these fail, classifiers train wrong or are refused without need, or docs/cove
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,7 @@ def test_planning_leaves_the_kind_of_problem_to_the_labels_of_training() -> None
 
 
 def test_a_plan_that_loses_a_part_of_a_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = shards.plan_tensor_parallel
-
-    def blind(*args: Any) -> Any:
-        plan = genuine(*args)
-        return replace(plan, pairs=tuple(replace(pair, partial=()) for pair in plan.pairs))
-
-    monkeypatch.setattr(shards, "plan_tensor_parallel", blind)
+    monkeypatch.setattr(shards, "plan_tensor_parallel", shards.plan_without_partial_gradients)
     row = sweep_classifier("gemma3_text")
     assert row.failed
     assert "differs by" in row.tp.note
