@@ -98,7 +98,8 @@ def main() -> int:
     """Run the steps and write the card; returns the exit code."""
     given = options()
     if given.fill_wheels is not None:
-        for name in wheels.fill(given.wheels, given.fill_wheels, (*wheels.WANTED, *wheels.WANTED_TESTS)):
+        requirements = [*wheels.wanted(ROOT / "pyproject.toml"), *wheels.WANTED_TESTS]
+        for name in wheels.fill(given.wheels, given.fill_wheels, requirements):
             say(name)
         return 0
     use_wheels(given.wheels)

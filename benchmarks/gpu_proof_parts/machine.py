@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -45,7 +46,7 @@ class Machine:
         gpu_bytes: Memory of the smallest.
         free_bytes: Free on it.
         versions: Of Python and the packages.
-        nccl: Version that torch has.
+        nccl: Version that torch uses.
         driver: Of the GPUs.
         compiles: Whether Triton, which `torch.compile` needs on a GPU, is there.
         cores: Of the CPU.
@@ -109,10 +110,18 @@ def probe(device: Device) -> dict[str, Any]:
 
 
 def _nccl() -> tuple[int, ...]:
+    """Of the library that is loaded, such as one of LD_PRELOAD: torch names the one that it was built with."""
     import torch
     import torch.distributed as dist
 
-    return tuple(torch.cuda.nccl.version()[:3]) if dist.is_available() and dist.is_nccl_available() else ()
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return ()
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # linked into torch
+        return tuple(torch.cuda.nccl.version()[:3])
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _driver() -> str:

@@ -119,6 +119,13 @@ def run_shared(setting: Setting) -> dict[str, Any]:
         (2, Case("tp2", parallel={"tp_size": 2}, **short)),
         (2, Case("dp2", **short)),
         (2, Case("zbv", parallel={**PP2, "schedule": "zbv_zero_bubble"}, **short)),
+        (2, Case("zero1", parallel={"zero": {"stage": 1}}, **short)),
+        (2, Case("zero3", parallel={"zero": {"stage": 3}}, **short)),
+        (2, Case("sp2_ulysses", parallel={"sp_size": 2, "sp_attention": "ulysses"}, **short)),
+        (2, Case("sp2_ring", parallel={"sp_size": 2, "sp_attention": "ring"}, **short)),
+        (2, Case("ep2", model="mixtral_plain", parallel={"ep_size": 2}, **short)),
+        (4, Case("pp2_tp2", parallel={**PP2, "tp_size": 2}, **short)),
+        (4, Case("pp2_dp2", parallel=PP2, **short)),
         (4, Case("pp4", parallel=pp4, **short)),
         (4, Case("pp4_zbv", model="llama_8", parallel={**pp4, "schedule": "zbv_zero_bubble"}, **short)),
     ]

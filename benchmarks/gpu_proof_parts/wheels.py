@@ -11,17 +11,27 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 
 
-# What a machine with a torch for its GPUs may lack; torch itself brings CUDA's libraries and comes with the machine.
-WANTED = ("transformers", "accelerate", "safetensors", "packaging", "psutil", "pydantic>=2", "typer", "rich", "pyyaml")
 WANTED_TESTS = ("pytest", "pytest-timeout")
 OF_THE_MACHINE = re.compile(r"torch|triton|nvidia[-_].*|cuda[-_].*")
+NOT_NEEDED = re.compile(r"datasets")  # by no step
 PLATFORMS = ("2_39", "2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12", "2_5")
+
+
+def wanted(pyproject: Path) -> list[str]:
+    """The releases that this project takes, without torch: it brings CUDA's libraries and comes with the machine."""
+    named = {
+        re.match(r"[\w.-]+", one)[0]: one  # type: ignore[index]
+        for one in tomllib.loads(pyproject.read_text())["project"]["dependencies"]
+    }
+    left_out = (OF_THE_MACHINE, NOT_NEEDED)
+    return [one for name, one in named.items() if not any(pattern.fullmatch(name) for pattern in left_out)]
 
 
 def unpack(wheels: Path, site: Path) -> list[str]:
@@ -106,13 +116,13 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
 
 
-def fill(folder: Path, python_version: str, wanted: tuple[str, ...]) -> list[str]:
+def fill(folder: Path, python_version: str, requirements: Sequence[str]) -> list[str]:
     """Download wheels for a machine of another Python version; pip and a network are needed. The files.
 
     Args:
         folder: Gets the wheels.
         python_version: Such as "3.12".
-        wanted: Requirements, whose own requirements come along, but for torch and CUDA's libraries.
+        requirements: Their own requirements come along, but for torch and CUDA's libraries.
     """
     for_it = ["--only-binary=:all:", f"--python-version={python_version}", "--implementation=cp"]
     for_it += [f"--platform=manylinux_{number}_{platform.machine()}" for number in PLATFORMS]
@@ -121,7 +131,7 @@ def fill(folder: Path, python_version: str, wanted: tuple[str, ...]) -> list[str
     report = folder / "resolved.json"
     folder.mkdir(parents=True, exist_ok=True)
     resolve = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", f"--target={folder / 'none'}"]
-    subprocess.run([*resolve, f"--report={report}", *for_it, *wanted], check=True)
+    subprocess.run([*resolve, f"--report={report}", *for_it, *requirements], check=True)
     pins = list(_pins(report))
     report.unlink()
     subprocess.run([*pip, "download", "--quiet", "--no-deps", f"--dest={folder}", *for_it, *pins], check=True)

@@ -180,3 +180,10 @@ def test_without_a_gpu_one_sentence_says_so(tmp_path: Path) -> None:
     assert "sees no GPU with CUDA_VISIBLE_DEVICES=, so nothing was run" in ended.stderr
     assert "--device soft" in ended.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_wheels_are_filled_with_the_releases_that_this_project_takes() -> None:
+    wanted = wheels.wanted(ROOT / "pyproject.toml")
+    assert any(one.startswith("transformers>=") and ",<" in one for one in wanted)
+    assert any(one.startswith("pydantic>=") for one in wanted)
+    assert not any(one.startswith(("torch", "datasets")) for one in wanted)
