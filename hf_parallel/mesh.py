@@ -195,6 +195,7 @@ class Mesh:
         timeout: timedelta,
         dp_shard_size: int | None = None,
         links: Links | None = None,
+        parts_alone: bool = False,
     ) -> Mesh:
         """Create this rank's groups; collective over the default group.
 
@@ -203,6 +204,7 @@ class Mesh:
             timeout: Longest wait of a collective before it raises.
             dp_shard_size: Replicas that share one copy of partitioned state, neighbours on the dp axis; None for all.
             links: What joins the ranks; None: all are alike.
+            parts_alone: Whether a rank that is alone has a `dp_shard_group`, the default group: what is offloaded is then its part.
 
         Raises:
             ConfigError: `shape` does not fit the world size, or `dp_shard_size` does not divide the replicas.
@@ -234,6 +236,7 @@ class Mesh:
         copies_group = group(shape.groups(lambda d, p, t, s: (p, t))) if is_shared else dp_group
         model_group = group(shape.groups(lambda d, p, t, s: (d, s))) if is_shared else mp_group
         whole = shard_size == shape.dp_size
+        sharers = copies_group if whole else group(shape.groups(lambda d, p, t, s: (d // shard_size, p, t)))
         return cls(
             shape=shape,
             rank=rank,
@@ -243,7 +246,7 @@ class Mesh:
             pp_group=group(shape.groups(lambda d, p, t, s: (d, t, s))),
             dp_group=dp_group,
             copies_group=copies_group,
-            dp_shard_group=copies_group if whole else group(shape.groups(lambda d, p, t, s: (d // shard_size, p, t))),
+            dp_shard_group=dist.group.WORLD if parts_alone and world_size == 1 else sharers,
             dp_replicate_group=None if whole else group(shape.groups(lambda d, p, t, s: (d % shard_size, p, t, s))),
             mp_group=mp_group,
             timeout=timeout,

@@ -128,8 +128,10 @@ class Snapshots(TrainerCallback):
 
         ledger = session.engine.attachment.ledger
         mine = {key for key, p in named.items() if name == "gradients" and not p.requires_grad}
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, mine)  # stages hold different ones
+        everyone: list[Any] = [mine]
+        if session.mesh.shape.world_size > 1:
+            everyone = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, mine)  # stages hold different ones
         frozen = set().union(*everyone)
         return gather_tensors(
             ledger, held, session.mesh, wanted=lambda entry: entry.kind == "param" and entry.name not in frozen

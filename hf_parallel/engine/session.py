@@ -128,6 +128,7 @@ class Session:
             links=placement.links,
             timeout=timeout,
             dp_shard_size=None if shard_size == "auto" or world_size == 1 else shard_size,
+            parts_alone=config.zero.offloads,
         )
         store = private_store() if dist.is_initialized() else None
         names = [shape.describe(rank) for rank in range(world_size)]

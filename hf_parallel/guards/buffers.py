@@ -43,7 +43,7 @@ class MovingBuffers:
 
     def __init__(self, model: nn.Module, mesh: Mesh, device: torch.device) -> None:
         self._model, self._mesh, self._device = model, mesh, device
-        self._looks = LOOKS if dist.is_initialized() else 0
+        self._looks = LOOKS if mesh.shape.world_size > 1 else 0
         self._moving: list[str] = []
         self.moving: list[str] = []
         self.sends = True

@@ -79,6 +79,11 @@ class ZeroConfig(Section):
     nvme_path: Annotated[str | None, Field(description="the absolute path of a folder on a fast disk, or null")] = None
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything lives in host memory or in files."""
+        return self.offload_optimizer != "none" or self.offload_param != "none"
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether parameters are shared out too, by `fully_shard`."""
         return self.engine != "deepspeed" and (self.stage == 3 or (self.stage > 0 and self.engine == "fsdp2"))

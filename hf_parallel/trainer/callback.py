@@ -43,6 +43,7 @@ from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.accelerator import attach_accelerator
+from hf_parallel.trainer.alone import config_alone, group_for_parts, is_alone
 from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
@@ -111,10 +112,12 @@ class HFParallelCallback(TrainerCallback):
             dist.get_world_size() if dist.is_initialized() else 1,
             only_model=args.save_only_model,
         )
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            logger.info("hf_parallel: %s", self.explanation)
-            _save_for_any_layout(trainer, self.config)
-            return
+        if is_alone():
+            self.config, self.explanation, acts = config_alone(self.config, self.explanation)
+            if not acts:
+                logger.info("hf_parallel: %s", self.explanation)
+                _save_for_any_layout(trainer, self.config)
+                return
         if self.config.layout == "auto":
             self._plan(trainer)
         trainer_internals()
@@ -134,6 +137,7 @@ class HFParallelCallback(TrainerCallback):
                 unread.check(self.config)
         dynamo = trainer.accelerator.state.dynamo_plugin
         self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
+        group_for_parts(self.config, trainer.accelerator.device)
         self.session = Session.start(
             *(self.config, self._schedule, self.explanation),
             sent_by=functools.partial(sent_by, trainer, self.config, self.sample),

@@ -336,11 +336,13 @@ class HFParallelTrainerMixin(CheckpointMixin):
         known: tuple[bool, bool] | None = getattr(self, "_hf_parallel_looks", None)
         if known is None:
             others = [callback for callback in callbacks if is_users(callback)]
-            flags = torch.tensor([len(others) > 0, any(map(looks_at_gradients, others))], device=self.args.device)
-            flags = flags.int()
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-            others_look, gradients_too = (bool(flag) for flag in flags.tolist())
-            known = self._hf_parallel_looks = (others_look, gradients_too)
+            known = len(others) > 0, any(map(looks_at_gradients, others))
+            if self._hf_parallel_mesh.shape.world_size > 1:
+                flags = torch.tensor(known, device=self.args.device).int()
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+                others_look, gradients_too = (bool(flag) for flag in flags.tolist())
+                known = others_look, gradients_too
+            self._hf_parallel_looks = known
         return known
 
 

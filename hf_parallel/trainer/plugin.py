@@ -21,6 +21,7 @@ from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import resolve_config
 from hf_parallel.trainer.accelerator import HFParallelAccelerator, attach_accelerator
+from hf_parallel.trainer.alone import config_alone, group_for_parts, is_alone
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.loop_state import load_loop_state, save_loop_state
 
@@ -112,8 +113,11 @@ class HFParallelPlugin(ParallelismConfig):  # type: ignore[misc]
             )
         if self._session is None:
             refuse_settings(accelerator)
+            if is_alone():
+                self.config, self.explanation, _ = config_alone(self.config, self.explanation)
             dynamo = accelerator.state.dynamo_plugin
             self.config, self._schedule = with_compiled_blocks(self.config, self._schedule, dynamo)
+            group_for_parts(self.config, accelerator.device)
             self._session = Session.start(self.config, self._schedule, self.explanation, accelerator.num_processes)
             self._session.sample = self._sample
             self._session.total_steps = self._total_steps

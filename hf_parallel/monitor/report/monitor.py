@@ -190,7 +190,7 @@ class Monitor:
         mine = torch.tensor(values, dtype=torch.float64).to(self._device)
         everyone = mine.new_empty(self._mesh.shape.world_size * len(values))
         world = dist.group.WORLD
-        if world is None:
+        if world is None or self._mesh.shape.world_size == 1:
             return mine.view(1, -1)
         with self.engine.attachment.watchdog.waiting("waits for what the other ranks have measured"):
             work = all_gather_flat(everyone, mine, world)
@@ -256,11 +256,15 @@ class Monitor:
         return self._group
 
     def _clocks(self) -> list[Offset]:
+        if self._mesh.shape.world_size == 1:
+            return [Offset(0.0, 0.0)]
         with self.engine.attachment.watchdog.waiting("waits for the other ranks to compare clocks"):
             return clock_offsets(self._gloo())
 
     def _collected(self, mine: Any) -> list[Any]:
         """Of every rank, on rank 0."""
+        if self._mesh.shape.world_size == 1:
+            return [mine]
         everyone: list[Any] | None = [None] * self._mesh.shape.world_size if self._mesh.rank == 0 else None
         with self.engine.attachment.watchdog.waiting("waits for the records of the other ranks"):
             dist.gather_object(mine, everyone, group=self._gloo(), group_dst=0)
