@@ -16,9 +16,9 @@ from hf_parallel.settings.sections import Section, spelled
 
 Effect = Literal["acts", "acts if offloaded", "is stock", "none"]
 
-# By section or setting, of which the longer name counts. "acts": on the model or the run of one rank, by the engine alone.
-# "acts if offloaded": it says how ZeRO offloads; one rank has all parts. "is stock": a stock Trainer in one process does it.
-# "none": it is about several ranks, and one rank trains the same without.
+# By setting, or by section where all settings of it do the same, so that a new setting is decided upon. "acts": on the model or the
+# run of one rank, by the engine alone. "acts if offloaded": it says how ZeRO offloads; one rank has all parts. "is stock": a stock
+# Trainer in one process does it. "none": it is about several ranks, and one rank trains the same without.
 IN_ONE_PROCESS: Final[Mapping[str, Effect]] = {
     "tp_size": "none",
     "pp_size": "none",
@@ -29,23 +29,40 @@ IN_ONE_PROCESS: Final[Mapping[str, Effect]] = {
     "gradient_accumulation_steps": "is stock",
     "global_batch_size": "is stock",
     "chunked_loss": "is stock",  # false: true is refused without stages and shards
-    "pipeline": "none",
+    "pipeline.schedule": "none",
+    "pipeline.schedule_file": "none",
+    "pipeline.stages_per_rank": "none",
+    "pipeline.num_microbatches": "none",
+    "pipeline.vertical_sync": "none",
+    "pipeline.split": "none",
     "pipeline.compile_blocks": "acts",
+    "pipeline.costs": "none",
+    "pipeline.rank_speed": "none",
+    "pipeline.rank_memory_gb": "none",
+    "pipeline.self_check": "none",
+    "pipeline.transport": "none",
     "tensor_parallel": "none",
-    "data_parallel": "acts if offloaded",
+    "data_parallel.bucket_cap_mb": "acts if offloaded",
+    "data_parallel.overlap": "acts if offloaded",
     "data_parallel.reduce_dtype": "none",
-    "zero": "acts if offloaded",
+    "zero.stage": "acts if offloaded",
+    "zero.engine": "acts if offloaded",
     "zero.dp_shard_size": "none",
     "zero.overlap_gather": "none",
     "zero.offload_optimizer": "acts",
     "zero.offload_param": "acts",
+    "zero.pin_memory": "acts if offloaded",
+    "zero.nvme_path": "acts if offloaded",
     "activation_checkpointing": "acts",
     "gradient_compression": "none",
     "local_sgd": "none",
     "topology": "none",
     "checkpoint": "is stock",
-    "monitor": "none",
+    "monitor.hang_timeout_s": "none",
+    "monitor.hang_floor_s": "none",
+    "monitor.batch_check_steps": "none",
     "monitor.metrics": "is stock",  # true is the default; false measures nothing, as stock
+    "monitor.slow_rank_factor": "none",
     "monitor.trace_steps": "acts",
     "monitor.report": "acts",
 }
