@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +35,29 @@ LONGEST = (
     "test_settings_fuzz.py",
     "test_resume.py",
 )
+SLOWEST_FILES = 25
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print which files the time went to: seconds of the workers, with fixtures and whatever the outcome."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            tests[file].add(report.nodeid)
+    if not seconds:
+        return
+    count = sum(map(len, tests.values()))
+    terminalreporter.section(f"{sum(seconds.values()):.0f} worker-seconds of {count} tests, the slowest files")
+    for file in sorted(seconds, key=lambda name: -seconds[name])[:SLOWEST_FILES]:
+        terminalreporter.write_line(f"{seconds[file]:8.1f} s  {file} ({len(tests[file])})")
 
 
 @pytest.fixture(autouse=True)
