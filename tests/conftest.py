@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.metadata
 import os
 import sys
 from collections import defaultdict
@@ -41,6 +44,13 @@ SLOWEST_FILES = 25
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """As in `preloaded`, for tests that train in this process."""
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
