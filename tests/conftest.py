@@ -25,6 +25,7 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 # Files whose tests take minutes: with two processes, one that begins last would run alone at the end.
 LONGEST = (
+    "test_trl.py",
     "test_benchmarks.py",
     "test_schedule_parity.py",
     "test_trainer_features.py",
