@@ -27,7 +27,7 @@ from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
 
 pytestmark = pytest.mark.timeout(400)
 
-PLAIN = Case("plain", steps=5, arguments=NO_NOISE)
+PLAIN = Case("plain", steps=3, arguments=NO_NOISE)
 TP2 = {"tp_size": 2}
 SEQUENCE = {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}}
 TWO: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> model, settings
@@ -67,6 +67,7 @@ FOUR: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 Runs = dict[str, dict[str, Any]]
+SLOW = ((), (pytest.mark.slow,))
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +89,12 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found, run_cases(stock, 1, folder / "stock")
 
 
+# Models on stages of shards that are on stages (test_lora_pipeline.py) and on shards in other rows.
+REST = ("pp2_llama_lora", "pp2_llama_tied_lora", "pp2_phi3_lora", "recomputed")
+
+
 def marked(name: str) -> Any:
-    return pytest.param(name, marks=() if name == "llama_lora" else pytest.mark.long)
+    return pytest.param(name, marks=() if name == "llama_lora" else [pytest.mark.long, *SLOW[name in REST]])
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in [*TWO, *FOUR]])
