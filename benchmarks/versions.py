@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from tables import with_tables
 
@@ -54,7 +55,8 @@ class Row:
     Args:
         name: For `--rows`.
         torch: A release, or "newest".
-        transformers: "newest"; "newest minor": its first release; "before", "minor before": last and first of the minor before.
+        transformers: "newest"; "newest minor": its first release; "before", "minor before": last and first of the minor before;
+            "floor": the first of the range in pyproject.toml.
         accelerate: Likewise.
         peft: Likewise.
     """
@@ -71,6 +73,7 @@ ROWS = (
     Row("before", "2.13.0", "before", "before", "before"),
     Row("minor-before", "2.13.0", "minor before", "minor before", "minor before"),
     Row("newest-minor", "2.13.0", "newest minor", "newest minor", "newest minor"),
+    Row("floor", "2.13.0", "floor", "floor", "minor before"),
     Row("oldest", "2.11.0", "minor before", "minor before", "minor before"),
     Row("oldest-torch", "2.11.0", "newest", "newest", "newest"),
     Row("newest", "newest", "newest", "newest", "newest"),
@@ -95,13 +98,15 @@ class Result:
         return self.passed > 0 and not self.failed and not self.problem
 
 
-def release(wanted: str, available: Sequence[str]) -> str:
+def release(wanted: str, available: Sequence[str], supported: str = "") -> str:
     """The release that a word of a row stands for.
 
     Raises:
         ValueError: The index offers none.
     """
     final = sorted((v for v in map(Version, available) if not v.is_prerelease and not v.local), reverse=True)
+    if wanted == "floor":
+        return str(min(version for version in final if version in SpecifierSet(supported)))
     minors = sorted({version.release[:2] for version in final}, reverse=True)
     if wanted not in ("newest", "newest minor", "before", "minor before"):
         if Version(wanted) not in final:
@@ -234,8 +239,9 @@ def main() -> int:
     """Run the rows, write report and page; returns the exit code."""
     given = options()
     available = {name: offered(name) for name in PACKAGES}
+    supported = {one.name: str(one.specifier) for one in ranges()}
     wanted = {
-        row.name: {name: release(getattr(row, name), available[name]) for name in PACKAGES}
+        row.name: {name: release(getattr(row, name), available[name], supported.get(name, "")) for name in PACKAGES}
         for row in ROWS
         if row.name in given.rows
     }

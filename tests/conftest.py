@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.metadata
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +25,7 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 # Files whose tests take minutes: with two processes, one that begins last would run alone at the end.
 LONGEST = (
+    "test_trl.py",
     "test_benchmarks.py",
     "test_schedule_parity.py",
     "test_trainer_features.py",
@@ -33,11 +39,36 @@ LONGEST = (
     "test_settings_fuzz.py",
     "test_resume.py",
 )
+SLOWEST_FILES = 25
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """As in `preloaded`, for tests that train in this process."""
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print which files the time went to: seconds of the workers, with fixtures and whatever the outcome."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, set[str]] = defaultdict(set)
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.partition("::")[0]
+            seconds[file] += report.duration
+            tests[file].add(report.nodeid)
+    if not seconds:
+        return
+    count = sum(map(len, tests.values()))
+    terminalreporter.section(f"{sum(seconds.values()):.0f} worker-seconds of {count} tests, the slowest files")
+    for file in sorted(seconds, key=lambda name: -seconds[name])[:SLOWEST_FILES]:
+        terminalreporter.write_line(f"{seconds[file]:8.1f} s  {file} ({len(tests[file])})")
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,17 @@
 """What no rank should do again: the fork server of `rank_runner` imports this module once, and its ranks have it done.
 
 Modules that a first training run imports late (accelerate asks whether a model is DeepSpeed's), and transformers' table of
-renamed weights, a thousand compiled patterns.
+renamed weights, a thousand compiled patterns. Two things that accelerate does again and again are made cheap: to parse the
+metadata of a package each time it asks whether there is one, and to collect garbage among all that was imported after
+every training, which is most of such a run of a tiny model.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
+import importlib.metadata
 import sys
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -18,3 +23,6 @@ MODULES = ("deepspeed", "numpy.ctypeslib", "torch.profiler._cupti_monitor")
 for name in MODULES if "softcuda.devices" not in sys.modules else ():
     importlib.import_module(name)
 get_checkpoint_conversion_mapping("llama")
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+gc.collect()
+gc.freeze()  # of the server: its ranks begin with all of it left out of their collections

@@ -11,6 +11,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,13 +69,15 @@ def _description(model: nn.Module) -> Any:
         for name, t in tensors
     ]
     modules = [(name, module.training) for name, module in model.named_modules()]
+    names = {id(module): name for name, module in model.named_modules()}
     config = getattr(model, "config", None)
+    names[id(config)] = "its config"
     return (
         None if config is None else config.to_json_string(use_diff=False),
         getattr(model, "is_activation_checkpointing", None),
         kinds,
         modules,
-        [id(function) for function in _functions_of(model)],
+        [_identity(function, names) for function in _functions_of(model)],
         _num_hooks(model),
     )
 
@@ -89,6 +92,26 @@ def _functions_of(model: nn.Module) -> list[Any]:
     for file in sorted(files, key=lambda file: file.__name__):
         found += [value for value in vars(file).values() if callable(value)]
     return found
+
+
+def _identity(value: Any, names: dict[int, str], depth: int = 4) -> Any:
+    """What tells functions apart: those that a library makes anew for each model, of the same code and values, are the same."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if id(value) in names:
+        return ("of the model", names[id(value)])
+    if isinstance(value, tuple):
+        return [_identity(each, names, depth) for each in value]
+    if depth and isinstance(value, functools.partial):
+        given = [value.func, *value.args, *value.keywords.values()]
+        return ("partial", list(value.keywords), [_identity(each, names, depth - 1) for each in given])
+    if depth and isinstance(value, MethodType):
+        return ("method", [_identity(each, names, depth - 1) for each in (value.__func__, value.__self__)])
+    if depth and isinstance(value, FunctionType) and value.__closure__:
+        given = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        given += [getattr(cell, "cell_contents", None) for cell in value.__closure__]
+        return ("function", id(value.__code__), [_identity(each, names, depth - 1) for each in given])
+    return ("object", id(value))
 
 
 def _told(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -16,6 +17,10 @@ def all_reduce_rank(rank: int, world_size: int) -> float:
     value = torch.tensor(float(rank + 1))
     dist.all_reduce(value)
     return float(value)
+
+
+def frozen_objects(rank: int, world_size: int) -> int:
+    return gc.get_freeze_count()
 
 
 def raise_on_rank_1(rank: int, world_size: int) -> None:
@@ -54,3 +59,10 @@ def test_a_dying_rank_is_named_with_its_exit_code(tmp_path: Path) -> None:
 def test_a_hanging_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 still running.*hang_on_rank_1"):
         run_ranks(hang_on_rank_1, 2, tmp_path=tmp_path, timeout=5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_collect_no_garbage_among_what_the_server_imported(world_size: int, tmp_path: Path) -> None:
+    """A training ends with `gc.collect()`: among all of transformers it takes longer than the training of a tiny model."""
+    counts = run_ranks(frozen_objects, world_size, tmp_path=tmp_path, init_group=world_size > 1)
+    assert min(counts) > 100_000

@@ -6,8 +6,11 @@ import contextlib
 import copy
 import inspect
 import sys
+from dataclasses import fields
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from hf_parallel.compat.overridden import changed_methods, in_this_thread
 from hf_parallel.compat.private_torch import is_cross_entropy, is_shipped
@@ -19,11 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel, Trainer
     from transformers.core_model_loading import WeightTransform
 
 IGNORED_LABEL = -100
+# Names of the argument and output that hold what attention has seen: "cache" is that of all models since transformers 5.24,
+# which still takes the others.
+CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def run_inside_checkpoint(
@@ -41,7 +47,7 @@ def run_inside_checkpoint(
     name = "_gradient_checkpointing_func"
     checkpoint = vars(block).get(name)
     checkpoints = isinstance(block, GradientCheckpointingLayer) and block.gradient_checkpointing and block.training
-    if not checkpoints or checkpoint is None:
+    if not checkpoints or checkpoint is None or not torch.is_grad_enabled():  # without gradients 5.24 just runs it
         return body(forward)
 
     def checkpoint_all(function: Callable[..., Any], *args: Any) -> Any:
@@ -120,6 +126,31 @@ def masks_without_values() -> Iterator[None]:
         yield
     finally:
         vars(masking_utils)["is_tracing"] = before
+
+
+def of_documents(mask_function: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
+    """A mask under which the documents of a packed row do not see each other, as transformers makes it.
+
+    Args:
+        mask_function: Of one document.
+        positions: i[B S], position ids.
+        documents: i[B S], the number of the document of each token.
+    """
+    from transformers import masking_utils
+
+    remap = vars(masking_utils).get("remap_positions_for_packed_sequence")
+    if remap is not None:  # 5.22 counts windows and chunks from the start of the row
+        mask_function = remap(mask_function, positions)
+    apart = masking_utils.packed_sequence_mask_function(documents)
+    return masking_utils.and_masks(apart, mask_function)
+
+
+def cache_output() -> str:
+    """The name that the stock Trainer leaves out of predictions where a model's config names none."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    names = [field.name for field in fields(CausalLMOutputWithPast)]
+    return next(name for name in CACHES if name in names)
 
 
 def calling_trainer() -> Trainer | None:

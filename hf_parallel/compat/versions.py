@@ -10,11 +10,11 @@ from packaging.version import Version
 from hf_parallel.errors import UnsupportedError
 
 
-SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.22,<5.24", "accelerate": ">=1.14,<2"}
+SUPPORTED = {"torch": ">=2.11", "transformers": ">=5.22,<5.25", "accelerate": ">=1.14,<2"}
 
 
 def wanted(package: str) -> str:
-    """What to install: "transformers>=5.22,<5.24"."""
+    """What to install: "transformers>=5.22,<5.25"."""
     return f"{package}{SUPPORTED[package]}"
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model
+from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
@@ -25,7 +26,7 @@ from hf_parallel.model.random_streams import generators_of
 logger = logging.getLogger(__name__)
 
 # Ways to generate that read a key-value cache, which stages do not keep.
-NEED_A_CACHE = ("assistant_model", "past_key_values", "prompt_lookup_num_tokens")
+NEED_A_CACHE = ("assistant_model", *CACHES, "prompt_lookup_num_tokens")
 ADVICE = "Take it out of `if state.is_world_process_zero:`, and print on one rank."
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan
 
 
 # Arguments that change what a model returns or keeps; a pipeline returns loss and logits only.
-REFUSED = ("past_key_values", "output_hidden_states", "output_attentions")
+REFUSED = (*CACHES, "output_hidden_states", "output_attentions")
 
 
 def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, caches: bool) -> None:

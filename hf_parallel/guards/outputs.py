@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from transformers.utils.generic import ModelOutput
 
+from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.errors import UnsupportedError
 
 
 # What a stock output has under these names is None unless it was asked for, and a pipeline refuses to be asked.
-NONE_UNASKED = ("past_key_values", "hidden_states", "attentions")
+NONE_UNASKED = (*CACHES, "hidden_states", "attentions")
 More: TypeAlias = dict[str, "torch.Tensor | str"]  # an output, or why there is none
 LOGITS = ("logits", 1)  # by name and by place behind a loss
 LACKING = (

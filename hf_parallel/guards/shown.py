@@ -9,8 +9,8 @@ the whole model, and what is written to it reaches the optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,126 +18,16 @@ from torch import Tensor
 from hf_parallel.compat.private_torch import (
     in_backward_pass,
     no_torch_function,
-    not_overridden,
     without_memory,
     writes_arguments,
 )
 from hf_parallel.compat.torch_tools import is_elementwise, mixes_elements, pytree
 from hf_parallel.errors import ParallelError, UnsupportedError
 from hf_parallel.guards.shown_ops import COPIES, IN_PLACE, LINEAR, NAMES_OF_NORMS, NORMS, SAME, VIEWS, aten
+from hf_parallel.guards.stands import Part, Stand, Sums
 
 
-class Part(Protocol):
-    """Where a gradient really is.
-
-    Attributes:
-        name: Of the parameter.
-        owned: Whether this rank's stage counts it in the norm of the model.
-        is_shard: Whether `tensor` gives a shard of the parameter's gradient.
-        is_summand: Whether other ranks have the rest of a sum that is not made yet.
-    """
-
-    name: str
-    owned: bool
-    is_shard: bool
-    is_summand: bool
-
-    @property
-    def sharded_dim(self) -> int | None:
-        """Along which dimension it is a shard."""
-        ...
-
-    @property
-    def full_size(self) -> int:
-        """Extent of that dimension in the whole."""
-        ...
-
-    def open(self) -> Tensor:
-        """The whole of a shard, whose changes in place count; collective."""
-        ...
-
-    def close(self) -> None:
-        """The shard counts, and what was opened no more."""
-        ...
-
-    def tensor(self) -> Tensor:
-        """The gradient in the parameter's shape on this rank; may be collective."""
-        ...
-
-    def whole(self, local: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded as the gradient is; collective."""
-        ...
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor that is sharded as the gradient is."""
-        ...
-
-    def change(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Apply an elementwise change by numbers."""
-        ...
-
-    def arrive(self, gradient: Tensor) -> None:
-        """Autograd adds to the gradient."""
-        ...
-
-    def read(self) -> None:
-        """User code reads values; refused of a summand."""
-        ...
-
-    def power(self, norm_type: float, local: Tensor | None) -> Tensor:
-        """What this rank counts of the sum of powers (0-d, fp64): of the gradient, or of a tensor like it."""
-        ...
-
-
-class Sums(Protocol):
-    """Adds up what ranks count."""
-
-    def own(self, powers: Tensor, norm_type: float) -> Tensor:
-        """Norms of single gradients, f64[n]; collective over the ranks that hold parts of them."""
-        ...
-
-    def total(self, powers: Tensor, owned: Mapping[str, bool], norm_type: float) -> Tensor:
-        """Norm over several gradients, 0-d f64, by name and whether this rank's stage counts them; collective."""
-        ...
-
-    def taken(self, names: Sequence[str]) -> None:
-        """User code takes numbers of single gradients."""
-        ...
-
-
-class _Stand(torch.Tensor):
-    """A tensor without memory whose functions are carried out elsewhere."""
-
-    __torch_function__ = not_overridden()
-
-    def plain(self) -> Tensor:
-        """An ordinary tensor with its values."""
-        raise NotImplementedError
-
-    def read(self) -> Tensor:
-        """As `plain`, for user code."""
-        return self.plain()
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.read().numpy(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self.read().tolist()
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.read().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().clone().__reduce_ex__(protocol)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.read(), spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class SharedGradient(_Stand):
+class SharedGradient(Stand):
     """A gradient of which this rank does not have all, or does not have it here."""
 
     part: Part
@@ -254,7 +144,7 @@ class SharedGradient(_Stand):
         return _on_shard(func, args, kwargs, shard)
 
 
-class PartialNorm(_Stand):
+class PartialNorm(Stand):
     """Norms of gradients, 0-d or 1-d: single ones when they are read, that of the model when their norm is taken."""
 
     powers: Tensor
@@ -326,12 +216,12 @@ def _is_big(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return value.plain() if isinstance(value, _Stand) else value
+    return value.plain() if isinstance(value, Stand) else value
 
 
 def _carry_out(func: Any, args: Any, kwargs: Any) -> Any:
     """On the tensors that stand-ins stand for; what has the layout of a sharded gradient goes on standing for it."""
-    stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Stand)]
+    stands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Stand)]
     summands = [stand for stand in stands if isinstance(stand, SharedGradient) and stand.part.is_summand]
     if summands and (func not in LINEAR or len(stands) > 1 or kwargs):
         summands[0].part.read()
@@ -447,7 +337,7 @@ def _keeps_rows(func: Any, args: Any, first: SharedGradient) -> bool:
 
 def plain_of(tensor: Tensor) -> Tensor:
     """An ordinary tensor with the values of one that may be a stand-in."""
-    return tensor.plain() if isinstance(tensor, _Stand) else tensor
+    return tensor.plain() if isinstance(tensor, Stand) else tensor
 
 
 def refuse_part(names: Sequence[str], present: int, pp_size: int) -> None:

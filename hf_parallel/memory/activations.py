@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hf_parallel.head.rows import is_tiled, rows_of_tile
+from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.moments import Batch, Part, Recorded, StageParts
 from hf_parallel.memory.terms import Layout, ModelShape, Work
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
@@ -55,7 +56,7 @@ def activations(shape: ModelShape, layout: Layout, work: Work) -> list[dict[str,
     whole = tokens * saved_by_block(shape, layout, work)
     entry = tokens * shape.hidden * (2.0 if layout.precision == "half" else 4.0)
     entry /= layout.tp_size if layout.sequence_parallel else 1
-    counts = blocks_of_stages(shape.layers, layout)
+    counts = blocks_of_stages(shape, layout)
     together = blocks_at_once(shape, layout) if every is not None else 0
     alone = [_without_checkpoint(count, layout) for count in counts]
     results = tokens * kept_results(shape, layout)
@@ -99,7 +100,7 @@ class Stages:
 def stages_of(shape: ModelShape, layout: Layout, work: Work) -> Stages:
     """The stages of a layout, and what they run on."""
     rows, schedule = schedule_of(layout, work)
-    counts = blocks_of_stages(shape.layers, layout)
+    counts = blocks_of_stages(shape, layout)
     return Stages(rows * work.length / layout.sp_size, work.length, placement_of(schedule), counts, counts)
 
 
@@ -246,14 +247,3 @@ def schedule_of(layout: Layout, work: Work) -> tuple[int, Schedule]:
         return work.rows, build_schedule("gpipe", 1, 1)
     count = min(work.rows, layout.schedule.num_microbatches)
     return math.ceil(work.rows / count), layout.schedule.training(count * work.accumulation)
-
-
-def blocks_of_stages(layers: int, layout: Layout) -> list[int]:
-    """Blocks of each stage: as listed in `pipeline.split`, else evenly (the balanced cut depends on costs)."""
-    if layout.pp_size == 1:
-        return [layers]
-    split = layout.pipeline.split
-    if not isinstance(split, str):
-        return list(split)
-    count = len(layout.schedule.placement)
-    return [layers // count + (index < layers % count) for index in range(count)]

@@ -14,11 +14,11 @@ from hf_parallel.memory.activations import (
     ON_HOST,
     activations,
     blocks_at_once,
-    blocks_of_stages,
     schedule_of,
     stage_parts,
     stages_of,
 )
+from hf_parallel.memory.cut import blocks_of_stages
 from hf_parallel.memory.moments import SENT, Recorded, fullest, moments_of
 from hf_parallel.memory.terms import Engine, Layout, Memory, ModelShape, Precision, Work
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
@@ -160,7 +160,7 @@ def blocks_of_ranks(shape: ModelShape, layout: Layout) -> list[float]:
     if layout.pp_size == 1:
         return [shape.layers * block]
     found = [0.0] * layout.pp_size
-    for rank, count in zip(layout.schedule.placement, blocks_of_stages(shape.layers, layout), strict=True):
+    for rank, count in zip(layout.schedule.placement, blocks_of_stages(shape, layout), strict=True):
         found[rank] += count * block
     return found
 

@@ -28,6 +28,7 @@ from hf_parallel.compat.private_torch import (
     own_parameters,
     packet_of_op,
 )
+from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.compat.torch_tools import TorchDispatchMode
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.model.structure import Path, Template, get_at, leaf_paths, leaves, nodes, template_of
@@ -399,7 +400,7 @@ def record_forward(
             out = forward(**sample)
     finally:
         watcher.remove()
-    ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or ("past_key_values",))
+    ignored = set(getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None) or CACHES)
     outputs = frozenset(log.number(t) for path, t in leaves(out) if not path or path[0][1] not in ignored)
     return Record(
         stack=stack,

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LabelSmoother
 
 from hf_parallel.compat.private_torch import has_pre_hooks
-from hf_parallel.compat.private_transformers import AFTER_DATA
+from hf_parallel.compat.private_transformers import AFTER_DATA, cache_output
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.additive import why_not_additive
@@ -239,7 +239,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         pipeline = self._pipeline
         if pipeline is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [cache_output()])
         with pipeline.predicting(
             loss_only=prediction_loss_only,
             needs_logits=not prediction_loss_only or not self._has_stock_loss(),

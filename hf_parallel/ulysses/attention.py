@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import packed_sequence_compatibility_function
 
 from hf_parallel.compat.private_torch import in_backward_pass
-from hf_parallel.compat.private_transformers import attention_names
+from hf_parallel.compat.private_transformers import attention_names, of_documents
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.ulysses.blocks import EVENLY
 from hf_parallel.ulysses.exchange import SequenceGroup, repeats_for, to_heads, to_sequence
@@ -230,7 +229,7 @@ def _mask(name: str, shared: Shared) -> Callable[..., Any]:
             )
         if shared.packed is not None:
             positions, documents = shared.packed
-            mask_function = packed_sequence_compatibility_function(mask_function, positions, documents)
+            mask_function = of_documents(mask_function, positions, documents)
             named["allow_is_causal_skip"] = False
         if shared.ring is not None:
             return _mask_of_rows(name, shared, mask_function, named)

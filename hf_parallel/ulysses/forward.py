@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.generic import ModelOutput
 
-from hf_parallel.compat.private_transformers import IGNORED_LABEL
+from hf_parallel.compat.private_transformers import CACHES, IGNORED_LABEL
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.head.labelled import LabelledOutput
 from hf_parallel.model.samples import output_flags
@@ -33,8 +33,8 @@ from hf_parallel.ulysses.exchange import gathered, summed
 TOKENS = frozenset({"input_ids", "inputs_embeds", "token_type_ids"})
 OF_LOSS = frozenset({"labels", "shift_labels", "num_items_in_batch"})
 KNOWN = TOKENS | OF_LOSS | {"position_ids", "attention_mask"}
-GENERATING = frozenset({"past_key_values", "logits_to_keep"})  # whose outputs are not those of all tokens
-RETURNED = frozenset({"loss", "logits", "hidden_states", "last_hidden_state", "past_key_values"})
+GENERATING = frozenset({*CACHES, "logits_to_keep"})  # whose outputs are not those of all tokens
+RETURNED = frozenset({"loss", "logits", "hidden_states", "last_hidden_state", *CACHES})
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_adapters_resume(saved: str, resumed: str, runs: dict[str, dict[str, Any
 
 MATRIX = {
     f"zero{stage}_{model}": Case(
-        f"zero{stage}_{model}", model=model, steps=5, arguments=NO_NOISE, parallel={"zero": {"stage": stage}}
+        f"zero{stage}_{model}", model=model, steps=3, arguments=NO_NOISE, parallel={"zero": {"stage": stage}}
     )
     for stage in (1, 3)
     for model in FIVE
@@ -62,7 +62,7 @@ MATRIX = {
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    stock = [Case(model, model=model, steps=5, arguments=NO_NOISE, parallel=None) for model in FIVE]
+    stock = [Case(model, model=model, steps=3, arguments=NO_NOISE, parallel=None) for model in FIVE]
     found = run_cases(stock, 1, tmp_path_factory.mktemp("one"))
     return found | run_cases(list(MATRIX.values()), 2, tmp_path_factory.mktemp("matrix"))
 

@@ -15,7 +15,9 @@ from scoring import SCORED, pairs, scoring
 from torch import Tensor
 from torch.nn import functional
 from trainer_cases import ENV, NO_NOISE
-from transformers import Trainer, TrainingArguments
+from transformers import DynamicCache, Trainer, TrainingArguments
+
+from hf_parallel.compat.private_transformers import CACHES
 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -238,7 +240,9 @@ def refusals_main(rank: int, world_size: int) -> dict[str, str]:
     refused("hidden", lambda: model(**batch, output_hidden_states=True))
     plain = {name: value for name, value in batch.items() if name != "labels"}
     refused("place", lambda: model(**plain)[0])
-    refused("cache", lambda: model(**plain, past_key_values=((),)))
+    for name in CACHES:
+        refused(name, lambda name=name: model(**plain, **{name: DynamicCache()}))
+        refused(f"generate {name}", lambda name=name: model.generate(plain["input_ids"], **{name: DynamicCache()}))
     with torch.no_grad():
         output = model.eval()(**plain)
         functional.softmax(output.logits, -1)
@@ -253,7 +257,9 @@ def test_places_that_hold_something_else_are_refused(tmp_path: Path) -> None:
             assert "outputs['aux_loss'] with pp_size above 1: it is not made of the rows" in found[name], name
         assert "outputs['router_logits']" in found["last"]
         assert "output_hidden_states with pp_size=2" in found["hidden"]
-        assert "past_key_values with pp_size=2" in found["cache"]
+        for name in CACHES:
+            assert f"{name} with pp_size=2" in found[name]
+            assert f"model.generate({name}) with pp_size=2" in found[f"generate {name}"]
         for name in ("place", "evaluated"):
             assert "MissingOutput: outputs by place" in found[name], name
             assert "router_logits" in found[name]

@@ -11,6 +11,7 @@ import tiny
 import torch
 import user_loops
 from rank_runner import run_ranks
+from thinning import chosen, thinned
 from user_loops import STEPS, Loop
 
 
@@ -146,26 +147,27 @@ BODIES: dict[str, Callable[[Loop], None]] = {body.__name__: body for body in (be
 BODIES |= {change.__name__: changed_after(change) for change in CHANGES}
 
 
-def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]:
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
     def build() -> Any:
         return tiny.llama(tied=True)
 
-    return {
-        f"{layout}-{name}": user_loops.tried(layout, body, build=build)
-        for layout in layouts
-        for name, body in BODIES.items()
-    }
+    return {f"{layout}-{name}": user_loops.tried(layout, BODIES[name], build=build) for name, layout in cases}
+
+
+CASES = [(name, layout) for name in BODIES for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("hooks")
-    alone = run_ranks(main, 1, ("one",), tmp_path=folder, env=ENV, init_group=False, timeout=200.0)[0]
-    return alone | run_ranks(main, 2, LAYOUTS, tmp_path=folder, env=ENV, timeout=200.0)[0]
+    alone = run_ranks(
+        main, 1, [(name, "one") for name in BODIES], tmp_path=folder, env=ENV, init_group=False, timeout=200.0
+    )[0]
+    return alone | run_ranks(main, 2, chosen(request, CASES), tmp_path=folder, env=ENV, timeout=200.0)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", BODIES)
-def test_a_hook_on_a_block_is_in_effect_once(layout: str, name: str, runs: dict[str, Any]) -> None:
+# Two schedules that give a rank several stages take turns.
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, [("pp2_interleaved", "pp2_v")]))
+def test_a_hook_on_a_block_is_in_effect_once(name: str, layout: str, runs: dict[str, Any]) -> None:
     assert user_loops.difference(runs[f"{layout}-{name}"], runs[f"one-{name}"]) < 1e-5
     assert torch.isfinite(torch.tensor(runs[f"one-{name}"]["history"])).all()

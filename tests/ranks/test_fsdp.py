@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thinning import rest_runs, slow_if
 from trainer_cases import NO_NOISE, Case, compare, run_cases
 
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-PLAIN = Case("plain", model="llama_tied", steps=4, variable_length=True, arguments=NO_NOISE)
+PLAIN = Case("plain", model="llama_tied", steps=3, variable_length=True, arguments=NO_NOISE)
 ACCUMULATED = dataclasses.replace(PLAIN, name="accumulated", accumulation=3)
-GPT2 = Case("gpt2", model="gpt2", steps=4, accumulation=2, arguments=NO_NOISE)
-USER = Case("user", steps=4, user_optimizer=True, clip=0.0)
+GPT2 = Case("gpt2", model="gpt2", steps=3, accumulation=2, arguments=NO_NOISE)
+USER = Case("user", steps=3, user_optimizer=True, clip=0.0)
 EVALUATED = Case(
     "evaluated", model="llama_tied", steps=4, evaluate=True, metrics=True, eval_count=40, arguments=NO_NOISE
 )
 UNEVEN = dataclasses.replace(PLAIN, name="uneven", model="uneven")
-EXPERTS = Case("experts", model="mixtral", steps=4, arguments=NO_NOISE)
-SMOOTHED = Case("smoothed", steps=4, arguments={**NO_NOISE, "label_smoothing_factor": 0.1})
+EXPERTS = Case("experts", model="mixtral", steps=3, arguments=NO_NOISE)
+SMOOTHED = Case("smoothed", steps=3, arguments={**NO_NOISE, "label_smoothing_factor": 0.1})
 CHECKPOINTED = dataclasses.replace(PLAIN, name="checkpointed", arguments={**NO_NOISE, "gradient_checkpointing": True})
 ONE_BLOCK = dataclasses.replace(PLAIN, name="one_block", model="llama_1")  # no stack: the model is gathered at once
 REFERENCES = (ONE_BLOCK, PLAIN, ACCUMULATED, GPT2, USER, EVALUATED, UNEVEN, SMOOTHED, CHECKPOINTED)
@@ -73,19 +74,30 @@ FOUR_RANKS = [
     sharded(ACCUMULATED, "sp2_dp2_stage3", 3, tp_size=2, sequence_parallel=True),
     sharded(GPT2, "sp2_dp2_stage3_gpt2", 3, tp_size=2, sequence_parallel=True),
 ]
+# Slow: settings that other rows have on two ranks or on four, with the other engine or the other model.
+REST = (
+    "dp2_stage2_user_optimizer",
+    "dp2_stage2_evaluated",
+    "dp4_stage3",
+    "tp2_dp2_stage3_offloaded",
+    "tp2_dp2_stage3",
+    "sp2_dp2_stage3_gpt2",
+)
+ROWS = [pytest.param(case, base, marks=slow_if(case.name, REST)) for case, base in TWO_RANKS + FOUR_RANKS]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
-    four = [EXPERTS_WHOLE, *(case for case, _ in FOUR_RANKS)]
-    for world_size, cases in ((1, stock), (2, [case for case, _ in TWO_RANKS]), (4, four)):
+    with_rest = rest_runs(request)
+    two, four = ([case for case, _ in rows if with_rest or case.name not in REST] for rows in (TWO_RANKS, FOUR_RANKS))
+    for world_size, cases in ((1, stock), (2, two), (4, [EXPERTS_WHOLE, *four])):
         found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 
 
-@pytest.mark.parametrize(("case", "base"), TWO_RANKS + FOUR_RANKS, ids=lambda value: value.name)
+@pytest.mark.parametrize(("case", "base"), ROWS, ids=lambda value: value.name)
 def test_parameters_in_parts_train_as_one_process_does(
     case: Case, base: Case, runs: dict[str, dict[str, Any]]
 ) -> None:
@@ -114,7 +126,7 @@ def test_a_checkpoint_resumes_on_other_engines_and_replicas(
     tmp_path: Path,
     runs: dict[str, dict[str, Any]],
 ) -> None:
-    run = dataclasses.replace(PLAIN, name="run")
+    run = dataclasses.replace(PLAIN, name="run")  # saved at its second step of three
     run_cases([dataclasses.replace(run, parallel={"zero": saved[1]}, save=True)], saved[0], tmp_path)
     (tmp_path / "run" / "parameters.safetensors").unlink()
     again = dataclasses.replace(run, parallel={"zero": resumed[1]}, resume_at=2)

@@ -15,6 +15,7 @@ import torch
 import user_loops
 import user_steps
 from rank_runner import run_ranks
+from thinning import chosen, thinned
 from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
@@ -128,26 +129,29 @@ def tried(layout: str, kind: str) -> Any:
     return {**found, "seen": seen} if isinstance(found, dict) else found
 
 
-def main(rank: int, world_size: int, layouts: tuple[str, ...]) -> dict[str, Any]:
-    return {f"{kind}-{layout}": tried(layout, kind) for layout in layouts for kind in KINDS}
+CASES = [(kind, layout) for kind in KINDS for layout in (*PIPELINES, *REPLICAS)]
+# Schedules with one backward pass for a stage, and those that split it, take turns.
+TURNS = (("late_interleaved", "late_1f1b"), ("late_zbv", "late_dualpipev", "late_zero_bubble"), REPLICAS)
+
+
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    return {f"{kind}-{layout}": tried(layout, kind) for kind, layout in cases}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("late")
-    ones = run_ranks(main, 1, ("one",), tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, (*PIPELINES, *REPLICAS), tmp_path=folder, env=ENV, timeout=200.0)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder, cases = tmp_path_factory.mktemp("late"), chosen(request, CASES, ("kind", "layout"))
+    ones = run_ranks(main, 1, [(kind, "one") for kind in KINDS], tmp_path=folder, init_group=False, env=ENV)
+    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
     return [ones[0] | each for each in twos]
 
 
-@pytest.mark.parametrize("layout", [*PIPELINES, *REPLICAS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "layout"), thinned(CASES, TURNS))
 def test_late_hooks_are_in_effect(kind: str, layout: str, runs: list[dict[str, Any]]) -> None:
     assert user_loops.difference(runs[0][f"{kind}-{layout}"], runs[0][f"{kind}-one"]) < 1e-5
 
 
-@pytest.mark.parametrize("layout", PIPELINES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "layout"), thinned([case for case in CASES if case[1] in PIPELINES], TURNS))
 def test_late_hooks_run_once_a_microbatch_on_the_stage_of_the_module(
     kind: str, layout: str, runs: list[dict[str, Any]]
 ) -> None:

@@ -111,6 +111,13 @@ def test_fewer_bytes_are_saved_for_the_backward_pass(tmp_path: Path) -> None:
     run_ranks(memory, 2, tmp_path=tmp_path)
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def checkpointing(rank: int, world_size: int) -> None:
     for case in ("llama", "gpt2"):
         expected = tiny_model(case)
@@ -118,10 +125,7 @@ def checkpointing(rank: int, world_size: int) -> None:
         for reentrant in (False, True):
             model, plan = sharded(case, rank)
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.train()
-            for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+            without_dropout(model)
             assert backward_of_lengths(model) == pytest.approx(losses, rel=1e-5)
             assert_equal_to_one_process(gathered(plan, grads(model)), grads(expected), 1e-5)
 
@@ -136,6 +140,20 @@ def backward_of_lengths(model: nn.Module) -> list[float]:
 
 def test_recomputed_blocks_know_the_length_of_their_sequence(tmp_path: Path) -> None:
     run_ranks(checkpointing, 2, tmp_path=tmp_path)
+
+
+def without_gradients(rank: int, world_size: int) -> None:
+    plain = without_dropout(tiny_model("llama"))
+    model, _ = sharded("llama", rank)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    without_dropout(model)
+    with torch.no_grad():
+        batch = tiny_batch() | {"use_cache": False}
+        torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+
+
+def test_blocks_that_checkpoint_are_exact_in_training_without_gradients(tmp_path: Path) -> None:
+    run_ranks(without_gradients, 2, tmp_path=tmp_path)
 
 
 def other_paths(rank: int, world_size: int) -> None:

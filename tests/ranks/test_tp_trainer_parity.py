@@ -40,13 +40,16 @@ def cases_of(model: str) -> list[Case]:
 
 MATRIX = [case for model in KINDS for case in cases_of(model)]
 
-# Every model meets every mesh and every kind of window, and every mesh every kind of window with three of the models; the
-# rest of the product is slow.
+# Three of the models meet every mesh with every kind of window, the others take turns: on stages with windows, or on
+# replicas; the rest of the product is slow.
 FULL = ("llama_tied", "mixtral", "uneven")
+ON_REPLICAS = ("gpt2", "bloom", "mamba")
 
 
 def marked(case: Case) -> Any:
-    is_rest = case.accumulation == 1 and "pp_size" in (case.parallel or {}) and case.model not in FULL
+    is_rest = case.model not in FULL and not case.name.startswith(
+        "tp2_dp2_" if case.model in ON_REPLICAS else "pp2_tp2_windows_"
+    )
     return pytest.param(case, marks=pytest.mark.slow if is_rest else (), id=case.name)
 
 

@@ -19,6 +19,7 @@ import torch
 from feature_cases import Run, features_main
 from rank_runner import run_ranks
 from safetensors.torch import load_file
+from thinning import rest_runs
 from transformers import DynamicCache
 
 
@@ -67,16 +68,31 @@ ROWS = [
 ]
 RESUMED = ["pp2", "tp2", "pp2_tp2", "pp2_dp2"]
 REPEATED = ["pp2", "pp2_dp2"]
+# Slow: what other rows show, of a feature that has rows on each of the two axes of a mesh, or on replicas of stages.
+REST = {
+    ("checkpoint_files", "tp2"),
+    ("best_model", "pp2_tp2"),
+    ("evaluate_first", "pp2_tp2"),
+    ("counting", "pp2_dp2"),
+    ("iterable", "dp2"),
+    ("evaluate_then_train", "dp2"),
+    ("resume", "pp2_tp2"),
+}
+
+
+def marked(feature: str, mesh: str, *values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow if (feature, mesh) in REST else ())
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[Any]]:
     """(feature, mesh) -> result of every rank; one launch a world size."""
+    with_rest = rest_runs(request)
     wanted = {(feature, mesh): None for feature, one, other in ROWS for mesh in (one, other)}
     wanted |= {("resume", mesh): None for mesh in RESUMED} | {("dropout", mesh): None for mesh in REPEATED}
     found: dict[tuple[str, str], list[Any]] = {}
     for world_size in (1, 2, 4):
-        chosen = [key for key in wanted if MESHES[key[1]][0] == world_size]
+        chosen = [key for key in wanted if MESHES[key[1]][0] == world_size and (with_rest or key not in REST)]
         folder = tmp_path_factory.mktemp(f"features{world_size}")
         results = run_ranks(
             features_main,
@@ -122,7 +138,7 @@ def compare(mine: Any, other: Any, tolerance: float = 1e-5) -> None:
         assert difference <= tolerance, f"{path} differs by {difference:.1e}"
 
 
-@pytest.mark.parametrize(("feature", "mesh", "reference"), ROWS, ids=lambda value: value)
+@pytest.mark.parametrize(("feature", "mesh", "reference"), [marked(*row[:2], *row) for row in ROWS])
 def test_a_feature_gives_what_it_gives_without_a_mesh(
     feature: str, mesh: str, reference: str, runs: dict[tuple[str, str], list[Any]]
 ) -> None:
@@ -132,7 +148,7 @@ def test_a_feature_gives_what_it_gives_without_a_mesh(
     compare(mine, other, 1e-2 if feature == "bf16" else 1e-5)
 
 
-@pytest.mark.parametrize("mesh", RESUMED)
+@pytest.mark.parametrize("mesh", [marked("resume", mesh, mesh) for mesh in RESUMED])
 def test_a_resumed_run_continues_as_the_uninterrupted_one(mesh: str, runs: dict[tuple[str, str], list[Any]]) -> None:
     found = runs["resume", mesh][0]
     assert len(found["resumed"][0]) == 3  # two steps and the summary
@@ -146,16 +162,15 @@ def test_dropout_repeats_itself(mesh: str, runs: dict[tuple[str, str], list[Any]
 
 
 def test_the_loaded_best_model_is_the_best_checkpoint(runs: dict[tuple[str, str], list[Any]]) -> None:
-    for mesh in ("pp2", "pp2_tp2"):
-        found = runs["best_model", mesh][0]
+    for found in (runs[key][0] for key in (("best_model", "pp2"), ("best_model", "pp2_tp2")) if key in runs):
         assert found["best"][0] == "checkpoint-2"
         compare(found["final"], found["of_best"], 0.0)
 
 
 def test_a_checkpoint_has_the_usual_files_and_no_pickled_objects(runs: dict[tuple[str, str], list[Any]]) -> None:
-    for mesh in ("pp2", "tp2", "pp2_tp2"):
+    for feature, mesh in runs.keys() & {("checkpoint_files", mesh) for mesh in ("pp2", "tp2", "pp2_tp2")}:
         world_size = MESHES[mesh][0]
-        assert set(runs["checkpoint_files", mesh][0]["files"]) == {
+        assert set(runs[feature, mesh][0]["files"]) == {
             "config.json",
             "generation_config.json",
             "model.safetensors",

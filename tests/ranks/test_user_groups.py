@@ -14,6 +14,7 @@ import torch
 import user_loops
 import user_steps
 from rank_runner import run_ranks
+from thinning import chosen, thinned
 from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
@@ -257,14 +258,14 @@ def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("groups")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder, cases = tmp_path_factory.mktemp("groups"), chosen(request, CASES)
     ones = run_ranks(main, 1, [(name, "one") for name in RIGHT], tmp_path=folder, init_group=False, env=ENV)
-    twos = run_ranks(main, 2, CASES, tmp_path=folder, env=ENV, timeout=200.0)
+    twos = run_ranks(main, 2, cases, tmp_path=folder, env=ENV, timeout=200.0)
     return [ones[0] | ranks for ranks in twos]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES))
 def test_a_parameter_of_the_optimizer_is_one_of_the_model(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
     user_loops.check(runs, name, layout, EXPECTED.get((name, layout), ""))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import user_loops
 from rank_runner import RankError, run_ranks
+from thinning import FAMILIES, chosen, thinned
 from torch import nn
 from user_loops import Loop
 
@@ -93,52 +94,42 @@ def body(name: str, moment: str) -> Callable[[Loop], None]:
     return run
 
 
-CASES = [(name, moment) for name in EDITS for moment in MOMENTS.get(name, ("after_step",))]
+EDITS_AT = [f"{name}-{moment}" for name in EDITS for moment in MOMENTS.get(name, ("after_step",))]
 LAYOUTS = ("dp2", "zero1", "zero2", "zero1_offload", "pp2", "tp2", "zero3")
 REBINDING = ("rebound", "swapped", "averaged")  # `p.data = new` is refused where parameters are parts
 
 
-def has_case(layout: str, name: str) -> bool:
-    return layout != "zero3" or name not in REBINDING
+HALF = ("zero1_bf16", "zero2_bf16", "zero1_offload_bf16")
+CASES = [
+    (edit, layout)
+    for layout in (*LAYOUTS, *HALF)
+    for edit in EDITS_AT
+    if layout != "zero3" or not edit.startswith(REBINDING)
+]
 
 
-def main(rank: int, world_size: int, layouts: list[str], half: bool) -> dict[str, Any]:
-    found = {
-        f"{layout}-{name}-{moment}": user_loops.tried(layout, body(name, moment))
-        for layout in layouts
-        for name, moment in CASES
-        if has_case(layout, name)
-    }
-    options = {"dtype": torch.bfloat16}
-    layouts = [layout for layout in layouts if layout in ("zero1", "zero2", "zero1_offload")] if half else []
-    return found | {
-        f"{layout}_bf16-{name}-{moment}": user_loops.tried(layout, body(name, moment), **options)
-        for layout in layouts
-        for name, moment in CASES
-    }
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for world_size, layouts in ((1, ["one"]), (2, list(LAYOUTS))):
-        folder = tmp_path_factory.mktemp("loops")
-        options = {"init_group": world_size > 1, "env": ENV, "timeout": 200.0}
-        found |= run_ranks(main, world_size, layouts, True, tmp_path=folder, **options)[0]
+def main(rank: int, world_size: int, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    found = {}
+    for edit, layout in cases:
+        options = {"dtype": torch.bfloat16} if layout in HALF else {}
+        found[f"{layout}-{edit}"] = user_loops.tried(layout.removesuffix("_bf16"), body(*edit.split("-")), **options)
     return found
 
 
-@pytest.mark.parametrize(
-    ("layout", "name", "moment"),
-    [
-        (layout, name, moment)
-        for layout in [*LAYOUTS, "zero1_bf16", "zero2_bf16", "zero1_offload_bf16"]
-        for name, moment in CASES
-        if has_case(layout, name)
-    ],
-)
-def test_changed_weights_stay_changed(layout: str, name: str, moment: str, runs: dict[str, Any]) -> None:
-    found = user_loops.difference(runs[f"{layout}-{name}-{moment}"], runs[f"one-{name}-{moment}"])
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    ones = [(edit, "one") for edit in EDITS_AT]
+    for world_size, cases in ((1, ones), (2, chosen(request, CASES, ("edit", "layout")))):
+        folder = tmp_path_factory.mktemp("loops")
+        options = {"init_group": world_size > 1, "env": ENV, "timeout": 200.0}
+        found |= run_ranks(main, world_size, cases, tmp_path=folder, **options)[0]
+    return found
+
+
+@pytest.mark.parametrize(("edit", "layout"), thinned(CASES, (*FAMILIES, HALF)))
+def test_changed_weights_stay_changed(edit: str, layout: str, runs: dict[str, Any]) -> None:
+    found = user_loops.difference(runs[f"{layout}-{edit}"], runs[f"one-{edit}"])
     # Next to fp32, rounding of a bf16 run is 5 % of its worst parameter; an edit that is lost is 30 to 120 % of each.
     assert found < (0.1 if layout.endswith("bf16") else 1e-5), math.log10(found)
 

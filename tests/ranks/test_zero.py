@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
+from thinning import slow_if
 from torch import nn
-from trainer_cases import NO_NOISE, Case, compare, run_cases
+from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
 
 from hf_parallel.checkpoints.state.dcp import TensorIndex, save_pieces
 from hf_parallel.checkpoints.state.optimizer import OptimizerView, Place, state_pieces
@@ -85,18 +86,32 @@ FOUR_RANKS = [
     zero(PLAIN, "pp2_dp2_stage1_offloaded", 1, **PP2, offload="cpu"),
     zero(GPT2, "tp2_dp2_stage2_offloaded", 2, tp_size=2, offload="cpu"),
 ]
+# Slow: what other rows show on two replicas, or with the other stage, parts or engine of the step.
+REST = (
+    "dp4_stage1",
+    "dp4_hybrid_stage2",
+    "pp2_dp2_stage1_late",
+    "pp2_dp2_stage2",
+    "tp2_dp2_stage2_offloaded",
+    "dp2_stage2_at_the_end",
+)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     stock = [dataclasses.replace(case, name=f"stock_{case.name}", parallel=None) for case in REFERENCES]
-    for world_size, cases in ((1, stock), (2, [c for c, _ in TWO_RANKS]), (4, [c for c, _ in FOUR_RANKS])):
+    two, four = (wanted_cases(request, [case for case, _ in rows]) for rows in (TWO_RANKS, FOUR_RANKS))
+    for world_size, cases in ((1, stock), (2, two), (4, four)):
         found |= run_cases(cases, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 
 
-@pytest.mark.parametrize(("case", "base"), TWO_RANKS + FOUR_RANKS, ids=lambda value: value.name)
+@pytest.mark.parametrize(
+    ("case", "base"),
+    [pytest.param(*row, marks=slow_if(row[0].name, REST)) for row in TWO_RANKS + FOUR_RANKS],
+    ids=lambda value: value.name,
+)
 def test_zero_trains_as_one_process_does(case: Case, base: Case, runs: dict[str, dict[str, Any]]) -> None:
     compare(runs[case.name], runs[f"stock_{base.name}"])
 

@@ -23,6 +23,11 @@ from timing import ENOUGH_ROUNDS, Rounds, Sample, check_agreement, rotated  # no
 pytestmark = pytest.mark.long
 
 
+# Half of the benchmarks run in `make test-long`, those whose smoke run shows something of the product too (bytes, bounds,
+# equal gradients) and one that times stages; of the others it shows that they run, and their numbers mean nothing.
+SHOWS_THAT_IT_RUNS = pytest.mark.slow
+
+
 def run(script: str, output: Path, *arguments: str) -> Any:
     """The report of a benchmark at its tiny size. It runs in this process: its ranks are forked as those of tests are."""
     start_server()
@@ -54,6 +59,7 @@ def test_the_benchmark_of_the_hosts_time_runs(tmp_path: Path) -> None:
     assert row["calls"][0] > row["calls"][1]
 
 
+@SHOWS_THAT_IT_RUNS
 def test_the_benchmark_of_asynchronous_schedules_runs(tmp_path: Path) -> None:
     report = run("bench_async.py", tmp_path / "report.json")
     assert [row["schedule"] for row in report["idle"]] == ["1f1b", "pipedream_2bw", "1f1b", "pipedream"]
@@ -104,6 +110,7 @@ def test_the_order_rotates_and_variants_that_differ_are_refused() -> None:
         check_agreement({"a": (1.0,), "b": (1.1,)}, "a")
 
 
+@SHOWS_THAT_IT_RUNS
 def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     report = run("bench_schedules.py", tmp_path / "report.json")
     assert len(report["schedules"]) == 2 * 7
@@ -115,6 +122,7 @@ def test_the_schedule_benchmark_runs(tmp_path: Path) -> None:
     assert set(report["bounds"]) == {"even", "balanced", "measured"}
 
 
+@SHOWS_THAT_IT_RUNS
 def test_the_benchmark_against_device_map_runs(tmp_path: Path) -> None:
     report = run("bench_device_map.py", tmp_path / "report.json")
     assert [(row["training"], row["schedule"], row["ranks"]) for row in report["rows"]] == [
@@ -128,6 +136,7 @@ def test_the_benchmark_against_device_map_runs(tmp_path: Path) -> None:
             assert 1 < (row["times_as_fast_as_naive"] if row["simulated"] else row["simulator_says"]) < row["ranks"]
 
 
+@SHOWS_THAT_IT_RUNS
 def test_the_benchmark_of_unequal_ranks_runs(tmp_path: Path) -> None:
     report = run("bench_unequal.py", tmp_path / "report.json")
     assert [row["cut"] for row in report["rows"]] == ["even", "balanced", "by speed"]

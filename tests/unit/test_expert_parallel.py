@@ -17,7 +17,7 @@ import zoo
 from torch import Tensor, nn
 from zoo.experts import difference, sweep_experts
 from zoo.experts_page import HEADER, MARK, expert_lines, expert_totals
-from zoo.parts import part_of
+from zoo.parts import is_of_this_release, part_of
 
 from hf_parallel.batches import empty_microbatch
 from hf_parallel.errors import ConfigError, PlanError
@@ -218,6 +218,7 @@ def test_a_gradient_of_the_wrong_experts_is_found(monkeypatch: pytest.MonkeyPatc
         find_kinds(model, 2, samples[0])
 
 
+@pytest.mark.skipif(not is_of_this_release(PAGE.read_text()), reason="the page is of another release of transformers")
 def test_the_page_has_the_totals_of_its_rows() -> None:
     part = part_of(PAGE.read_text(), MARK)
     cells = [line.removeprefix("| ").split(" | ") for line in expert_lines(PAGE.read_text())]

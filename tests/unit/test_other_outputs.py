@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
+from hf_parallel.compat.private_transformers import CACHES
 from hf_parallel.engine.autograd_nodes import depends_only_on, outputs_node
 from hf_parallel.engine.other_outputs import Caught, _deviation
 from hf_parallel.guards.aside import Made, together
@@ -155,3 +156,9 @@ def test_places_of_an_output_that_lacks_something_are_refused() -> None:
     assert "logits" in output
     output.lists_own()
     assert len(output) == 1
+
+
+def test_a_cache_that_stages_do_not_keep_is_none_by_each_of_its_names() -> None:
+    for output in (PipelineOutput(loss=torch.zeros(())), PipelineTrainingOutput(loss=torch.zeros(()))):
+        assert [getattr(output, name) for name in CACHES] == [None] * len(CACHES)
+        assert [output.get(name) for name in CACHES] == [None] * len(CACHES)

@@ -68,6 +68,7 @@ def test_words_of_a_row_stand_for_releases() -> None:
     available = ["5.23.1", "5.24.0rc1", "5.23.0", "5.22.2", "5.22.0", "5.9.0", "5.22.1+cpu"]
     words = ("newest", "newest minor", "before", "minor before", "5.9.0")
     assert [release(word, available) for word in words] == ["5.23.1", "5.23.0", "5.22.2", "5.22.0", "5.9.0"]
+    assert release("floor", available, ">=5.22,<5.24") == "5.22.0"
     with pytest.raises(ValueError, match=r"5\.8\.0 is not among 5\.23\.1, 5\.23\.0"):
         release("5.8.0", available)
 

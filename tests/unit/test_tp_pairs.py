@@ -190,13 +190,29 @@ def test_an_override_decides_before_anything_is_derived() -> None:
     [
         ("llama", 2, {"*.q_prj": "gather"}, r"plan\['\*\.q_prj'\] names none of the \d+ modules.*q_proj"),
         ("llama", 2, {"*": "columns"}, r"plan\['\*'\]='columns'.*pair, gather, replicate"),
-        ("codegen", 2, {"*.attn.qkv_proj": "pair"}, r"wants transformer\.h\.0\.attn\.qkv_proj in a pair.*rejected"),
         ("llama", 65, {}, r"tp_size=65 is larger than 64"),
     ],
 )
 def test_what_cannot_be_done_is_refused(name: str, tp_size: int, overrides: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         planned(name, tp_size, overrides=overrides)
+
+
+class RunningSum(nn.Module):
+    """Each channel is the sum of those before it, which a part of the channels does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x).cumsum(-1))
+
+
+def test_a_pair_that_is_wanted_and_would_be_wrong_is_refused() -> None:
+    model, sample = Residual(RunningSum()), {"x": torch.randn(3, 5, 12)}
+    with pytest.raises(PlanError, match=r"wants inner\.enter in a pair.*rejected"):
+        plan_tensor_parallel(model, 2, sample, overrides={"inner.enter": "pair"})
 
 
 def test_quantised_weights_are_refused_by_name() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from hf_parallel import UnsupportedError
 from hf_parallel.compat.private_accelerate import (
@@ -19,7 +20,7 @@ from hf_parallel.compat.private_accelerate import (
     accelerator_internals,
     prepared_by,
 )
-from hf_parallel.compat.private_transformers import OVERRIDDEN, trainer_internals
+from hf_parallel.compat.private_transformers import CACHES, OVERRIDDEN, cache_output, trainer_internals
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
 from hf_parallel.trainer.plugin import HFParallelPlugin, RawLoopAccelerator
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
@@ -89,3 +90,9 @@ class Extended(Trainer):
 def test_a_method_that_changed_is_named(stock: type[Trainer], text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         trainer_internals(stock)
+
+
+def test_a_cache_is_left_out_of_predictions_by_the_name_that_stock_leaves_out() -> None:
+    assert f'"keys_to_ignore_at_inference", ["{cache_output()}"])' in inspect.getsource(Trainer.prediction_step)
+    assert cache_output() in inspect.signature(LlamaForCausalLM.forward).parameters
+    assert cache_output() in CACHES

@@ -14,7 +14,7 @@ import torch
 import zoo
 from zoo.overrides import OVERRIDES, VARIANTS
 from zoo.page import totals
-from zoo.parts import part_of
+from zoo.parts import is_of_this_release, part_of
 from zoo.shards import sweep_shards
 from zoo.shards_page import MARK
 from zoo.sweep import Row, sweep
@@ -94,6 +94,7 @@ def test_overrides_are_about_types_that_exist() -> None:
     assert set(OVERRIDES) | {zoo.type_of(name) for name in VARIANTS} <= set(zoo.all_types())
 
 
+@pytest.mark.skipif(not is_of_this_release(PAGE.read_text()), reason="the page is of another release of transformers")
 def test_the_page_lists_every_type_once_and_its_totals_match_its_rows() -> None:
     text = PAGE.read_text()
     lines = re.findall(r"^\| `([^`]+)` \| (\w*) \| (\w+) \| (\w+) \| (\S+) \|", text, flags=re.MULTILINE)
@@ -108,6 +109,7 @@ def test_the_page_lists_every_type_once_and_its_totals_match_its_rows() -> None:
         assert line in text
 
 
+@pytest.mark.skipif(not is_of_this_release(PAGE.read_text()), reason="the page is of another release of transformers")
 def test_the_page_lists_every_entry_as_two_ranks_and_none_failed() -> None:
     part = part_of(PAGE.read_text(), MARK)
     rows = re.findall(r"^\| (\S+) \| (\d) \| (\w+)", part, flags=re.MULTILINE)

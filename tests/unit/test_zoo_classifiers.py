@@ -22,7 +22,7 @@ from zoo.classifiers import (
     sweep_classifier,
 )
 from zoo.lora import Outcome
-from zoo.parts import part_of
+from zoo.parts import is_of_this_release, part_of
 
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.plan.loss_kind import judge_loss
@@ -65,6 +65,7 @@ def test_every_type_is_exact_or_says_why_not(name: str) -> None:
     assert all(outcome.verdict == "exact" or outcome.note for outcome in (row.pp, row.tp))
 
 
+@pytest.mark.skipif(not is_of_this_release(PAGE.read_text()), reason="the page is of another release of transformers")
 def test_the_page_counts_every_type_and_lists_those_that_are_not_exact() -> None:
     part = part_of(PAGE.read_text(), MARK)
     lines = [line for line in re.findall(r"^\| .*", part, flags=re.MULTILINE) if line != HEADER]

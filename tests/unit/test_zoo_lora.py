@@ -14,7 +14,7 @@ import zoo
 from zoo import shards
 from zoo.lora import LAYOUTS, PP, TP, TP_LINEAR, LoraRow, Outcome, sweep_lora
 from zoo.lora_page import HEADER, MARK, lora_lines, lora_table, lora_totals
-from zoo.parts import part_of, with_part
+from zoo.parts import is_of_this_release, part_of, with_part
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -66,6 +66,7 @@ def test_every_entry_is_exact_or_says_why_not(name: str) -> None:
     assert row.layouts or row.note
 
 
+@pytest.mark.skipif(not is_of_this_release(PAGE.read_text()), reason="the page is of another release of transformers")
 def test_the_rows_of_the_page_are_those_of_entries_and_its_totals_match_them() -> None:
     text = PAGE.read_text()
     part, lines = part_of(text, MARK), lora_lines(text)

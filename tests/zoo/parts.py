@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import re
 
+import transformers
+
+
+def is_of_this_release(page: str) -> bool:
+    """Whether all parts of `page` are of the transformers that is installed; each release has other types."""
+    return set(re.findall(r", transformers ([\w.]+?)[.,]?(?=\s)", page)) == {transformers.__version__}
+
 
 def _parts(page: str) -> dict[str, str]:
     """Text by heading, in order."""

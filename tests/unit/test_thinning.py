@@ -1,0 +1,22 @@
+"""If these fail, a matrix that was thinned out leaves a row or a layout without any test."""
+
+from __future__ import annotations
+
+import itertools
+
+from thinning import FAMILIES, covering
+
+
+def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
+    layouts = ("dp2", "tp2", *itertools.chain(*FAMILIES))
+    cases = [(row, layout) for row in "abcdefg" for layout in layouts]
+    kept = covering(cases)
+    assert len(kept) == 7 * (2 + len(FAMILIES))
+    for row, family in itertools.product("abcdefg", (("dp2",), ("tp2",), *FAMILIES)):
+        assert len({(row, layout) for layout in family} & set(kept)) == 1
+    assert {layout for _, layout in kept} == set(layouts)
+
+
+def test_a_row_that_lacks_layouts_of_a_family_takes_another() -> None:
+    cases = [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero1"), ("d", "zero2")]
+    assert covering(cases) == [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero2")]
