@@ -6,9 +6,13 @@ import atexit
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import Trainer
 
+from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.one_process import in_one_process
+from hf_parallel.settings.sections import CheckpointConfig, spelled
 
 
 def is_alone() -> bool:
@@ -31,6 +35,36 @@ def config_alone(config: HFParallelConfig, explanation: str) -> tuple[HFParallel
     """
     alone = in_one_process(config)
     return alone.config, f"{explanation}{alone.words}", bool(alone.acting)
+
+
+def stock_checkpoints(trainer: Trainer) -> str | None:
+    """Why stock code writes the checkpoints of a Trainer in one process; None: they are written for any layout."""
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return f"{'DeepSpeed' if trainer.is_deepspeed_enabled else 'FSDP'} drives this run"
+    if trainer.args.n_gpu > 1:
+        return f"one process drives {trainer.args.n_gpu} GPUs (DataParallel); launch one process a GPU"
+    if not isinstance(trainer.model, nn.Module):
+        return "the model is not a torch.nn.Module"
+    # What other methods of PEFT save may be made of what they train: stock code takes it up.
+    methods = {
+        str(config.peft_type).rpartition(".")[2] for config in getattr(trainer.model, "peft_config", {}).values()
+    }
+    others = sorted(methods - {"LORA"})
+    return f"the model has adapters of other methods than LoRA ({', '.join(others)})" if others else None
+
+
+def refuse_checkpoints(settings: CheckpointConfig, why: str) -> None:
+    """Refuse what is set for checkpoints that stock code writes.
+
+    Raises:
+        ConfigError: Such a setting is not the default.
+    """
+    given = {name: value for name, value in settings.model_dump(exclude_defaults=True).items() if value}
+    if given:
+        named = ", ".join(f"checkpoint.{name}={spelled(value)}" for name, value in given.items())
+        raise ConfigError(
+            f"{named} would have no effect in one process: {why}. Stock code writes its checkpoints. Leave the setting out."
+        )
 
 
 def group_for_parts(config: HFParallelConfig, device: torch.device) -> None:

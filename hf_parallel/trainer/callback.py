@@ -43,7 +43,7 @@ from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.accelerator import attach_accelerator
-from hf_parallel.trainer.alone import config_alone, group_for_parts, is_alone
+from hf_parallel.trainer.alone import config_alone, group_for_parts, is_alone, refuse_checkpoints, stock_checkpoints
 from hf_parallel.trainer.auto import plan_layout
 from hf_parallel.trainer.compiled import with_compiled_blocks
 from hf_parallel.trainer.mixin import HFParallelTrainerMixin
@@ -204,12 +204,14 @@ class HFParallelCallback(TrainerCallback):
 
 
 def _save_for_any_layout(trainer: Trainer, config: HFParallelConfig) -> None:
-    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write."""
-    driven = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or trainer.args.n_gpu > 1
-    if driven or not isinstance(trainer.model, nn.Module):
-        return
-    # What other methods of PEFT save may be made of what they train: stock code takes it up.
-    if any(config.peft_type != "LORA" for config in getattr(trainer.model, "peft_config", {}).values()):
+    """One process: training is the stock Trainer's, checkpoints are those that several ranks read and write.
+
+    Raises:
+        ConfigError: Stock code writes the checkpoints of this run, and settings of ours were given for them.
+    """
+    stock = stock_checkpoints(trainer)
+    if stock is not None:
+        refuse_checkpoints(config.checkpoint, stock)
         return
     _mix_in(trainer)
     if isinstance(trainer, HFParallelTrainerMixin):

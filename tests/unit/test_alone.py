@@ -6,9 +6,14 @@ If these fail, a setting is configured and not in effect in one process, silentl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import tiny
+from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
+from transformers import Trainer, TrainingArguments
 
+from hf_parallel import HFParallelCallback
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.one_process import IN_ONE_PROCESS, effect_of, in_one_process
@@ -146,3 +151,25 @@ def test_deepspeed_offloads_in_launched_processes_alone() -> None:
         ConfigError, match=r"zero\.offload_param=cpu with zero\.engine=deepspeed .*torchrun --nproc_per_node 1"
     ):
         in_one_process(config)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "told"), [({"async_save": True}, "async_save=true"), ({"memory_steps": 3}, "memory_steps=3")]
+)
+def test_settings_of_checkpoints_that_stock_code_writes_are_refused(
+    checkpoint: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    """Of adapters other than LoRA a Trainer in one process writes stock checkpoints."""
+    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+
+    def made(kind: PeftConfig, **parallel: object) -> Trainer:
+        model = get_peft_model(tiny.llama(), kind)
+        return Trainer(model, settings, train_dataset=tiny.rows(8), callbacks=[HFParallelCallback({}, **parallel)])
+
+    rescaled = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint\.{told} would have no effect in one process: .*\(IA3\).*Leave"
+    ):
+        made(rescaled, checkpoint=checkpoint)
+    assert made(rescaled, checkpoint={"auto_resume": False})
+    assert made(LoraConfig(target_modules=["k_proj"]), checkpoint=checkpoint)
