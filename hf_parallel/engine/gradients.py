@@ -80,7 +80,7 @@ class GradientSync:
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
-        self.hooks = HookGuard(ledger, parameters, mesh, self.shown.assemble)
+        self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)

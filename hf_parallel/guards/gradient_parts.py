@@ -11,41 +11,23 @@ from torch import Tensor, nn
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.shards import Shards
 
 
 CountRule: TypeAlias = Callable[[str, nn.Parameter], bool | Tensor]
 
 
 class Owner(Protocol):
-    """What knows the gradients of all parameters: how each is sharded, and the ranks that have the rest of it."""
+    """What knows the gradients of all parameters, and the ranks that have the rest of each."""
 
     @property
     def counted(self) -> CountRule:
         """Which elements of a parameter this rank counts in a norm."""
         ...
 
-    def owns(self, name: str) -> bool:
-        """Whether this rank's stage counts a parameter in the norm of the model."""
-        ...
-
-    def is_shard(self, name: str) -> bool:
-        """Whether tensor-parallel ranks hold parts of it."""
-        ...
-
-    def sharded_dim(self, name: str) -> int | None:
-        """Along which dimension they do."""
-        ...
-
-    def full_size(self, name: str) -> int:
-        """Extent of that dimension in the whole; 0 of one that is not sharded."""
-        ...
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor that is sharded as the parameter is."""
-        ...
-
-    def assemble(self, name: str, local: Tensor) -> Tensor:
-        """The whole of such a tensor; collective over tp."""
+    @property
+    def shards(self) -> Shards:
+        """How each is sharded."""
         ...
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
@@ -82,17 +64,17 @@ class _Part:
 
     @property
     def sharded_dim(self) -> int | None:
-        return self._owner.sharded_dim(self.name)
+        return self._owner.shards.sharded_dim(self.name)
 
     @property
     def full_size(self) -> int:
-        return self._owner.full_size(self.name)
+        return self._owner.shards.full_size(self.name)
 
     def whole(self, local: Tensor) -> Tensor:
-        return self._owner.assemble(self.name, local)
+        return self._owner.shards.assemble(self.name, local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        return self._owner.cut(self.name, whole)
+        return self._owner.shards.cut(self.name, whole)
 
     def open(self) -> Tensor:
         """The whole, to be changed in place; collective over tp."""
@@ -108,7 +90,7 @@ class _Part:
     def _with_opened(self, local: Tensor) -> Tensor:
         if self.opened is not None:
             with torch.no_grad():
-                local.copy_(self._owner.cut(self.name, self.opened))
+                local.copy_(self._owner.shards.cut(self.name, self.opened))
         return local
 
 
@@ -117,7 +99,7 @@ class LocalGradient(_Part):
 
     def __init__(self, name: str, parameter: nn.Parameter, gradient: Tensor, owner: Owner) -> None:
         self.name, self.gradient, self.parameter, self._owner = name, gradient, parameter, owner
-        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.owned, self.is_shard = owner.shards.owns(name), owner.shards.is_shard(name)
         self.arrived = False
 
     def tensor(self) -> Tensor:
@@ -145,7 +127,7 @@ class FlatGradient(_Part):
     def __init__(self, name: str, parameter: nn.Parameter, place: tuple[FlatShard, int], owner: Owner) -> None:
         self.name, self.parameter, self._owner = name, parameter, owner
         self.shard, self.position = place
-        self.owned, self.is_shard = owner.owns(name), owner.is_shard(name)
+        self.owned, self.is_shard = owner.shards.owns(name), owner.shards.is_shard(name)
         self.gathered: Tensor | None = None
         self.pending: Tensor | None = None
 

@@ -19,6 +19,7 @@ from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
 from hf_parallel.guards.scaled import StageFactors
+from hf_parallel.guards.shards import Shards
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
 from hf_parallel.guards.stand_ins import StandIns
 from hf_parallel.ledger import Ledger
@@ -51,7 +52,7 @@ class ShownGradients:
         counted: CountRule,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._ledger, self._parameters, self._mesh, self.counted = ledger, dict(parameters), mesh, counted
+        self._parameters, self._mesh, self.counted = dict(parameters), mesh, counted
         self._waiting = waiting
         self.factors = StageFactors(mesh)
         self._flat: dict[str, FlatGradient] = {}
@@ -66,21 +67,10 @@ class ShownGradients:
         self._touched = False
         in_parts = mesh.shape.sp_size > 1  # each rank has what its part of a sequence gives
         self._summands = frozenset(n for n in parameters if in_parts or len(ledger.entries[n].holders) > 1)
-        # Asked of every parameter in every step.
-        self._owned = frozenset(name for name in parameters if ledger.entries[name].owner == mesh.pp_rank)
-        shards = (name for name in parameters if ledger.entries[name].spec is not None)
-        self._shards = frozenset(shards if mesh.parts.group is not None else ())
+        self.shards = Shards(ledger, parameters, mesh, waiting)
         answer_norms_of_nothing(self)
 
     # -- what parts ask ------------------------------------------------------------------------------------------
-
-    def owns(self, name: str) -> bool:
-        """Whether this rank's stage counts a parameter in the norm of the model."""
-        return name in self._owned
-
-    def is_shard(self, name: str) -> bool:
-        """Whether ranks hold different shards of a parameter."""
-        return name in self._shards
 
     def power(self, name: str, parameter: nn.Parameter, gradient: Tensor, norm_type: float) -> Tensor:
         """What this rank counts of a gradient that is not partitioned."""
@@ -91,7 +81,7 @@ class ShownGradients:
 
     def is_first(self, name: str) -> bool:
         """Whether this rank is the one, of those over which powers are summed, that counts what several have of a gradient."""
-        is_expert = name in self._shards and self._mesh.shape.ep_size > 1
+        is_expert = self.shards.is_shard(name) and self._mesh.shape.ep_size > 1
         if self._parts_of is None:
             return is_expert or self._mesh.ep_rank == 0
         return self._parts_of.shard_group.rank() < (self._mesh.shape.ep_size if is_expert else 1)
@@ -117,37 +107,6 @@ class ShownGradients:
         if self._active and not self._has_stepped:
             with self._waiting("waits for what the other stages multiplied their gradients with"):
                 self.factors.settle(self._power_now)
-
-    def sharded_dim(self, name: str) -> int | None:
-        """Along which dimension ranks hold shards of a parameter."""
-        spec = self._ledger.entries[name].spec
-        return spec.dim if spec is not None and self._mesh.parts.group is not None else None
-
-    def full_size(self, name: str) -> int:
-        """Extent of that dimension in the whole parameter; 0 of one that is not sharded."""
-        spec = self._ledger.entries[name].spec
-        return 0 if spec is None else spec.full_size
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor that is sharded as the parameter is."""
-        spec = self._ledger.entries[name].spec
-        return whole if spec is None else spec.shard(whole, self._mesh.parts.size, self._mesh.parts.rank)
-
-    def assemble(self, name: str, local: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded as the parameter is; collective over the ranks with its shards."""
-        spec, group = self._ledger.entries[name].spec, self._mesh.parts.group
-        if spec is None or group is None:
-            return local
-        size = self._mesh.parts.size
-        shards = []
-        for rank in range(size):
-            shape = list(local.shape)
-            shape[spec.dim] = spec.local_size(size, rank)
-            shards.append(local.contiguous() if rank == group.rank() else local.new_empty(shape))
-        with self._waiting("waits for the other shards of a gradient that user code reads"):
-            for rank, shard in enumerate(shards):
-                dist.broadcast(shard, group=group, group_src=rank)
-        return spec.assemble(shards)
 
     @torch.no_grad()
     def gather(self, shard: FlatShard) -> None:
