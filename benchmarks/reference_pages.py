@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_parallel.cli.main import COMMANDS, app
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.problems import sections_of
-from hf_parallel.settings.sections import Section, spelled
+from hf_parallel.settings.values import Section, spelled
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -15,7 +15,7 @@ from hf_parallel.dry_run.accelerate_file import ENGINE_SECTIONS, file_problems
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import SECTION
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 Target = Literal["deepspeed", "fsdp", "accelerate"]

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.settings.sections import number, spelled
+from hf_parallel.settings.values import number, spelled
 
 
 @dataclass

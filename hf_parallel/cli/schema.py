@@ -13,7 +13,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.problems import sections_of
 from hf_parallel.settings.recipes import AUTO, KEY, SECTION
 from hf_parallel.settings.schedule_names import SHORT_NAMES
-from hf_parallel.settings.sections import Section
+from hf_parallel.settings.values import Section
 
 
 NUMBER: Final = {"type": "integer", "minimum": 1}

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hf_parallel.deepspeed.keys import REMOVED, TOP, ZeroKeys
 from hf_parallel.settings.accelerate_keys import launch_keys
-from hf_parallel.settings.sections import number
+from hf_parallel.settings.values import number
 
 
 # accelerate launch takes these, and hands the others of the section to its workers.

@@ -17,7 +17,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.problems import nearest_word
 from hf_parallel.settings.recipes import KEY, ONE_PROCESS_TYPES, SECTION
-from hf_parallel.settings.sections import number, shown, spelled
+from hf_parallel.settings.values import number, shown, spelled
 
 
 ENGINE_SECTIONS: Final = {

@@ -22,7 +22,7 @@ from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, rea
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 Severity = Literal["error", "warning"]

@@ -15,7 +15,7 @@ from hf_parallel.memory.estimate import estimate
 from hf_parallel.memory.report import shortages, tight
 from hf_parallel.memory.terms import Buffers, Device, Layout, Memory, ModelShape, Precision, Work, layout_of
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.sections import number
+from hf_parallel.settings.values import number
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hf_parallel.dry_run.doctor import Check, package_version
 from hf_parallel.dry_run.peer_links import Answerer, gather, join, measure
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.interfaces import GLOO, Network, chosen_interface, this_network
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 COMPARED: Final = ("hf_parallel", "torch", "transformers", "accelerate")

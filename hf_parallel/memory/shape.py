@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
 from hf_parallel.settings.file import parse_json, read_bounded
-from hf_parallel.settings.sections import shown, spelled
+from hf_parallel.settings.values import shown, spelled
 
 
 if TYPE_CHECKING:

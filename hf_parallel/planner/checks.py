@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 MOST: Final = 10**12

@@ -12,7 +12,7 @@ from hf_parallel.planner.checks import choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.settings.replica_sections import Method
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS, STAGES_PER_RANK, full_name
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {

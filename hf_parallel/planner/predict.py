@@ -17,7 +17,7 @@ from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.memory import memory_bytes
 from hf_parallel.planner.pipeline import cut, makespan
 from hf_parallel.planner.profile import ModelProfile, profile_of
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 BAND: Final = (0.85, 1.3)  # of the prediction, where published runs were fitted; judged from their errors

@@ -17,7 +17,8 @@ from typing import Any, Final, Literal
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision
-from hf_parallel.settings.sections import ActivationCheckpointingConfig, spelled
+from hf_parallel.settings.sections import ActivationCheckpointingConfig
+from hf_parallel.settings.values import spelled
 
 
 # How configs name the same number; the first that is there counts.

@@ -7,7 +7,7 @@ from typing import Any, Final
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.layout import ONLY, LayoutSpec
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 PRECISIONS: Final = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # mixed_precision of accelerate

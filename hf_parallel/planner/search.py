@@ -15,7 +15,7 @@ from hf_parallel.planner.links import Traffic, traffic
 from hf_parallel.planner.predict import Estimate, estimate, step_of
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.remedies import fits_nowhere
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 Objective = Literal["tokens", "memory", "min-gpus"]

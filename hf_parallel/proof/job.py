@@ -13,7 +13,7 @@ from typing import Any, Final
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 DTYPES: Final = ("fp32", "bf16", "fp16")

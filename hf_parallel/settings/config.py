@@ -26,17 +26,13 @@ from hf_parallel.settings.replica_sections import (
 from hf_parallel.settings.sections import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
-    Count,
     MonitorConfig,
     PipelineConfig,
-    Section,
-    Size,
     TensorParallelConfig,
-    number,
-    spelled,
 )
 from hf_parallel.settings.together import problems_together
 from hf_parallel.settings.topology import TopologyConfig, auto_or_keys
+from hf_parallel.settings.values import Count, Section, Size, number, spelled
 
 
 def _section(model: type[Section], or_else: str = "") -> Any:

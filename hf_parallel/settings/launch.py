@@ -20,7 +20,7 @@ from hf_parallel.machine.queues import ONE_QUEUE, ONE_QUEUE_FIX, has_one_queue
 from hf_parallel.machine.tasks import unconnected_task
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import AUTO, FOREIGN_ENGINES, check_accelerate, find_recipe, load_file
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 CONFIG_VARIABLE = "HF_PARALLEL_CONFIG"

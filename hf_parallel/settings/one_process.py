@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.sections import Section, spelled
+from hf_parallel.settings.values import Section, spelled
 
 
 Effect = Literal["acts", "acts if offloaded", "is stock", "none"]

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from hf_parallel.errors import MAX_LINES, ConfigError
 from hf_parallel.settings.schedule_names import SHORT_NAMES
-from hf_parallel.settings.sections import MAX_SHOWN, Section, spelled
+from hf_parallel.settings.values import MAX_SHOWN, Section, spelled
 
 
 TRUTH: Final = {

@@ -17,7 +17,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.problems import as_mapping
-from hf_parallel.settings.sections import MAX_SHOWN, shown, spelled
+from hf_parallel.settings.values import MAX_SHOWN, shown, spelled
 
 
 SECTION = "parallelism_config"

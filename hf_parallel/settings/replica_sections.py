@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_parallel.settings.sections import Count, NonNegative, Offload, Section, as_tuple, number, spelled
+from hf_parallel.settings.sections import Offload
+from hf_parallel.settings.values import Count, NonNegative, Section, as_tuple, number, spelled
 
 
 class DataParallelConfig(Section):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.settings.asynchronous_rules import asynchronous_problems
 from hf_parallel.settings.expert_rules import expert_problems
-from hf_parallel.settings.sections import Section, spelled
 from hf_parallel.settings.sequence_rules import attention_problems, sequence_problems
+from hf_parallel.settings.values import Section, spelled
 from hf_parallel.settings.zero_rules import compression_problems, deepspeed_problems, partition_problems
 
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
-from hf_parallel.settings.sections import Section, Size, number
+from hf_parallel.settings.values import Section, Size, number
 
 
 AutoSize: TypeAlias = Annotated[Literal["auto"] | Size, BeforeValidator(number)]

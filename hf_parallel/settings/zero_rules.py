@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_parallel.settings.replica_sections import DataParallelConfig, GradientCompressionConfig, ZeroConfig
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 # What DeepSpeed reads of our settings, and what to do about the rest.

@@ -12,7 +12,8 @@ from transformers import Trainer
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.one_process import in_one_process
-from hf_parallel.settings.sections import CheckpointConfig, spelled
+from hf_parallel.settings.sections import CheckpointConfig
+from hf_parallel.settings.values import spelled
 
 
 def is_alone() -> bool:

@@ -18,7 +18,7 @@ from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.one_process import IN_ONE_PROCESS, effect_of, in_one_process
 from hf_parallel.settings.recipes import list_recipes, load_recipe
-from hf_parallel.settings.sections import Section
+from hf_parallel.settings.values import Section
 
 
 def settings_of(model: type[Section] = HFParallelConfig, before: str = "") -> Iterator[str]:

@@ -16,7 +16,7 @@ from hf_parallel.machine.facts import this_machine
 from hf_parallel.memory.shape import config_of
 from hf_parallel.memory.terms import Precision, Work
 from hf_parallel.settings.recipes import find_recipe
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 PRECISIONS: Final = ("fp32", "half", "autocast")

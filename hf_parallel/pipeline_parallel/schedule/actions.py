@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast
 
 from hf_parallel.errors import ScheduleError
-from hf_parallel.settings.sections import spelled
+from hf_parallel.settings.values import spelled
 
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
