@@ -6,6 +6,7 @@ layout is in no family, or is the one that the family lends to this row; rows ta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,6 +47,21 @@ def chosen(
     given = [item.callspec.params for item in items if item.callspec.params.keys() >= set(names)]
     run = {tuple(params[name] for name in names) for params in given}
     return [case for case in cases if case in run]
+
+
+def in_turns(*axes: Sequence[Any], step: int | None = None) -> list[Any]:
+    """The product of axes as parameters, of which those are slow that are not needed for every pair of a first and a later value.
+
+    Args:
+        axes: Values of each.
+        step: One of so many is kept; None: of as many as the last axis has values, which the others then take in turns.
+    """
+    every = step or len(axes[-1])
+    product = itertools.product(*(enumerate(axis) for axis in axes))
+    cases = (tuple(zip(*case, strict=True)) for case in product)
+    return [
+        pytest.param(*values, marks=() if sum(places) % every == 0 else pytest.mark.slow) for places, values in cases
+    ]
 
 
 def slow_if(name: object, rest: Collection[object]) -> Any:

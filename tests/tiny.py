@@ -41,6 +41,8 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
+from transformers.integrations.peft import MIN_PEFT_VERSION
+from transformers.utils.import_utils import is_peft_greater_or_equal
 
 
 VOCAB = 99  # odd: shards of the head are uneven
@@ -266,8 +268,10 @@ def llama_native_lora() -> Any:
     return model
 
 
+# transformers 5.24 wants a PEFT above 0.21 for it.
+HAS_ADD_ADAPTER = is_peft_greater_or_equal(MIN_PEFT_VERSION)
 ADAPTED = {
-    "llama_native_lora": llama_native_lora,
+    **({"llama_native_lora": llama_native_lora} if HAS_ADD_ADAPTER else {}),
     "gpt2_lora": lambda: lora(gpt2(), fan_in_fan_out=True),
     "mixtral_lora": lambda: lora(mixtral()),
     "mixtral_lora_experts": lambda: lora(

@@ -11,18 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
 from adapter_cases import FIVE, same_folder
-from packaging.version import Version
 from rank_runner import run_ranks
 from resume_cases import Job, run_cells, states_equal
 from tp_models import Counter, plan_sample, tiny_batch, tiny_model
 from trainer_cases import ENV, NO_NOISE, Case, compare, run_cases
-from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_parallel.tensor_parallel.plan.derive import plan_tensor_parallel
 from hf_parallel.tensor_parallel.run.apply import apply_tensor_parallel
@@ -42,8 +39,7 @@ TWO: Mapping[str, tuple[str, dict[str, Any]]] = {  # name -> model, settings
     "tied_saved": ("llama_tied_lora_saved", TP2),
     "head": ("llama_lora_head", TP2),
     "early": ("llama_lora_early", TP2),
-    # Of `add_adapter`, for which transformers 5.24 wants a PEFT above 0.21.
-    **({"native": ("llama_native_lora", TP2)} if Version(peft.__version__) >= Version(MIN_PEFT_VERSION) else {}),
+    **({"native": ("llama_native_lora", TP2)} if tiny.HAS_ADD_ADAPTER else {}),
     "biases": ("llama_lora_biases", TP2),
     "conv_biases": ("gpt2_lora_biases", TP2),
     "dropout": ("llama_lora_dropout", TP2),

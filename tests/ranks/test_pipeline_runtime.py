@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_runner import run_ranks
+from thinning import in_turns
 from torch import Tensor, nn
 
 from hf_parallel.errors import PlanError, RankMismatchError, ScheduleError, UnsupportedError
@@ -241,8 +242,7 @@ def evaluation_and_split_rank(rank: int, world_size: int, name: str) -> None:
             runtime.backward_phase(state, made.backwards(1), None)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "dualpipev"])
+@pytest.mark.parametrize(("name", "world_size"), in_turns(["1f1b", "interleaved_1f1b", "dualpipev"], [1, 2, 4]))
 def test_evaluation_and_split_mode_equal_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     run_ranks(evaluation_and_split_rank, world_size, name, tmp_path=tmp_path)
 

@@ -205,7 +205,15 @@ def scaler_main(rank: int, world_size: int, parallel: dict[str, Any]) -> list[An
     return history
 
 
-@pytest.mark.parametrize("parallel", [PP2, TP2, {}, STAGE3], ids=["pp2", "tp2", "dp2", "dp2_stage3"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(PP2, id="pp2"),
+        pytest.param(TP2, id="tp2", marks=pytest.mark.long),
+        pytest.param({}, id="dp2"),
+        pytest.param(STAGE3, id="dp2_stage3", marks=pytest.mark.long),
+    ],
+)
 def test_all_ranks_skip_a_step_that_overflowed_on_one(parallel: dict[str, Any], tmp_path: Path) -> None:
     results = run_ranks(scaler_main, 2, parallel, tmp_path=tmp_path, env=ENV)
     for history in results:

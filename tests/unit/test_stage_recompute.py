@@ -26,6 +26,7 @@ from stage_models import (
     unsplit,
     zero_grad,
 )
+from thinning import in_turns
 from torch import Tensor, nn
 
 from hf_parallel.activation_checkpointing.recompute import Mode, Recomputation, groups_for, recompute_blocks
@@ -85,17 +86,15 @@ def in_flight(stages: Sequence[Stage], inputs: Sequence[dict[str, Any]], seeds: 
 MICROBATCHES = [batch(2, 8), batch(3, 11, seed=1, left=True), batch(1, 7, seed=2), batch(2, 9, seed=3)]
 
 
-@pytest.mark.parametrize(
-    ("every", "mode", "offload"),
-    [
-        (1, "block", False), (2, "block", True), (8, "block", False), (2, "alternate", True), (1, "selective", False),
-        (2, "selective", True),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("name", NAMES)
-def test_four_microbatches_in_flight_give_the_unsplit_gradients(
-    name: str, every: int, mode: Mode, offload: bool
-) -> None:
+MODES: list[tuple[int, Mode, bool]] = [
+    (1, "block", False), (2, "block", True), (8, "block", False), (2, "alternate", True), (1, "selective", False),
+    (2, "selective", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), in_turns(NAMES, MODES, step=2))
+def test_four_microbatches_in_flight_give_the_unsplit_gradients(name: str, how: tuple[int, Mode, bool]) -> None:
+    every, mode, offload = how
     model = build(name)
     plan = discover_stages(model, batch())
     bounds = [0, 3, plan.num_blocks]

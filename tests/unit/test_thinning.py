@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from thinning import FAMILIES, covering
+import pytest
+from thinning import FAMILIES, covering, in_turns
 
 
 def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
@@ -20,3 +21,13 @@ def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
 def test_a_row_that_lacks_layouts_of_a_family_takes_another() -> None:
     cases = [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero1"), ("d", "zero2")]
     assert covering(cases) == [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero2")]
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_values_of_later_axes_are_taken_in_turns(step: int | None) -> None:
+    axes = ("abcd", (1, 2), "xyz")
+    kept = [case.values for case in in_turns(*axes, step=step) if not case.marks]
+    assert len(in_turns(*axes)) == 24
+    assert len(kept) == 24 // (step or 3)
+    assert {(case[0], case[1]) for case in kept} == set(itertools.product("abcd", (1, 2)))
+    assert {case[2] for case in kept} == set("xyz")

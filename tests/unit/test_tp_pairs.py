@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from thinning import in_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo.models import quiet
@@ -64,8 +65,9 @@ def test_two_ranks_are_exact_and_everything_is_split(name: str) -> None:
         assert row.fully_paired, row.left
 
 
-@pytest.mark.parametrize("tp_size", [3, 4])
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "llama", "mamba2", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    ("name", "tp_size"), in_turns(["deepseek_v3", "gpt_oss", "llama", "mamba2", "olmo2", "phi3"], [3, 4])
+)
 def test_more_ranks_are_exact(name: str, tp_size: int) -> None:
     row = sweep_shards(name, tp_size)
     assert row.verdict == "exact", row.note

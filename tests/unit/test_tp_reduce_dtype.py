@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from thinning import in_turns
 from torch import Tensor
 from tp_models import spread
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -104,9 +105,9 @@ def noise(plan: TPPlan, autocast: bool) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-@pytest.mark.parametrize(("tp_size", "sequence"), [(2, False), (4, True)])
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-def test_sums_in_fp32_leave_the_noise_of_one_process(tp_size: int, sequence: bool, autocast: bool) -> None:
+@pytest.mark.parametrize(("tp_size", "autocast"), in_turns([2, 4], [False, True]))
+def test_sums_in_fp32_leave_the_noise_of_one_process(tp_size: int, autocast: bool) -> None:
+    sequence = tp_size == 4
     ratios = noise(plan_of(tp_size, sequence), autocast)
     assert ratios["float32"] <= 1.02, ratios
     assert ratios["float32"] < ratios["compute"], ratios

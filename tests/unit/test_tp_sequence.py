@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinning import in_turns
 from tiny import gemma3n, mamba, mixtral
 from torch import Tensor, nn
 from tp_models import CASES, plan_sample, tiny_batch, tiny_model
@@ -108,8 +109,7 @@ def test_a_gathered_input_tells_partial_from_whole_gradients() -> None:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize(("case", "tp_size"), in_turns(sorted(CASES), [2, 3, 4]))
 def test_loss_and_gradients_on_uneven_parts_equal_one_process(case: str, tp_size: int) -> None:
     model = tiny_model(case)
     plan = planned(model, tp_size)

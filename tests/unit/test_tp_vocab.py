@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinning import in_turns
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -123,8 +124,7 @@ def test_a_label_outside_of_the_vocabulary_is_not_silent() -> None:
 # -- the plan ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize(("case", "tp_size"), in_turns(CASES, [2, 3]))
 def test_every_head_whose_tail_is_elementwise_is_sharded_and_verifies(case: str, tp_size: int) -> None:
     model = vocab_model(case)
     plan = planned(model, tp_size)
@@ -338,8 +338,7 @@ def test_the_whole_model_check_sees_a_head_that_should_not_be_sharded() -> None:
         verify_model(model, replace(plan, linears={**plan.linears, "lm_head": head}), vocab_batch())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize(("case", "tp_size"), in_turns(CASES, [2, 3]))
 def test_loss_and_every_gradient_equal_one_process(case: str, tp_size: int) -> None:
     reference = vocab_model(case)
     loss = reference(**vocab_batch(), use_cache=False).loss
