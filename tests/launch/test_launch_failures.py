@@ -164,10 +164,11 @@ def children_of(pid: int) -> list[int]:
     ("section", "kind", "message"),
     [
         ("{pp_szie: 2}", "MULTI_GPU", r"pp_szie: unknown key\. Did you mean pp_size\?"),
-        (
+        pytest.param(
             "{pp_size: 2}",
             "MULTI_CPU",
             r"distributed_type='MULTI_CPU': .*ONE process.*Set distributed_type to MULTI_GPU",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["misspelled_key", "multi_cpu"],

@@ -80,7 +80,7 @@ def bytes_rank(rank: int, world_size: int, stage: int) -> None:
     accelerator.hf_parallel.watchdog.stop()
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (4, 3), (2, 2)])
+@pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 3, marks=pytest.mark.slow), (4, 3), (2, 2)])
 def test_ranks_hold_their_part_of_everything(world_size: int, stage: int, tmp_path: Path) -> None:
     run_ranks(bytes_rank, world_size, stage, tmp_path=tmp_path, env=ENV)
 
@@ -119,7 +119,16 @@ def messages_rank(rank: int, world_size: int, stage: int, every: int | None) -> 
     accelerator.hf_parallel.watchdog.stop()
 
 
-@pytest.mark.parametrize(("stage", "every"), [(2, None), (3, None), (3, 1), (3, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("stage", "every"),
+    [
+        pytest.param(2, None, marks=pytest.mark.slow),
+        (3, None),
+        (3, 1),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+        (2, 2),
+    ],
+)
 def test_every_backward_pass_sends_as_many_messages_as_the_docs_say(
     stage: int, every: int | None, tmp_path: Path
 ) -> None:
@@ -174,7 +183,7 @@ def assert_equal_forward(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(model(**batch(5)).logits, reference(**batch(5)).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_looking_at_the_model_between_steps_changes_nothing(stage: int, tmp_path: Path) -> None:
     run_ranks(between_rank, 2, stage, tmp_path=tmp_path, env=ENV)
 
@@ -239,7 +248,9 @@ def test_half_precision_parameters_have_fp32_copies_as_with_the_native_engine(tm
 # -- compression -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "tolerance"), [("int8", 2e-2), ("bf16", 5e-3), ("fp16", 1e-3)])
+@pytest.mark.parametrize(
+    ("method", "tolerance"), [("int8", 2e-2), ("bf16", 5e-3), pytest.param("fp16", 1e-3, marks=pytest.mark.slow)]
+)
 def test_gradients_travel_compressed(method: str, tolerance: float, tmp_path: Path) -> None:
     def losses(name: str, **parallel: Any) -> list[float]:
         case = Case(name, parallel={"zero": {"stage": 3}, **parallel}, arguments=NO_NOISE)

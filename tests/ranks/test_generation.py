@@ -142,7 +142,7 @@ def uneven_main(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["llama", "llama_lora"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "llama_lora"])
 def test_replicas_of_zero_3_may_stop_at_different_times(kind: str, tmp_path: Path) -> None:
     run_ranks(uneven_main, 2, kind, tmp_path=tmp_path, env=ENV)
 
