@@ -7,7 +7,7 @@ layout is in no family, or is the one that the family lends to this row; rows ta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,15 @@ def covering(cases: Sequence[tuple[str, str]], families: Sequence[Sequence[str]]
                     layouts.remove(layout)
         kept += [(row, layout) for layout in layouts]
     return kept
+
+
+def unsaid(
+    cases: Sequence[tuple[str, str]], kept: Sequence[tuple[str, str]], text_of: Callable[[str, str], str]
+) -> list[tuple[str, str]]:
+    """A case of every row and text that it is refused with (none: "") where no kept case of the row is refused with it."""
+    said = {(row, text_of(row, layout)) for row, layout in kept}
+    found = {(row, text): (row, layout) for row, layout in reversed(cases) if (text := text_of(row, layout))}
+    return [case for key, case in found.items() if key not in said]
 
 
 def thinned(cases: Sequence[tuple[str, str]], families: Sequence[Sequence[str]] = FAMILIES) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import user_steps
 from rank_runner import run_ranks
+from thinning import rest_runs, slow_if
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -180,6 +181,21 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "autograd_pp2": ("ByAutograd", PP2, {}, "torch.autograd.grad of a loss with pp_size=2"),
     "base_pp2": ("CallsBase", PP2, {}, "Call the whole model and no part of it"),
 }
+# Slow: what another job of the same user code shows on another axis, or of a tied model.
+REST = (
+    "prunes_tied_pp2",
+    "noise_tied_pp2",
+    "casts_pp2",
+    "casts_tp2",
+    "named_noise_tp2",
+    "averages_pp2",
+    "counts_pp2",
+    "clips_each_tp2",
+)
+
+
+def marked(*, refused: bool) -> list[Any]:
+    return [pytest.param(job, marks=slow_if(job, REST)) for job in JOBS if bool(JOBS[job][3]) == refused]
 
 
 def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
@@ -200,21 +216,24 @@ def on_two(job: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("numbers")
-    right = {job: (name, str(more)) for job, (name, _, more, error) in JOBS.items() if not error}
+    jobs = {job: rest for job, rest in JOBS.items() if job not in REST or rest_runs(request)}
+    right = {job: (name, str(more)) for job, (name, _, more, error) in jobs.items() if not error}
     ones = {key: (key[0], None, {"rows": 8, **JOBS[job][2]}) for job, key in right.items()}
     return launched(ones, 1, folder / "1"), launched({job: on_two(job) for job in right}, 2, folder / "2")
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if not JOBS[job][3]])
+@pytest.mark.parametrize("job", marked(refused=False))
 def test_right(job: str, runs: tuple[dict[Any, Any], dict[Any, Any]]) -> None:
     ones, twos = runs
     name, _, more, _ = JOBS[job]
     user_steps.same(twos[job][0], ones[name, str(more)][0])
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if JOBS[job][3]])
+@pytest.mark.parametrize("job", marked(refused=True))
 def test_refused(job: str, tmp_path: Path) -> None:
     name, _, _, error = JOBS[job]
     for rank in launched({job: on_two(job)}, 2, tmp_path / "2")[job]:

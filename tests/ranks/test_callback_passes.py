@@ -10,6 +10,7 @@ import tiny
 import torch
 from callback_runs import ENV, assert_same_state, replicas_of, trained_with
 from rank_runner import run_ranks
+from thinning import slow_if
 from transformers import TrainerCallback
 
 
@@ -105,7 +106,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+REST = ("zero1", "pp2")  # slow: both at once in another row
+
+
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=slow_if(layout, REST)) for layout in LAYOUTS])
 def test_a_callback_that_runs_the_model_trains_as_in_one_process(layout: str, alone: Any, tmp_path: Any) -> None:
     ranks = 4 if layout == "pp2_zero1" else 2
     found = run_ranks(main, ranks, LAYOUTS[layout], tmp_path=tmp_path, env=ENV, timeout=120.0)[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from callback_runs import ENV, assert_same_state, trained_with
 from rank_runner import run_ranks
-from thinning import covering, rest_runs, slow_if
+from thinning import rest_runs, slow_if
 from transformers import TrainerCallback
 
 
@@ -113,26 +113,32 @@ CASES = [(moment, penalty.__name__, layout) for layout in PARTS for moment in MO
 CASES += [(moment, "norms", layout) for layout in FOUR for moment in MOMENTS]
 CASES += [("on_step_begin", "norms", layout) for layout in OTHERS] + [("on_step_begin", "beside", "pp2_tp2")]
 CASES += [("on_step_begin", "by_hand", layout) for layout in ("pp2_zero1", "pp2_2bw")]
-# What is right on shards and on stages is at one of the moments on the one, at the next on the other; the rest is slow.
-TURNS = [
-    (f"{moment} {penalty}", layout) for moment, penalty, layout in CASES if layout in PARTS and penalty != "one_norm"
-]
+NAMES, AXES = [penalty.__name__ for penalty in PENALTIES], (*PARTS, *FOUR)
+
+
+def is_in_turn(moment: str, penalty: str, layout: str) -> bool:
+    """A penalty is on an axis at one of the moments, on the next axis at the next one."""
+    turn = (NAMES.index(penalty) + AXES.index(layout)) % len(MOMENTS)
+    only_refused_there = (layout, penalty, moment) in REFUSED and penalty != "one_norm"
+    return MOMENTS.index(moment) == turn or only_refused_there
+
+
+# Slow: variations of what the other cases show.
 REST = [
     case
     for case in CASES
-    if (turn := (f"{case[0]} {case[1]}", case[2])) in TURNS and turn not in covering(TURNS, [PARTS])
+    if (case[2] in PARTS or case[1:] in [("norms", layout) for layout in FOUR]) and not is_in_turn(*case)
 ]
-REST = [case for case in REST if (case[2], case[1], case[0]) not in REFUSED]
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("penalties")
-    alone = [(moment, penalty, "one") for moment, penalty, layout in CASES if layout == "tp2"]
-    found = run_ranks(trained, 1, alone, tmp_path=folder, env=ENV, init_group=False)[0]
     chosen = [case for case in CASES if case not in REST or rest_runs(request)]
+    alone = list(dict.fromkeys((moment, penalty, "one") for moment, penalty, _ in chosen))
+    found = run_ranks(trained, 1, alone, tmp_path=folder, env=ENV, init_group=False)[0]
     for layout in LAYOUTS:
-        refused = [case for case in CASES if case[2] == layout and (layout, case[1], case[0]) in REFUSED]
+        refused = [case for case in chosen if case[2] == layout and (layout, case[1], case[0]) in REFUSED]
         mine = [case for case in chosen if case[2] == layout and case not in refused]
         for cases in [mine, *([case] for case in refused)]:
             found |= run_ranks(trained, 4 if layout in FOUR else 2, cases, tmp_path=folder, env=ENV, timeout=120.0)[0]

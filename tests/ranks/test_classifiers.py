@@ -18,6 +18,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
+from thinning import chosen, covering, slow_if
 from trainer_cases import ENV
 from transformers import Trainer, TrainingArguments
 
@@ -186,10 +187,10 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
-def compare(name: str, layout: str, together: tuple[str, ...], run_of: Runs) -> None:
-    """A run of `layout` among those of the names that are launched together, beside one process."""
-    mine, here = run_of(layout, SEVERAL_AXES if layout == "pp2_tp2" else together)
-    stock, there = run_of("one", together)
+def compare(name: str, layout: str, cases: list[tuple[str, str]], run_of: Runs) -> None:
+    """A run of `layout` among those of the cases that are launched together, beside one process."""
+    mine, here = run_of(layout, tuple(each for each, on in cases if on == layout))
+    stock, there = run_of("one", tuple(dict.fromkeys(each for each, _ in cases)))
     assert len(stock[name]) == 4  # three steps and an evaluation
     for found, expected in zip(mine[name], stock[name], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -204,19 +205,28 @@ def compare(name: str, layout: str, together: tuple[str, ...], run_of: Runs) -> 
 SHORT = ("numbers", "classes")
 LONG = ("several", "tokens", "bert", "smoothed", "summed", "weighted", "late")
 SEVERAL_AXES = ("several", "late")
+CASES = [(name, layout) for name in LONG for layout in ("tp2", "pp2")] + [(name, "pp2_tp2") for name in SEVERAL_AXES]
+# Slow: kinds are on stages and on shards in turns, or on both at once.
+REST = [
+    case
+    for case in CASES
+    if case[1] != "pp2_tp2" and (case[0] in SEVERAL_AXES or case not in covering(CASES, [("tp2", "pp2")]))
+]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize("name", SHORT)
 def test_a_classifier_trains_on_stages_and_shards_as_in_one_process(name: str, layout: str, run_of: Runs) -> None:
-    compare(name, layout, SHORT, run_of)
+    compare(name, layout, [(each, on) for each in SHORT for on in ("tp2", "pp2")], run_of)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*((name, layout) for name in LONG for layout in ("tp2", "pp2")), *((name, "pp2_tp2") for name in SEVERAL_AXES)],
+    [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES],
 )
-def test_classifiers_of_every_kind_train_as_in_one_process(name: str, layout: str, run_of: Runs) -> None:
-    compare(name, layout, LONG, run_of)
+def test_classifiers_of_every_kind_train_as_in_one_process(
+    name: str, layout: str, request: pytest.FixtureRequest, run_of: Runs
+) -> None:
+    compare(name, layout, chosen(request, CASES), run_of)

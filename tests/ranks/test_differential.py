@@ -24,7 +24,9 @@ from differential_cases import Setup, draw, script  # noqa: E402
 pytestmark = pytest.mark.long
 
 
-SEEDS = (27, 29, 31, 36, 57, 76, 99, 113)
+# Shards, sequences on replicas of parts, stages that are a step behind, and a loop of the user's own.
+SEEDS = (27, 57, 76, 99)
+MORE = (29, 31, 36, 113)
 BUG = """
 
 class Bug(TrainerCallback):
@@ -42,8 +44,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ":".join(map(str, places)))
 
 
-def test_drawn_setups_train_as_one_process(tmp_path: Path) -> None:
-    setups = [draw(seed) for seed in SEEDS]
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "more"])
+def test_drawn_setups_train_as_one_process(seeds: tuple[int, ...], tmp_path: Path) -> None:
+    setups = [draw(seed) for seed in seeds]
     verdicts = Runner(tmp_path).verdicts(setups)
     found = {setup.seed: f"{v.word}: {v.text}" for setup, v in zip(setups, verdicts, strict=True) if v.word != "equal"}
     assert not found

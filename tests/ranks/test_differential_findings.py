@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thinning import rest_runs, slow_if
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,18 +78,27 @@ RELOADED = {
         seed=81, callback="Reload", tp=2, model="gpt2"
     ),
 }
+# Slow: what another set-up of the same finding shows, on one axis of several or on more stages.
+REST = (
+    "a group a parameter, stages",
+    "a group a parameter, stages to copies",
+    "loss and entropy, stages",
+    "loss and entropy, shards",
+    "a hook on a block, two stages",
+)
 SETUPS = RELOADED | WRITES | AGAIN | FREEZING | PENALTY | GROUPS | FORWARDS | HOOKS | GRADIENTS
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    setups = {name: setup for name, setup in SETUPS.items() if name not in REST or rest_runs(request)}
     places = [ROOT, ROOT / "tests", ROOT / "benchmarks"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(map(str, places)))
-        found = Runner(tmp_path_factory.mktemp("findings")).verdicts(list(SETUPS.values()))
-    return {name: f"{v.word}: {v.text}" for name, v in zip(SETUPS, found, strict=True)}
+        found = Runner(tmp_path_factory.mktemp("findings")).verdicts(list(setups.values()))
+    return {name: f"{v.word}: {v.text}" for name, v in zip(setups, found, strict=True)}
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_if(name, REST)) for name in SETUPS])
 def test_a_setup_trains_as_one_process(name: str, verdicts: dict[str, str]) -> None:
     assert verdicts[name].startswith("equal"), verdicts[name]

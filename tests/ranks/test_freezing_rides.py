@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_runner import RankError, run_ranks
+from thinning import rest_runs, slow_if
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, runs_and_references
 from transformers import TrainerCallback
 
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "pp2_zbv": (2, "llama", "", {**PP2, "pipeline": {"schedule": "zbv_zero_bubble"}}),
     "pp2_dp2": (4, "llama_tied", "", PP2),
 }
+REST = ("pp2", "pp2_tied")  # slow: with another loss or schedule, and on replicas, in other rows
 
 
 def frozen_main(rank: int, world_size: int, names: list[tuple[str, str, str, Any]], folder: str) -> list[Any]:
@@ -72,11 +74,14 @@ def frozen_main(rank: int, world_size: int, names: list[tuple[str, str, str, Any
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    return runs_and_references(frozen_main, CASES, tmp_path_factory.mktemp("freezing"))
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    cases = {name: case for name, case in CASES.items() if name not in REST or rest_runs(request)}
+    return runs_and_references(frozen_main, cases, tmp_path_factory.mktemp("freezing"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_if(name, REST)) for name in CASES])
 def test_what_is_frozen_while_training_is_left_alone_as_in_one_process(name: str, runs: Any) -> None:
     found, references = runs
     _, model, loss, _ = CASES[name]

@@ -15,7 +15,7 @@ import torch
 import user_loops
 import user_steps
 from rank_runner import run_ranks
-from thinning import chosen, thinned
+from thinning import chosen, rest_runs, slow_if, thinned
 from transformers import Trainer, TrainerCallback
 from user_loops import STEPS, Loop
 
@@ -189,6 +189,7 @@ user_steps.KINDS |= {
 }
 TRAINED = {layout: user_loops.LAYOUTS[layout] for layout in ("late_1f1b", "late_zbv", "late_dualpipev")}
 JOBS = [(f"late_{when}", layout) for when in ("begin", "step") for layout in TRAINED]
+REST = JOBS[1::2]  # slow: schedules take turns
 
 
 def trainers(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
@@ -196,20 +197,23 @@ def trainers(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[Any, Any]]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[Any, Any]]:
     folder, found = tmp_path_factory.mktemp("late-trainers"), []
+    mine = [job for job in JOBS if job not in REST or rest_runs(request)]
     for world_size in (1, 2):
         jobs: list[Any] = [("late_begin", None, {}), ("late_step", None, {})]
         if world_size > 1:
-            jobs = [(name, TRAINED[layout], {}) for name, layout in JOBS]
+            jobs = [(name, TRAINED[layout], {}) for name, layout in mine]
         place = folder / str(world_size)
         place.mkdir()
         options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
         found.append(run_ranks(trainers, world_size, jobs, str(place), tmp_path=folder, **options)[0])
-    return dict(zip(("late_begin", "late_step"), found[0], strict=True)), dict(zip(JOBS, found[1], strict=True))
+    return dict(zip(("late_begin", "late_step"), found[0], strict=True)), dict(zip(mine, found[1], strict=True))
 
 
-@pytest.mark.parametrize("job", JOBS, ids="-".join)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=slow_if(job, REST), id="-".join(job)) for job in JOBS])
 def test_hooks_of_callbacks_train_as_in_one_process(job: tuple[str, str], trained: Any) -> None:
     ones, twos = trained
     user_steps.same(twos[job], ones[job[0]])

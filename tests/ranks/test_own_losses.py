@@ -13,8 +13,9 @@ import pytest
 import tiny
 import torch
 from rank_runner import run_ranks
+from thinning import slow_if
 from torch.nn import functional
-from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer
+from trainer_cases import ENV, Case, Snapshots, compare, finished, make_trainer, wanted_cases
 from transformers import LlamaForCausalLM, TrainerCallback
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -304,6 +305,23 @@ FOUR_RANKS = [
     Case("pp2_dp2_row_mean", model="row_mean", parallel=PP2, steps=3, variable_length=True, reference=2),
     Case("pp2_dp2_special_token", model="special_token", parallel=PP2, steps=3, variable_length=True, reference=2),
 ]
+# Slow: a loss that other rows train on the same axis, or on stages where these are shards and the other way round.
+REST = (
+    "pp2_row_mean",
+    "pp2_special_token",
+    "tp2_special_sum",
+    "tp2_with_penalty",
+    "tp2_own_function",
+    "tp2_other_ignored",
+    "pp2_row_mean_forward",
+    "tp2_row_mean_in_training",
+    "tp2_late_row_mean",
+    "pp2_late_special_sum",
+    "tp2_global_patch",
+    "pp2_summed",
+    "pp2_tp2_row_mean",
+    "pp2_dp2_row_mean",
+)
 
 
 def stock(case: Case) -> Case:
@@ -312,20 +330,22 @@ def stock(case: Case) -> Case:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All runs of this file: one launch a world size."""
-    cases = TWO_RANKS + FOUR_RANKS
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The runs of the chosen tests: one launch a world size."""
+    two, four = wanted_cases(request, TWO_RANKS), wanted_cases(request, FOUR_RANKS)
     found: dict[str, dict[str, Any]] = {}
     for world_size, chosen in (
-        (1, [stock(case) for case in cases if case.reference == 1]),
-        (2, TWO_RANKS + [stock(case) for case in cases if case.reference == 2]),
-        (4, FOUR_RANKS),
+        (1, [stock(case) for case in two + four if case.reference == 1]),
+        (2, two + [stock(case) for case in two + four if case.reference == 2]),
+        (4, four),
     ):
         found |= run_all(chosen, world_size, tmp_path_factory.mktemp(f"world{world_size}"))
     return found
 
 
-@pytest.mark.parametrize("case", TWO_RANKS + FOUR_RANKS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=slow_if(case.name, REST), id=case.name) for case in TWO_RANKS + FOUR_RANKS]
+)
 def test_a_loss_of_the_users_trains_as_on_one_process(case: Case, runs: dict[str, dict[str, Any]]) -> None:
     mine, reference = runs[case.name], runs[f"stock_{case.name}"]
     assert "error" not in reference, reference

@@ -11,7 +11,7 @@ import tiny
 import torch
 import user_loops
 from rank_runner import RankError, run_ranks
-from thinning import chosen, thinned
+from thinning import FAMILIES, chosen, thinned
 from user_loops import STEPS, Loop
 
 
@@ -166,7 +166,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 CASES = [(name, layout) for rows in ROWS.values() for layout in rows for name in rows[layout]]
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES))
+# Layouts that are no parts of an optimizer's states take turns too.
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, (*FAMILIES, ("dp2", "pp2"), ("tp2", "zero3"))))
 def test_what_is_attached_to_parameters_is_in_effect(name: str, layout: str, runs: dict[str, Any]) -> None:
     assert user_loops.difference(runs[f"{layout}-{name}"], runs[f"one-{name}"]) < 1e-5
 

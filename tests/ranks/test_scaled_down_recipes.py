@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from rank_runner import run_ranks
+from thinning import rest_runs, slow_if
 from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, finished, make_trainer, run_cases
 
 from hf_parallel.settings.config import HFParallelConfig
@@ -34,6 +35,8 @@ MODELS = {
     "cpu_pp2_zbv": "llama_8",
     "cpu_ep2": "deepseek_v3",
 }
+# Slow: the same settings as another recipe has, once it is scaled down, or some of them.
+REST = ("budget_3090_7b", "qlora_2xt4", "ddp", "cpu_pp2", "cpu_tp2", "cpu_dp2_zero1", "cpu_dp2_zero3")
 LOSSY = ("int8", "powersgd", "local8")  # what they send is not exact, so only the first loss is that of one process
 
 
@@ -100,21 +103,25 @@ def train_scaled_down(folder: Path, recipes: list[str], precision: str) -> dict[
     return found
 
 
-@pytest.fixture(scope="module")
-def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return train_scaled_down(tmp_path_factory.mktemp("fp32"), RECIPES, "no")
+def wanted(request: pytest.FixtureRequest) -> list[str]:
+    return [name for name in RECIPES if rest_runs(request) or name not in REST]
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_cases([case_of(name) for name in RECIPES], 1, tmp_path_factory.mktemp("stock"))
+def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return train_scaled_down(tmp_path_factory.mktemp("fp32"), wanted(request), "no")
+
+
+@pytest.fixture(scope="module")
+def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return run_cases([case_of(name) for name in wanted(request)], 1, tmp_path_factory.mktemp("stock"))
 
 
 def losses(run: dict[str, Any]) -> list[float]:
     return [entry["loss"] for entry in run["history"] if "loss" in entry]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_if(name, REST)) for name in RECIPES])
 def test_a_scaled_down_recipe_trains_as_one_process_does(
     name: str, exact: dict[str, dict[str, Any]], stock: dict[str, dict[str, Any]]
 ) -> None:

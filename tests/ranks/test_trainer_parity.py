@@ -115,32 +115,36 @@ MOE_MICROBATCHES = Case("pp2_mixtral_microbatches", model="mixtral", parallel=PP
 # Variations of what the other rows show.
 LONG = (
     "pp2_no_clip",
-    "pp2_gpipe",
     "pp2_measured",
     "pp2_host_transport",
     "pp2_local_counts",
-    "pp2_smoothing",
     "pp2_mean_loss_func",
     "pp2_checkpointing",
     "pp2_mixtral",
     "tp2_loss_func",
-    "dp2_ragged",
     "pp2_dp2_ragged",
-    "pp2_eval_loss_only",
     "pp2_qwen3",
-    "tp2_gpt2",
     "tp2_user_optimizer",
+    "pp2_tp2_smoothing",
+)
+# Slow: of those that the other long rows show on another or on several axes; schedules are in test_schedule_parity.py.
+REST = (
+    "pp2_gpipe",
+    "pp2_smoothing",
+    "dp2_ragged",
+    "pp2_eval_loss_only",
+    "tp2_gpt2",
     "tp2_smoothing",
     "dp2",
     "pp2_dp2_subclass",
     "pp2_tp2_untied",
-    "pp2_tp2_smoothing",
     "pp2_tp2_qwen3",
 )
 
 
 def marked(case: Case) -> Any:
-    return pytest.param(case, marks=pytest.mark.long if case.name in LONG else (), id=case.name)
+    marks = [pytest.mark.long] if case.name in LONG + REST else []
+    return pytest.param(case, marks=[*marks, *([pytest.mark.slow] if case.name in REST else [])], id=case.name)
 
 
 def stock(case: Case) -> Case:

@@ -18,7 +18,7 @@ import tiny
 import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
-from thinning import chosen, thinned
+from thinning import chosen, slow_if, thinned
 from trainer_cases import ENV
 
 
@@ -259,8 +259,9 @@ def compare(name: str, layout: str, run_of: Callable[[str], tuple[dict[str, Any]
         assert (weights[0][key] - value).norm() <= 1e-5 * value.norm(), key
 
 
-# Trainers that differ in little meet the layouts in turns; a trainer with a reference, an adapter or neither meets all.
-TURNS = (("dp2", "zero1"), ("zero3", "pp2_tp2"))
+# Layouts and trainers meet in turns: those with a reference, an adapter or neither meet shards, copies and parts of them.
+TURNS = (("tp2", "dp2", "zero1"), ("zero3", "pp2_tp2"))
+SCORED_TURNS = (("dp2", "zero1"), ("zero3", "tp2"))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_a_reference_model_is_in_parts_like_the_trained_one(name: str, layout: s
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    thinned([(name, layout) for name in SCORED for layout in ("dp2", "zero1", "zero3", "tp2")], TURNS),
+    thinned([(name, layout) for name in SCORED for layout in ("dp2", "zero1", "zero3", "tp2")], SCORED_TURNS),
 )
 def test_a_classifier_trains_on_shards_and_replicas_as_in_stock(name: str, layout: str, run_of: Any) -> None:
     compare(name, layout, run_of)
@@ -291,17 +292,15 @@ def test_a_classifier_trains_on_stages_of_shards_as_in_stock(name: str, layout: 
     compare(name, layout, run_of)
 
 
-# What another case of the same trainer shows on stages: CPO beside ORPO, a margin in the loss of one kind of classifier.
-SHOWN = ("cpo", "reward_margin")
+# What another case of the same trainer shows on stages: CPO beside ORPO, a margin in the loss of one kind of classifier, plain
+# text beside completions and other losses. What is counted on stages and replicas at once is on stages there.
+SHOWN = ("cpo", "reward_margin", "sft_llama", "sft_gpt2", *COUNTED)
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(
-            pytest.param(name, "pp2", marks=pytest.mark.slow if name in SHOWN else ())
-            for name in (*CASES, *STAGES, *PREFERENCES, *SCORED)
-        ),
+        *(pytest.param(name, "pp2", marks=slow_if(name, SHOWN)) for name in (*CASES, *STAGES, *PREFERENCES, *SCORED)),
         *((name, "pp2_dp2") for name in COUNTED),
     ],
 )

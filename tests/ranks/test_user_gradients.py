@@ -11,7 +11,7 @@ import pytest
 import torch
 import user_loops
 from rank_runner import run_ranks
-from thinning import chosen, thinned
+from thinning import FAMILIES, chosen, thinned
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from user_loops import STEPS, Loop
 
@@ -170,6 +170,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 CASES = [(name, layout) for rows in ROWS.values() for layout in rows for name in rows[layout]]
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES))
+# Uses meet stages and shards in turns, and copies in place of parts.
+TURNS = (("zero1", "zero2", "zero1_offload", "dp2"), ("pp2", "tp2"), FAMILIES[1])
+
+
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, TURNS))
 def test_what_user_code_does_to_gradients_is_in_effect(name: str, layout: str, runs: dict[str, Any]) -> None:
     assert user_loops.difference(runs[f"{layout}-{name}"], runs[f"one-{name}"]) < 1e-5
