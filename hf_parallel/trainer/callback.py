@@ -298,8 +298,6 @@ def warn_of_draws(args: TrainingArguments, config: HFParallelConfig) -> None:
             f"pp_size={config.pp_size}",
             "that of each microbatch is drawn from a stream of its own, like dropout",
         )
-    elif config.sp_size > 1:
-        where, why = f"sp_size={config.sp_size}", "each part of a row draws numbers of its own, as for its dropout"
     elif config.tp_size > 1 and config.tensor_parallel.sequence_parallel:
         where, why = (
             "sequence_parallel: true",
@@ -377,8 +375,11 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "nodes share."
         )
     if trainer.accelerator.dispatch_batches and config.model_parallel_size > 1:
+        sizes = {"pp_size": config.pp_size, "tp_size": config.tp_size, "sp_size": config.sp_size}
+        shared = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         problems.append(
-            "accelerator_config.dispatch_batches=True with pp_size or tp_size above 1 gives every rank other rows. Leave it unset."
+            f"accelerator_config.dispatch_batches=True with {shared}: the ranks of a model copy read the same rows, and this "
+            "gives every rank other ones. Leave it unset."
         )
     if not isinstance(trainer.model, nn.Module):
         problems.append("the model is not a torch.nn.Module.")

@@ -175,7 +175,11 @@ def _exchanged(
         output, _ = own(
             module, query, key, value, _mask_part(mask, heads, mine), **parts
         )  # (batch, seq, heads / sp, D)
-    output = F.pad(output, (0, 0, 0, 0, 0, filled - length)) if length < filled else output
+    if (
+        length < filled
+    ):  # not by zeros: beside a padding token's embedding of zeros they have no finite gradient in some models
+        last = output[:, -1:].detach()
+        output = torch.cat([output, last.expand(-1, filled - length, -1, -1)], dim=1)
     return to_sequence(output, group)[:, :, :heads].contiguous(), None
 
 

@@ -27,6 +27,7 @@ from hf_parallel.model.samples import output_flags
 from hf_parallel.ulysses.attention import Shared
 from hf_parallel.ulysses.draws import own_draws
 from hf_parallel.ulysses.exchange import gathered, summed
+from hf_parallel.ulysses.noise import noise_of_whole_rows
 
 
 # What a call may give and how it is shared: single tokens along the sequence, and what the mask is made of, whole.
@@ -95,7 +96,10 @@ def share_forward(
         refuse_odd_inputs(given, shared.group.size)
         part = _part_of(given, shared)
         trains = model.training and torch.is_grad_enabled()
-        with own_draws(model, shared.group.rank, trains=trains):
+        with (
+            own_draws(model, shared.group.rank, trains=trains) as draws,
+            noise_of_whole_rows(model, part.length, part.of, draws, shared.whole),
+        ):
             shared.whole.begin(forward, {name: value for name, value in given.items() if name not in OF_LOSS})
             with shared.running(part.length), shared.whole.seen(part.of):
                 local = _local_inputs(model, given, part, shared)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import ParallelError, PlanError
 from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
@@ -233,12 +234,15 @@ def _run(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any
 
 @contextmanager
 def _trained(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside, all parameters of a model, by name, are trained, without dropout."""
+    """Inside, all parameters of a model, by name, are trained, without dropout, and whoever draws (NEFTune) draws alike."""
     held = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     required = [(p, p.requires_grad) for p in held.values()]
     trains = [(module, module.training) for module in model.modules()]
+    states = [(generator, generator.get_state()) for generator in generators_of(model)]
     try:
         model.train()
+        for generator, _ in states:
+            generator.manual_seed(0)
         for parameter in held.values():
             parameter.requires_grad_(True)
         with torch.enable_grad(), NoDropout():
@@ -248,6 +252,8 @@ def _trained(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
             parameter.requires_grad_(value)
         for module, value in trains:
             module.training = value
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:

@@ -47,6 +47,8 @@ TWO_RANKS_LONG = [
     Case("ulysses2_odd_heads", model="uneven", parallel=SP2, **VARIABLE),
     Case("ulysses2_gpt_oss", model="gpt_oss_biased", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_latent", model="deepseek_v3", parallel=SP2, **VARIABLE),
+    # Padding has embeddings of zeros, of which this model takes roots.
+    Case("ulysses2_gemma3n", model="gemma3n", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_experts", model="mixtral_plain", parallel=SP2, **VARIABLE),
     Case("ulysses2_lora", model="llama_lora", parallel=SP2, **VARIABLE),
     Case("ulysses2_zero1", parallel={**SP2, "zero": {"stage": 1}}, **VARIABLE),
