@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from thinning import FAMILIES, covering
+from thinning import FAMILIES, covering, unsaid
 
 
 def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
@@ -20,3 +20,10 @@ def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
 def test_a_row_that_lacks_layouts_of_a_family_takes_another() -> None:
     cases = [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero1"), ("d", "zero2")]
     assert covering(cases) == [("a", "zero1"), ("b", "zero1"), ("c", "dp2"), ("d", "zero2")]
+
+
+def test_what_a_row_is_refused_with_is_said_by_one_of_its_cases() -> None:
+    texts = {("a", "zero1"): "part", ("a", "zero3"): "part", ("a", "tp2"): "shard", ("b", "zero1"): "part"}
+    cases = [(row, layout) for row in "ab" for layout in ("dp2", "zero1", "zero3", "tp2")]
+    kept = [("a", "zero3"), ("b", "dp2")]
+    assert set(unsaid(cases, kept, lambda *case: texts.get(case, ""))) == {("a", "tp2"), ("b", "zero1")}
