@@ -140,7 +140,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for layout in LAYOUTS:
         refused = [case for case in chosen if case[2] == layout and (layout, case[1], case[0]) in REFUSED]
         mine = [case for case in chosen if case[2] == layout and case not in refused]
-        for cases in [mine, *([case] for case in refused)]:
+        for cases in [*([mine] if mine else []), *([case] for case in refused)]:
             found |= run_ranks(trained, 4 if layout in FOUR else 2, cases, tmp_path=folder, env=ENV, timeout=120.0)[0]
     return dict(found)
 

@@ -69,22 +69,27 @@ FOUR = [
     case("zero1_late", "llama_lora_late", {**PP2, "zero": {"stage": 1}}),
     case("zero2", "gpt2_lora", {**PP2, "zero": {"stage": 2}}),
 ]
-# Slow: models on replicas of stages that are on stages and on replicas (test_adapters.py) in other rows, and adapters on
-# the first or last of four stages only, as on two.
-REST = ("pp2xdp2_llama_lora", "pp2xdp2_llama_tied_lora", "pp2xdp2_phi3_lora", "pp4_early", "zero1_late")
+# Slow: models on replicas of stages that are on stages and on replicas (test_adapters.py) in other rows, adapters on the first
+# or last of four stages only, as on two, and models that other rows have on stages with something else.
+REST = (
+    *("pp2xdp2_llama_lora", "pp2xdp2_llama_tied_lora", "pp2xdp2_phi3_lora", "pp2xdp2_gpt2_lora", "pp4_early"),
+    *("zero1_late", "llama_lora", "llama_tied_lora", "llama_tied_lora_saved", "llama_lora_late", "gpt2_lora"),
+    *("phi3_lora", "mixtral_plain_lora"),
+)
 
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder, with_rest = tmp_path_factory.mktemp("runs"), rest_runs(request)
-    four = [each for each in FOUR if with_rest or each.name not in REST]
-    return run_cases([*TWO, *DROPOUT], 2, folder / "two") | run_cases(four, 4, folder / "four")
+    two, four = ([each for each in rows if with_rest or each.name not in REST] for rows in (TWO, FOUR))
+    return run_cases([*two, *DROPOUT], 2, folder / "two") | run_cases(four, 4, folder / "four")
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    wanted = [each for each in [*TWO, *FOUR] if each.name not in REST or rest_runs(request)]
     return run_cases(
-        [dataclasses.replace(each, parallel=None) for each in [*TWO, *FOUR]], 1, tmp_path_factory.mktemp("stock")
+        [dataclasses.replace(each, parallel=None) for each in wanted], 1, tmp_path_factory.mktemp("stock")
     )
 
 

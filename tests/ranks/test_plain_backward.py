@@ -161,6 +161,7 @@ CASES = [(name, layout) for name in BODIES for layout in TWO]
 # Slow: layouts that are no parts of an optimizer's states take turns too; whatever a row is refused with is in a case of it.
 KEPT = covering(CASES, (*FAMILIES, ("dp2", "pp2"), ("tp2", "zero3")))
 KEPT += unsaid(CASES, KEPT, lambda name, layout: REFUSED.get(name, {}).get(layout, ""))
+REST = set(CASES).difference(KEPT)
 CASES_OF_FOUR = [(name, layout) for name in OF_FOUR for layout in FOUR]
 
 
@@ -185,9 +186,7 @@ def runs_of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return launched(chosen(request, CASES_OF_FOUR), 4, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [pytest.param(*case, marks=slow_if(case, set(CASES) - set(KEPT))) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])
 def test_a_loss_that_reads_parameters_past_the_model(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
     user_loops.check(runs, name, layout, REFUSED.get(name, {}).get(layout, ""))
 

@@ -255,6 +255,9 @@ REST = (
     "untied-zero3-tp2",
     "tied-untied-zero1",
     "unfrozen-frozen-zero1",
+    "nothing-tp2-dp3",
+    "nothing-pp2-tp3",
+    "frozen-pp2-zero1",
 )
 
 

@@ -159,7 +159,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), thinned(CASES))
+# Loops meet stages and shards in turns, and copies in place of parts.
+TURNS = (("zero1", "zero2", "dp2"), ("pp2", "tp2"))
+
+
+@pytest.mark.parametrize(("name", "layout"), thinned(CASES, TURNS))
 def test_a_loop_trains_as_on_one_process(name: str, layout: str, runs: dict[str, Any]) -> None:
     case = f"{layout}-{name}"
     if name == "muon_and_adamw":  # whose update is computed in bf16: rounding of the last bit is 3e-3 of it

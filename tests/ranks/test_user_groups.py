@@ -253,6 +253,7 @@ EXPECTED |= {(name, layout): text for name, (_, text) in REFUSED.items() for lay
 # Slow: layouts that are no parts of an optimizer's states take turns too; whatever a row is refused with is in a case of it.
 KEPT = covering(CASES, (*FAMILIES, ("dp2", "pp2"), ("tp2", "zero3")))
 KEPT += unsaid(CASES, KEPT, lambda *case: EXPECTED.get(case, ""))
+REST = set(CASES).difference(KEPT)
 BODIES = RIGHT | {name: body for name, (body, _) in REFUSED.items()}
 
 
@@ -268,9 +269,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return [ones[0] | ranks for ranks in twos]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [pytest.param(*case, marks=slow_if(case, set(CASES) - set(KEPT))) for case in CASES]
-)
+@pytest.mark.parametrize(("name", "layout"), [pytest.param(*case, marks=slow_if(case, REST)) for case in CASES])
 def test_a_parameter_of_the_optimizer_is_one_of_the_model(name: str, layout: str, runs: list[dict[str, Any]]) -> None:
     user_loops.check(runs, name, layout, EXPECTED.get((name, layout), ""))
 
@@ -314,7 +313,7 @@ JOBS = [
     if (kind, layout) != ("FreezesGroup", "zero3")
 ]
 # Slow: the callbacks meet the layouts in turns.
-REST = [
+JOBS_REST = [
     *(("FreezesGroup", layout) for layout in ("dp2", "zero2", "tp2")),
     ("SlowsGroup", "zero1"),
     ("SlowsGroup", "pp2"),
@@ -330,7 +329,7 @@ def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], dict[Any, Any]]:
     folder: Path = tmp_path_factory.mktemp("trainers")
-    chosen_jobs = [job for job in JOBS if job not in REST or rest_runs(request)]
+    chosen_jobs = [job for job in JOBS if job not in JOBS_REST or rest_runs(request)]
     decays = {"weight_decay": 0.1}
     found = []
     for world_size in (1, 2):
@@ -350,7 +349,7 @@ def trained(
     )
 
 
-@pytest.mark.parametrize("job", [pytest.param(job, marks=slow_if(job, REST), id="-".join(job)) for job in JOBS])
+@pytest.mark.parametrize("job", [pytest.param(job, marks=slow_if(job, JOBS_REST), id="-".join(job)) for job in JOBS])
 def test_a_callback_finds_parameters_in_the_groups(job: tuple[str, str], trained: Any) -> None:
     ones, twos = trained
     user_steps.same(twos[job], ones[job[0]])

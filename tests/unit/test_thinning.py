@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from thinning import FAMILIES, covering, in_turns
+from thinning import FAMILIES, covering, in_turns, unsaid
 
 
 def test_every_row_meets_every_family_and_every_layout_some_row() -> None:
@@ -31,3 +31,10 @@ def test_values_of_later_axes_are_taken_in_turns(step: int | None) -> None:
     assert len(kept) == 24 // (step or 3)
     assert {(case[0], case[1]) for case in kept} == set(itertools.product("abcd", (1, 2)))
     assert {case[2] for case in kept} == set("xyz")
+
+
+def test_what_a_row_is_refused_with_is_said_by_one_of_its_cases() -> None:
+    texts = {("a", "zero1"): "part", ("a", "zero3"): "part", ("a", "tp2"): "shard", ("b", "zero1"): "part"}
+    cases = [(row, layout) for row in "ab" for layout in ("dp2", "zero1", "zero3", "tp2")]
+    kept = [("a", "zero3"), ("b", "dp2")]
+    assert set(unsaid(cases, kept, lambda *case: texts.get(case, ""))) == {("a", "tp2"), ("b", "zero1")}
