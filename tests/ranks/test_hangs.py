@@ -87,6 +87,13 @@ def unlike_main(rank: int, world_size: int, folder: str, layout: str, kind: str)
     trainer.train()
 
 
+def until_told(file: Path) -> None:
+    """Sleep until the other rank has named this wait: how long that takes depends on the steps before it."""
+    end = time.monotonic() + TIMEOUT_S - 10
+    while time.monotonic() < end and "longer than steps explain" not in file.read_text():
+        time.sleep(0.1)
+
+
 def hanging_main(
     rank: int, world_size: int, folder: str, layout: str, fault: str, where: str, who: int, step: int = AT_STEP
 ) -> int:
@@ -98,10 +105,11 @@ def hanging_main(
     acts = {
         "sleep": lambda: time.sleep(60),
         "nap": lambda: time.sleep(2 * FLOOR_S),
+        "doze": lambda: until_told(Path(folder) / "stderr0.txt"),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
-    if fault == "nap":
-        acts["nap"] = functools.cache(acts["nap"])  # once
+    if fault in ("nap", "doze"):
+        acts[fault] = functools.cache(acts[fault])  # once
     if rank == who:
         at_step(trainer, where, acts[fault], step)
     trainer.train()
@@ -214,7 +222,7 @@ def test_a_rank_with_another_batch_is_named(layout: str, kind: str, says: str, t
 
 
 def test_a_callback_that_takes_its_time_is_named_and_not_ended(tmp_path: Path) -> None:
-    steps = run_ranks(hanging_main, 2, str(tmp_path), "dp2", "nap", "callback", 1, tmp_path=tmp_path, env=ENV)
+    steps = run_ranks(hanging_main, 2, str(tmp_path), "dp2", "doze", "callback", 1, tmp_path=tmp_path, env=ENV)
     assert steps == [9, 9]
     told = (tmp_path / "stderr0.txt").read_text()
     pattern = (

@@ -64,7 +64,7 @@ def double_a_router(trainer: Any) -> None:
         pytest.param({"tp_size": 2}, {}, id="tp2", marks=pytest.mark.slow),
         pytest.param({"zero": {"stage": 1}}, {}, id="zero1", marks=pytest.mark.slow),
         pytest.param({"zero": {"stage": 3}}, {"accumulation": 2}, id="zero3", marks=pytest.mark.slow),
-        pytest.param({"sp_size": 2}, {"length": 15, "rows": 1}, id="sp2", marks=pytest.mark.long),
+        pytest.param({"sp_size": 2}, {"length": 15, "rows": 1}, id="sp2", marks=pytest.mark.slow),
         pytest.param({"sp_size": 2, "tp_size": 2}, {}, id="sp2xtp2", marks=pytest.mark.slow),
     ],
 )
@@ -112,7 +112,7 @@ ROUTED = MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, 
 @pytest.mark.parametrize(
     ("settings", "processes"),
     [
-        pytest.param({"pp_size": 2, "num_microbatches": 3}, 2, id="pp2", marks=pytest.mark.long),
+        pytest.param({"pp_size": 2, "num_microbatches": 3}, 2, id="pp2", marks=pytest.mark.slow),
         pytest.param({"pp_size": 2, "num_microbatches": 2}, 4, id="pp2xdp2", marks=pytest.mark.slow),
         pytest.param({}, 2, id="dp2", marks=pytest.mark.slow),
         pytest.param({"tp_size": 2}, 2, id="tp2", marks=pytest.mark.slow),

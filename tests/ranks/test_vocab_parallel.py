@@ -91,7 +91,7 @@ def optimizer_main(rank: int, world_size: int) -> None:
         assert_equal_to_one_process(got, {name: p.detach() for name, p in reference.named_parameters()}, 1e-5)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters_after_three_steps_equal_one_process(tp_size: int, tmp_path: Path) -> None:
     run_ranks(optimizer_main, tp_size, tmp_path=tmp_path)
 
