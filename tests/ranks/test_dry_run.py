@@ -82,7 +82,7 @@ def messages(calls: Any, sizes: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-LONG = ("tp2", "zero1", "recomputed")
+LONG = ("tp2", "zero1", "zero3", "recomputed")
 
 
 @pytest.mark.parametrize(

@@ -94,5 +94,6 @@ def failing_main(rank: int, world_size: int, folder: str) -> str:
     return "trained"
 
 
+@pytest.mark.long
 def test_blocks_that_cannot_be_looked_for_are_all_planned(tmp_path: Path) -> None:
     assert run_ranks(failing_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV) == ["trained"] * 2

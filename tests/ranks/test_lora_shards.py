@@ -162,5 +162,6 @@ def generate_main(rank: int, world_size: int) -> None:
     assert without != expected
 
 
+@pytest.mark.long
 def test_a_model_with_adapters_on_shards_generates_as_one_process(tmp_path: Path) -> None:
     run_ranks(generate_main, 2, tmp_path=tmp_path, env=ENV)
