@@ -5,6 +5,7 @@ If a test fails here, a node that dies costs the run, or the run goes on with ot
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from rank_runner import run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_parallel.checkpoints.memory import memory_folder
+from hf_parallel.checkpoints.memory import memory_folder, remove_memory_folder
 
 
 pytestmark = pytest.mark.long
@@ -23,6 +24,13 @@ pytestmark = pytest.mark.long
 ENV = {"ACCELERATE_USE_CPU": "true"}
 STEPS, FAILS_AT = 8, 5
 PP2 = {"pp_size": 2, "pipeline": {"num_microbatches": 2}}
+
+
+@pytest.fixture(autouse=True)
+def _gives_memory_back(tmp_path: Path) -> Iterator[None]:
+    """What runs that fail leave for a restart."""
+    yield
+    remove_memory_folder(memory_folder(tmp_path / "out"))
 
 
 class Fail(TrainerCallback):
