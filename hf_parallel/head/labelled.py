@@ -34,7 +34,8 @@ class LabelledOutput(ModelOutput):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict, with logits."""
-        return self._logits() if key == "logits" else super().get(key, default)
+        held: Any = super()  # some releases of transformers leave this method without types
+        return self._logits() if key == "logits" else held.get(key, default)
 
     def hide(self, output: ModelOutput, gather: Callable[[Tensor], Tensor]) -> LabelledOutput:
         """Take all of a model's own output; its logits f[... S v] only in the form of `gather`, f[... S V]."""
