@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import rank_runner
 import torch
 import torch.distributed as dist
 from rank_runner import RankError, run_ranks
@@ -56,7 +57,8 @@ def test_a_dying_rank_is_named_with_its_exit_code(tmp_path: Path) -> None:
         run_ranks(exit_on_rank_1, 2, tmp_path=tmp_path)
 
 
-def test_a_hanging_rank_is_named_with_its_stack(tmp_path: Path) -> None:
+def test_a_hanging_rank_is_named_with_its_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_runner, "PATIENCE", 1.0)
     with pytest.raises(RankError, match=r"(?s)rank 1 still running.*hang_on_rank_1"):
         run_ranks(hang_on_rank_1, 2, tmp_path=tmp_path, timeout=5)
 

@@ -418,8 +418,16 @@ def run_failing(parallel: dict[str, Any], failure: str, folder: Path, grace: flo
     return str(caught.value), (folder / "stderr0.txt").read_text()
 
 
-@pytest.mark.parametrize("parallel", [PP2, TP2, DP2], ids=["pp2", "tp2", "dp2"])
-@pytest.mark.parametrize("failure", ["raise", "die"])
+@pytest.mark.parametrize(
+    ("failure", "parallel"),
+    [
+        pytest.param(failure, parallel, marks=() if alone else pytest.mark.long, id=f"{failure}-{name}")
+        for failure, name, parallel, alone in (
+            *(("raise", "pp2", PP2, True), ("raise", "tp2", TP2, False), ("raise", "dp2", DP2, False)),
+            *(("die", "pp2", PP2, False), ("die", "tp2", TP2, True), ("die", "dp2", DP2, True)),
+        )
+    ],
+)
 def test_a_rank_that_is_gone_ends_the_others_by_name(failure: str, parallel: dict[str, Any], tmp_path: Path) -> None:
     report, _ = run_failing(parallel, failure, tmp_path, grace=15)
     of_rank = dict(re.findall(r"(?ms)^rank (\d): (.*?)(?=^rank \d: |\Z)", report))
@@ -430,8 +438,13 @@ def test_a_rank_that_is_gone_ends_the_others_by_name(failure: str, parallel: dic
 
 @pytest.mark.parametrize(
     ("failure", "parallel"),
-    [("hang", PP2), ("hang", TP2), ("hang", DP2), ("stop", PP2), ("hang_early", PP2)],
-    ids=["pp2", "tp2", "dp2", "stopped", "before_the_model_is_cut"],
+    [
+        pytest.param("hang", PP2, id="pp2"),
+        pytest.param("hang", TP2, id="tp2", marks=pytest.mark.long),
+        pytest.param("hang", DP2, id="dp2", marks=pytest.mark.long),
+        pytest.param("stop", PP2, id="stopped"),
+        pytest.param("hang_early", PP2, id="before_the_model_is_cut", marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_hangs_is_named_within_the_bound(failure: str, parallel: dict[str, Any], tmp_path: Path) -> None:
     report, stderr = run_failing(parallel, failure, tmp_path, grace=0.1)

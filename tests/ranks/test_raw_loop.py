@@ -47,6 +47,7 @@ RUNS: dict[str, tuple[int, dict[str, Any] | None, dict[str, Any]]] = {
 }
 # Variations of what the other rows show.
 LONG = (
+    *("pp2_patched", "tp2_dp2", "tp2_dp2_stage3"),
     *("pp2_reordered", "pp2_separate", "pp2_half", "tp2_half", "tp2_patched", "pp2_tp2"),
     *("dp2_stage3_reversed", "dp2_stage3_plain_backward"),
 )

@@ -114,23 +114,30 @@ MOE_MICROBATCHES = Case("pp2_mixtral_microbatches", model="mixtral", parallel=PP
 
 # Variations of what the other rows show.
 LONG = (
-    "pp2_no_clip",
+    "pp2_accumulation",
+    "pp2_incomplete_window",
+    "pp2_user_optimizer",
+    "pp2_gpt2",
+    "pp2_dp2_eval",
+    "pp2_tp2_gpt2",
     "pp2_measured",
     "pp2_host_transport",
     "pp2_local_counts",
     "pp2_mean_loss_func",
-    "pp2_checkpointing",
-    "pp2_mixtral",
-    "tp2_loss_func",
+    "tp2_qwen3",
     "pp2_dp2_ragged",
-    "pp2_qwen3",
-    "tp2_user_optimizer",
-    "pp2_tp2_smoothing",
 )
 # Slow: of those that the other long rows show on another or on several axes; schedules are in test_schedule_parity.py.
 REST = (
     "pp2_gpipe",
+    "pp2_no_clip",
     "pp2_smoothing",
+    "pp2_checkpointing",
+    "pp2_mixtral",
+    "pp2_qwen3",
+    "tp2_loss_func",
+    "tp2_user_optimizer",
+    "pp2_tp2_smoothing",
     "dp2_ragged",
     "pp2_eval_loss_only",
     "tp2_gpt2",

@@ -81,21 +81,28 @@ def cut_main(rank: int, world_size: int, parallel: dict[str, Any]) -> tuple[list
     return sorted(held), lines.found, ""
 
 
-def test_the_slow_and_the_small_rank_hold_less(tmp_path: Path) -> None:
-    def blocks(**settings: Any) -> tuple[list[int], list[list[str]]]:
-        found = run_ranks(cut_main, 2, {"pp_size": 2, **settings}, tmp_path=tmp_path, env=ENV)
-        assert not any(error for _, _, error in found), found
-        return [len(held) for held, _, _ in found], [lines for _, lines, _ in found]
+def cuts_main(rank: int, world_size: int, settings: list[dict[str, Any]]) -> list[tuple[list[int], list[str], str]]:
+    from accelerate.state import AcceleratorState
 
-    plain, _ = blocks()
-    slow, lines = blocks(rank_speed=[1, 3])
+    found = []
+    for each in settings:
+        AcceleratorState._reset_state()  # one process stands for many runs
+        found.append(cut_main(rank, world_size, {"pp_size": 2, **each}))
+    return found
+
+
+def test_the_slow_and_the_small_rank_hold_less(tmp_path: Path) -> None:
+    whole = sum(p.numel() for p in tiny.llama(layers=8).parameters()) * 16 / 1e9
+    settings = [{}, {"rank_speed": [1, 3]}, {"rank_memory_gb": [9 * whole, 0.4 * whole]}]
+    of_ranks = run_ranks(cuts_main, 2, settings, tmp_path=tmp_path, env=ENV)
+    assert not any(error for found in of_ranks for _, _, error in found), of_ranks
+    plain, slow, small = ([len(held) for held, _, _ in cuts] for cuts in zip(*of_ranks, strict=True))
+    said = [lines for _, lines, _ in of_ranks[0]]
     assert slow[0] < plain[0]
     assert sum(slow) == sum(plain) == 8
-    assert any("speed of the pipeline's ranks: 0.33, 1.00" in line for line in lines[0])
-    whole = sum(p.numel() for p in tiny.llama(layers=8).parameters()) * 16 / 1e9
-    small, lines = blocks(rank_memory_gb=[9 * whole, 0.4 * whole])
+    assert any("speed of the pipeline's ranks: 0.33, 1.00" in line for line in said[1])
     assert small[1] < plain[1]
-    assert any("memory of the pipeline's ranks" in line for line in lines[0])
+    assert any("memory of the pipeline's ranks" in line for line in said[2])
 
 
 def test_a_model_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> None:
