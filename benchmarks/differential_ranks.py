@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import ENV, zero_gradients
 from transformers import TrainerCallback
 
+from hf_parallel.mesh import MeshShape
+
 
 TOLERANCE = 1e-5
 HANG_S = 45.0
@@ -332,15 +334,25 @@ def difference_of(job: Job, reference: Job, folder: Path) -> tuple[float, str]:
     return max(max(found)[0], first[0]), first[1]
 
 
+def place_of(setup: Setup, processes: int, rank: int) -> tuple[int, ...]:
+    """What of a model a rank holds: its stage, its shard, its experts."""
+    sp, ep = setup.parallel.get("sp_size", 1), setup.parallel.get("ep_size", 1)
+    inside = setup.parallel.get("topology", {}).get("dp_inside", 1)
+    shape = MeshShape(processes // (setup.pp * setup.tp * sp), setup.pp, setup.tp, sp, ep, inside)
+    dp_rank, pp_rank, tp_rank, _ = shape.coordinates(rank)
+    return pp_rank, tp_rank, dp_rank % ep
+
+
 def copies_differ(job: Job, facts: list[dict[str, Any]]) -> str:
     """Ranks of one place in the model hold the same, unless parameters are shared out."""
     zero = job.setup.parallel.get("zero", {})
     if zero.get("stage") == 3 or zero.get("engine") == "fsdp2" or job.setup.resume is not None:
         return ""
-    parts = job.setup.tp * job.setup.pp * job.setup.parallel.get("ep_size", 1) * job.setup.parallel.get("sp_size", 1)
+    first: dict[tuple[int, ...], int] = {}
     for rank, one in enumerate(facts):
-        if one["digest"] != facts[rank % parts]["digest"]:
-            return f"rank {rank} holds other parameters than rank {rank % parts}, its replica"
+        other = first.setdefault(place_of(job.setup, len(facts), rank), rank)
+        if one["digest"] != facts[other]["digest"]:
+            return f"rank {rank} holds other parameters than rank {other}, its replica"
     return ""
 
 

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from differential import Runner, regrouped, shrink, simpler, wanted  # noqa: E402
 from differential_cases import CALLBACKS, LAYOUTS, LOSSES, Setup, consistent, draw, script  # noqa: E402
-from differential_ranks import Verdict, broken, compare_histories, compare_tensors  # noqa: E402
+from differential_ranks import Verdict, broken, compare_histories, compare_tensors, place_of  # noqa: E402
 
 
 DRAWN = [draw(seed) for seed in range(400)]
@@ -108,3 +108,23 @@ def test_only_a_refusal_of_all_ranks_before_the_first_update_is_one(facts: list[
     found = broken(facts, "")
     assert found is not None
     assert found.word == word
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "replicas"),
+    [
+        ({"pp": 2, "dp": 2}, {}, [[0, 2], [1, 3]]),
+        ({"pp": 2, "dp": 2}, {"topology": {"dp_inside": 2}}, [[0, 1], [2, 3]]),
+        ({"tp": 2, "dp": 2}, {}, [[0, 2], [1, 3]]),
+        ({"dp": 4}, {"ep_size": 2}, [[0, 2], [1, 3]]),
+        ({"dp": 2}, {"sp_size": 2}, [[0, 1, 2, 3]]),
+    ],
+)
+def test_ranks_of_one_place_in_the_model_are_replicas(
+    sizes: dict[str, int], more: dict[str, object], replicas: list[list[int]]
+) -> None:
+    setup = Setup(seed=0, settings=more, **sizes)  # type: ignore[arg-type]
+    places: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(4):
+        places.setdefault(place_of(setup, 4, rank), []).append(rank)
+    assert list(places.values()) == replicas
