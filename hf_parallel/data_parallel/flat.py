@@ -170,6 +170,29 @@ class FlatShard:
             seen = seen.to(mine.device)
             mine.copy_(torch.where(mine.to(seen.dtype) == seen, mine, seen.to(mine.dtype)))
 
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """The parameters in the buffer."""
+        return self.bucket.params
+
+    def places(self, flat: Tensor) -> list[Tensor]:
+        """Where the parameters would be in another buffer of this layout, in their shapes."""
+        pairs = zip(self.bucket.offsets, self.slots, strict=True)
+        return [place_in(flat, offset, slot.shape) for offset, slot in pairs]
+
+    @torch.no_grad()
+    def move_to(self, flat: Tensor) -> None:
+        """Let the parameters, and the part of them that is updated, have the memory of `flat`, with the values that they have now."""
+        if flat is self.flat:
+            return
+        flat.copy_(self.flat)
+        self.flat, self.slots = flat, self.places(flat)
+        self.shard = flat[self.start : self.start + self.shard.numel()]
+        if not self.is_copy:
+            Tensor.data.__set__(self.master, self.shard)  # type: ignore[attr-defined]  # past `FlatParameter`, as in `flatten`
+        for param, slot in zip(self.bucket.params, self.slots, strict=True):
+            param.data = slot
+
     def inside(self, position: int) -> slice | None:
         """Elements of `master` that belong to a parameter of the bucket; None if none do."""
         offset, count = self.bucket.offsets[position], self.bucket.params[position].numel()

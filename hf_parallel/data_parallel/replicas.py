@@ -45,6 +45,7 @@ class Replicas:
         local: What synchronises replicas after local steps; None without local steps.
         before_reading: What comes before code outside of training reads the model.
         noticed: Called when a gradient has arrived at a parameter that replicas share, in whichever backward pass.
+        partitioned: Called when an optimizer has been partitioned.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Replicas:
         self.local: LocalSteps | None = None
         self.before_reading: list[Callable[[], None]] = []
         self.noticed: Callable[[], None] = lambda: None
+        self.partitioned: Callable[[ZeroPartition], None] = lambda zero: None
         self.sharded = settings.sharded
         self._steps_locally = settings.local_sgd.sync_every > 1 and mesh.dp_group is not None
         self._compression = settings.local_sgd.compression if self._steps_locally else settings.compression
@@ -294,6 +296,7 @@ class Replicas:
             host=host_memory(self._settings.zero, next(iter(self._parameters.values())).device),
         )
         self.lay_out()
+        self.partitioned(self.zero)
 
     def _start_local_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Start local steps.

@@ -121,6 +121,7 @@ class Ahead:
         self._group = new_group_of(mesh.shape.groups(lambda d, p, t, s: (d, s)), timeout=mesh.timeout, backend=None)
         gradients = self.attachment.gradients
         gradients.before_write = self._before_write
+        gradients.replicas.partitioned = lambda zero: self.versions.lie_in(zero.shards)
         factors = gradients.shown.factors  # compared while the next step runs, so that no rank waits for another here
         factors.is_late = True
         gradients.replicas.before_reading.append(factors.judge)

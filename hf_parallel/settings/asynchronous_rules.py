@@ -42,10 +42,28 @@ def asynchronous_problems(
     problems = [*_vertical_sync(pipeline), *_counts(pipeline, pp_size, accumulation)]
     refused = [
         (
-            zero.stage > 0 or zero.engine == "deepspeed",
-            f"zero.stage={zero.stage}" if zero.engine != "deepspeed" else "zero.engine=deepspeed",
+            zero.engine == "deepspeed",
+            "zero.engine=deepspeed",
             "the weights of several updates are in memory at a time, and its buffers hold those of one",
-            "zero.stage to 0 and zero.engine to auto",
+            "zero.engine to auto",
+        ),
+        (
+            zero.stage == 2,
+            "zero.stage=2",
+            "gradients of microbatches are whole until their step is complete, so that stage 2 would keep what stage 1 keeps",
+            "zero.stage to 1",
+        ),
+        (
+            zero.stage == 3,
+            "zero.stage=3",
+            "the weights of several updates are in memory at a time, and its parts are those of one",
+            "zero.stage to 1",
+        ),
+        (
+            zero.overlap_gather,
+            "zero.overlap_gather=true",
+            "parts of the new weights would arrive while microbatches with older ones run",
+            "zero.overlap_gather to false",
         ),
         (
             sequence_parallel,

@@ -32,6 +32,8 @@ def case_of(name: str, pp_size: int, parts: int, **more: Any) -> Case:
     return Case(name, parallel=settings, delay=delay, arguments={**NO_NOISE, **more.pop("arguments", {})}, **more)
 
 
+ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
+OFFLOADED: dict[str, Any] = {"zero": {"stage": 1, "offload_optimizer": "cpu"}}
 DEFAULT = [
     case_of("2bw_pp2_m4", 2, 4, model="llama_tied", variable_length=True),
 ]
@@ -50,6 +52,9 @@ FOUR = [
     case_of("2bw_pp4_m3", 4, 3, model="llama_8", batch=6),
     case_of("2bw_pp4_m8", 4, 8, model="llama_8"),
     case_of("2bw_pp2_dp2", 2, 4, model="llama_tied", variable_length=True),
+    case_of("2bw_pp2_dp2_zero1", 2, 4, model="llama_tied", settings=ZERO1, variable_length=True),
+    case_of("2bw_pp2_dp2_offload", 2, 3, model="gpt2", settings=OFFLOADED, evaluate=True, eval_count=40, clip=0.0),
+    case_of("2bw_pp2_dp2_zero1_lora", 2, 2, model="llama_lora", settings=ZERO1),
     case_of("2bw_pp2_tp2", 2, 4, model="llama_tied", settings={"tp_size": 2}, variable_length=True),
     case_of(
         *("2bw_pp2_tp2_gpt2", 2, 3),
@@ -85,15 +90,21 @@ def compare_final(mine: dict[str, Any], reference: dict[str, Any]) -> None:
 SAVED = case_of("saved", 2, 4, model="llama_tied", save=True, evaluate=True, count=40)  # within an epoch of five steps
 
 
+SAVED_IN_PARTS = dataclasses.replace(SAVED, parallel={**(SAVED.parallel or {}), **ZERO1}, eval_count=40)
+
+
 @pytest.mark.long
-def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(tmp_path: Path) -> None:
-    whole = runs_of([SAVED], 2, tmp_path / "whole")
+@pytest.mark.parametrize(("case", "world_size"), [(SAVED, 2), (SAVED_IN_PARTS, 4)], ids=["pp2", "pp2_dp2_zero1"])
+def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(
+    case: Case, world_size: int, tmp_path: Path
+) -> None:
+    whole = runs_of([case], world_size, tmp_path / "whole")
     compare_final(whole["saved"], whole["stock_saved"])
     for checkpoint in (2, 4):
-        resumed = dataclasses.replace(SAVED, resume_at=checkpoint, save=False)
+        resumed = dataclasses.replace(case, resume_at=checkpoint, save=False)
         folder = tmp_path / f"from{checkpoint}"
         shutil.copytree(tmp_path / "whole" / "mesh" / "saved", folder / "saved")
-        again = run_cases([resumed], 2, folder)["saved"]
+        again = run_cases([resumed], world_size, folder)["saved"]
         assert again["history"][-1] == pytest.approx(whole["saved"]["history"][-1], abs=1e-6)
         final, expected = (final_of(run) for run in (again, whole["saved"]))
         for name, tensor in expected.items():

@@ -9,7 +9,8 @@ optimizer writes to them they move on to the memory of a version that no microba
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,24 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_torch import own_parameters, version_of
 from hf_parallel.compat.torch_tools import copy_all
 from hf_parallel.errors import UnsupportedError
+
+
+class FlatBuffer(Protocol):
+    """A buffer that holds parameters, whose places in it must stay (ZeRO 1)."""
+
+    @property
+    def flat(self) -> Tensor:
+        """The buffer."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """What it holds."""
+
+    def places(self, flat: Tensor) -> list[Tensor]:
+        """Where the parameters would be in another buffer of its layout."""
+
+    def move_to(self, flat: Tensor) -> None:
+        """Let the parameters have the memory of another buffer of its layout, with the values that they have now."""
 
 
 class WeightVersions:
@@ -46,6 +65,29 @@ class WeightVersions:
         ]
         self.recent: deque[int] = deque([0] * (delay + 1), maxlen=delay + 1)
         self._in_place: int | None = None
+        self._buffers: list[tuple[FlatBuffer, list[Tensor]]] = []  # and what each version has in its place
+        self._lone = list(range(len(self._parameters)))  # positions of those in no buffer
+
+    def lie_in(self, buffers: Sequence[FlatBuffer]) -> None:
+        """From now on the weights of each version lie in buffers, as the parameters do that were moved there."""
+        newest = self.recent[-1]
+        positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        for buffer in buffers:
+            flats = [
+                buffer.flat if version == newest else torch.zeros_like(buffer.flat)
+                for version in range(len(self._sets))
+            ]
+            self._buffers.append((buffer, flats))
+            for leaves, flat in zip(self._sets, flats, strict=True):
+                for parameter, place in zip(buffer.params, buffer.places(flat), strict=True):
+                    if id(parameter) not in positions:
+                        continue  # an optimizer may have parameters that are not trained
+                    leaf = leaves[positions[id(parameter)]]
+                    if flat is not buffer.flat:
+                        place.copy_(leaf.data)
+                    leaf.data = place
+        held = {id(parameter) for buffer in buffers for parameter in buffer.params}
+        self._lone = [position for position in self._lone if id(self._parameters[position]) not in held]
 
     def put(self, version: int | None) -> None:
         """Let the modules have the weights of a version; None is what everybody else knows."""
@@ -73,12 +115,18 @@ class WeightVersions:
     def advance(self) -> None:
         """An optimizer writes next: the parameters move to free memory, with the values that they have."""
         free = next(version for version in range(len(self._sets)) if version not in list(self.recent)[1:])
-        targets = [leaf.data for leaf in self._sets[free]]
-        if targets:
-            copy_all(targets, [parameter.data for parameter in self._parameters])
-        for parameter, target in zip(self._parameters, targets, strict=True):
-            parameter.data = target
+        self._move(free)
         self.recent.append(free)
+
+    def _move(self, version: int) -> None:
+        """The parameters move to the memory of a version, with the values that they have."""
+        pairs = [(self._parameters[position], self._sets[version][position].data) for position in self._lone]
+        if pairs:
+            copy_all([target for _, target in pairs], [parameter.data for parameter, _ in pairs])
+        for parameter, target in pairs:
+            parameter.data = target
+        for buffer, flats in self._buffers:
+            buffer.move_to(flats[version])
 
     def leaves(self, version: int) -> dict[str, nn.Parameter]:
         """Name -> the parameter of a version, whose gradient is that of the microbatches that ran with it."""
@@ -110,10 +158,7 @@ class WeightVersions:
     def restore(self, older: list[dict[str, Tensor]]) -> None:
         """Take up what `older` gave, beside the parameters as they are now; none: all versions begin with those."""
         self.recent = deque(range(len(self._sets)), maxlen=len(self._sets))
-        newest = self._sets[self.recent[-1]]
-        for parameter, leaf in zip(self._parameters, newest, strict=True):
-            leaf.data.copy_(parameter.data)
-            parameter.data = leaf.data
+        self._move(self.recent[-1])
         newest_weights: dict[str, Tensor] = dict(zip(self._names, self._parameters, strict=True))
         for version, weights in enumerate(older or [newest_weights] * (len(self._sets) - 1)):
             for name, leaf in self.leaves(version).items():
