@@ -205,9 +205,9 @@ def with_delay(setup: Setup) -> Setup:
     """A pipeline that does not drain, in some set-ups where stock code alone handles batches; drawn apart, as experts."""
     rng = random.Random(f"delay {setup.seed}")
     fits = setup.pp > 1 and setup.driver == "trainer" and not setup.loss[:1].isupper() and setup.resume is None
-    fits = (
-        fits and not setup.settings.keys() & {"zero", "sequence_parallel", "ep_size", "sp_size"} and not setup.ragged
-    )
+    fits = fits and not setup.settings.keys() & {"sequence_parallel", "ep_size", "sp_size"} and not setup.ragged
+    zero = setup.settings.get("zero", {"stage": 1})
+    fits = fits and zero["stage"] == 1 and not zero.get("overlap_gather")
     fits = fits and setup.before not in ("mask_rows", "halve_gradients") and setup.extra not in ("twice", "second")
     if not fits or rng.random() < 0.6:
         return setup

@@ -199,7 +199,7 @@ def first_batch_of_a_part_lost(trainer: Any) -> None:
 
 
 def positions_of_a_part_from_zero(trainer: Any) -> None:
-    around(row_forward, "_counted_on", lambda counted_on: lambda positions, part: positions[..., : part.size])
+    around(row_forward, "_counted_on", lambda counted_on: lambda positions, part, **_: positions[..., : part.size])
 
 
 def exchange_not_undone_in_backward(trainer: Any) -> None:
