@@ -7,6 +7,8 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
+# The tests start many processes: each would compile all of hf_parallel again, and pytest rewrite all tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))

@@ -39,6 +39,7 @@ MORE: dict[str, tuple[dict[str, Any], str]] = {
     "pp2xtp2": ({**PP2, **TP2}, "fp32"),
     "pp2 bf16": (PP2, "bf16"),
     "tp2 bf16": (TP2, "bf16"),
+    "pp2xtp2 bf16": ({**PP2, **TP2}, "bf16"),
 }
 WRONG = ("differs", "no verdict")
 
