@@ -35,8 +35,9 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def has_pre_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at, or changes, what a module is called with."""
-    return bool(module._forward_pre_hooks)
+    """Whether somebody else than hf_parallel, whose hooks change nothing, looks at or changes what a module is called with."""
+    hooks = module._forward_pre_hooks.values()
+    return not all(str(getattr(hook, "__module__", "")).startswith("hf_parallel.") for hook in hooks)
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:

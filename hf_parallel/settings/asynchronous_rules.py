@@ -17,7 +17,6 @@ def asynchronous_problems(
     pipeline: PipelineConfig,
     pp_size: int,
     *,
-    sequence_parallel: bool,
     zero: ZeroConfig,
     compression: GradientCompressionConfig,
     local_sgd: LocalSgdConfig,
@@ -28,7 +27,6 @@ def asynchronous_problems(
     Args:
         pipeline: With the schedule.
         pp_size: Ranks of the pipeline.
-        sequence_parallel: Whether ranks that share each layer share the sequence too.
         zero: Partition over the replicas.
         compression: Of gradients.
         local_sgd: Local steps.
@@ -64,12 +62,6 @@ def asynchronous_problems(
             "zero.overlap_gather=true",
             "parts of the new weights would arrive while microbatches with older ones run",
             "zero.overlap_gather to false",
-        ),
-        (
-            sequence_parallel,
-            "tensor_parallel.sequence_parallel=true",
-            "it was not compared with one process there",
-            "tensor_parallel.sequence_parallel to false",
         ),
         (
             local_sgd.sync_every > 1,

@@ -54,7 +54,6 @@ def problems_together(config: HFParallelConfig) -> list[str]:
         *_without_effect(config),
         *asynchronous_problems(
             *(config.pipeline, config.pp_size),
-            sequence_parallel=config.tensor_parallel.sequence_parallel,
             zero=config.zero,
             compression=config.gradient_compression,
             local_sgd=config.local_sgd,

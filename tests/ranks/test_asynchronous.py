@@ -59,7 +59,7 @@ FOUR = [
     case_of(
         *("2bw_pp2_tp2_gpt2", 2, 3),
         model="gpt2",
-        settings={"tp_size": 2},
+        settings={"tp_size": 2, "sequence_parallel": True},
         evaluate=True,
         arguments={"gradient_checkpointing": True},
     ),

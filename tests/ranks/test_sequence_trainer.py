@@ -6,11 +6,13 @@ If a row fails, setting `tensor_parallel.sequence_parallel: true` changes what u
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_runner import run_ranks
 from thinning import slow_if
-from trainer_cases import NO_NOISE, Case, compare, run_cases, wanted_cases
+from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases, wanted_cases
 
 
 # All runs happen in the set-up of the first test.
@@ -74,3 +76,28 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )
 def test_parts_of_the_sequence_train_as_the_stock_trainer_does(case: Case, runs: dict[str, dict[str, Any]]) -> None:
     compare(runs[case.name], runs[f"stock_{case.name}"])
+
+
+def passes_main(rank: int, world_size: int, folder: str) -> list[int]:
+    """Microbatches of each schedule that trains."""
+    from hf_parallel import HFParallelCallback
+    from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+
+    case = Case("passes", parallel=SP_PP2, accumulation=2, steps=3)
+    trainer = make_trainer(case, Path(folder), world_size, [])
+    assert any(isinstance(callback, HFParallelCallback) for callback in trainer.callback_handler.callbacks)
+    counts, run = [], PipelineRuntime.run
+
+    def counted(self: Any, microbatches: Any, *args: Any, backward: bool, **options: Any) -> Any:
+        counts.extend([len(microbatches)] if backward else [])
+        return run(self, microbatches, *args, backward=backward, **options)
+
+    PipelineRuntime.run = counted  # type: ignore[method-assign]
+    trainer.train()
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return counts
+
+
+def test_the_batches_of_a_step_are_microbatches_of_one_schedule(tmp_path: Path) -> None:
+    for counts in run_ranks(passes_main, 4, str(tmp_path), tmp_path=tmp_path, env=ENV):
+        assert counts == [2 * SP_PP2["num_microbatches"]] * 3

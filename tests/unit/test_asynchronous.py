@@ -85,10 +85,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"zero": {"engine": "deepspeed"}},
         r"zero.engine=deepspeed with pipeline.schedule=pipedream_2bw is not available",
     ),
-    (
-        {"tp_size": 2, "tensor_parallel": {"sequence_parallel": True}},
-        r"sequence_parallel=true with .*Set tensor_parallel.sequence_parallel to false",
-    ),
     ({"local_sgd": {"sync_every": 4}}, r"local_sgd.sync_every=4 with .*Set local_sgd.sync_every to 1"),
     ({"gradient_compression": {"method": "int8"}}, r"method=int8 with .*Set gradient_compression.method to none"),
     (
