@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.loss import loss_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -130,6 +131,15 @@ def test_a_forward_is_judged_as_it_trains() -> None:
 def test_families_keep_their_kind() -> None:
     for name, kind in (("gpt2", "sum_over_items"), ("mixtral", "sum_and_extra"), ("mamba", "sum_over_items")):
         assert judge_loss(tiny.MODELS[name](), batch()).kind == kind, name
+
+
+def test_noise_on_embeddings_does_not_hide_that_rows_add_up() -> None:
+    model = tiny.llama(layers=1).train()
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+    embedding.register_forward_hook(neftune_post_forward_hook)
+    assert judge_loss(model, batch()).kind == "sum_over_items"
+    assert embedding.neftune_noise_alpha == 5.0
 
 
 def test_the_loss_of_transformers_is_known_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from hf_parallel.compat.private_torch import is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
+from hf_parallel.model.noise import without_noise
 from hf_parallel.model.record import unchanged
 from hf_parallel.pipeline_parallel.plan.verify_stages import loss_of
 
@@ -266,7 +267,7 @@ def _watched(model: nn.Module, sample: Mapping[str, Any], *, trains: bool, count
         given["num_items_in_batch"] = count
     expected = _targets(model, given)
     watch = _Watch(labels, count)
-    with unchanged(model), NoDropout(), torch.no_grad(), _training(model, trains):
+    with unchanged(model), NoDropout(), without_noise(model), torch.no_grad(), _training(model, trains):
         torch.manual_seed(0)
         with watch:
             output = model(**given)
