@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_runner import run_ranks
 from safetensors.torch import load_file
-from trainer_cases import NO_NOISE, Case, compare
+from trainer_cases import NO_NOISE, Case, compare, wanted_cases
 
 from softcuda.soft_cases import trained
 
@@ -74,6 +74,8 @@ def on_one_process(case: Case) -> Case:
 
 def launched(world_size: int, cases: list[Case], folder: Path, env: dict[str, str] | None = None) -> list[Any]:
     folder.mkdir(exist_ok=True)
+    if not cases:
+        return []
     return run_ranks(
         *(trained, world_size, cases, str(folder)),
         tmp_path=folder,
@@ -84,25 +86,26 @@ def launched(world_size: int, cases: list[Case], folder: Path, env: dict[str, st
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By name of a case: what it logged on two ranks, and on one process; or the error."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By name of a chosen case: what it logged on two ranks, and on one process; or the error."""
     folder = tmp_path_factory.mktemp("softcuda")
-    cases = EXACT + HALF + LOSSY
-    stock = {repr(on_one_process(case)): on_one_process(case) for case in cases + TWO_DEVICES}
+    exact, lossy, devices = (wanted_cases(request, cases) for cases in (EXACT, LOSSY, TWO_DEVICES))
+    cases = exact + wanted_cases(request, HALF) + lossy
+    stock = {repr(on_one_process(case)): on_one_process(case) for case in cases + devices}
     numbered = [dataclasses.replace(case, name=str(index)) for index, case in enumerate(stock.values())]
     found: dict[str, Any] = dict(zip(stock, launched(1, numbered, folder / "stock"), strict=True))
     names = [case.name for case in cases]
     found |= zip(names, launched(2, cases, folder / "ranks"), strict=True)
-    again = [resumed(case) for case in EXACT if case.save]
+    again = [resumed(case) for case in exact if case.save]
     for case in again:  # the run that goes on writes into its folder
         shutil.copytree(folder / "ranks" / case.name, folder / "ranks_again" / case.name)
     found |= zip([f"{case.name} again" for case in again], launched(2, again, folder / "ranks_again"), strict=True)
-    on_the_cpu = [dataclasses.replace(case, device="cpu") for case in LOSSY]
+    on_the_cpu = [dataclasses.replace(case, device="cpu") for case in lossy]
     env = {"ACCELERATE_USE_CPU": "true"}
-    found |= zip([f"{case.name} cpu" for case in LOSSY], launched(2, on_the_cpu, folder / "cpu", env), strict=True)
+    found |= zip([f"{case.name} cpu" for case in lossy], launched(2, on_the_cpu, folder / "cpu", env), strict=True)
     env = {"CUDA_VISIBLE_DEVICES": "0,1"}
-    names = [case.name for case in TWO_DEVICES]
-    return found | dict(zip(names, launched(2, TWO_DEVICES, folder / "devices", env), strict=True))
+    names = [case.name for case in devices]
+    return found | dict(zip(names, launched(2, devices, folder / "devices", env), strict=True))
 
 
 def result(runs: dict[str, Any], name: str) -> dict[str, Any]:
