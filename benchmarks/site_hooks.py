@@ -2,6 +2,7 @@
 
 The README is the first page, with its links made relative to docs/; docs/README.md, which leads on from there, is the page
 of goals; the Python reference is one entry for each public name. A link to a file outside of docs/, which a site does not have, becomes its name.
+A picture leads to its file, where it can be made larger.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead to the first page instead of the README, and nowhere instead of out of the site."""
     inside = re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", r"](index.md\1)", markdown)
-    return outside(inside, "../")
+    return outside(pictures_as_links(inside), "../")
+
+
+def pictures_as_links(text: str) -> str:
+    """Let a picture that stands alone in its line lead to its file."""
+    return re.sub(r"^!\[([^\]]*)\]\(([^)]+)\)$", r"[![\1](\2)](\2)", text, flags=re.MULTILINE)
 
 
 def outside(text: str, prefix: str) -> str:
