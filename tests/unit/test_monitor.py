@@ -197,7 +197,7 @@ def test_a_report_is_complete_json_and_a_page_without_outside_links(tmp_path: Pa
     page = path.read_text()
     assert page.count("class='message'") == 1
     assert "this run: tp 1 x pp 2 x dp 1" in page
-    assert page.count("<svg") == 4
+    assert page.count("<div class='wide'><svg") == page.count("<svg") == 4  # each scrolls where a screen is narrow
     assert "http" not in page
     assert "&lt;b&gt;" in page
     assert sorted(file.name for file in path.parent.iterdir()) == [

@@ -40,7 +40,8 @@ th { color: var(--soft); font-weight: 500; font-size: 13px; } th:first-child, td
 pre { background: var(--panel); padding: 12px 16px; border-radius: 8px; overflow-x: auto; }
 svg { width: 100%; height: auto; display: block; } svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
 svg .in { fill: #fff; font-size: 10px; } svg .message { stroke-width: 1; opacity: 0.75; } svg .ideal { fill: none; stroke: #9aa4b5; stroke-dasharray: 4 4; } .grid { stroke: var(--line); } .curve { fill: none; stroke: #2b5fb3; stroke-width: 1.5; }
-.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 5px 0 14px; vertical-align: -1px; }
+.key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 5px 0 14px; vertical-align: -1px; } .entry { white-space: nowrap; }
+@media (max-width: 700px) { body { padding: 16px; } .wide svg { min-width: 760px; } }
 """
 
 
@@ -212,9 +213,7 @@ def _page(
         "<h2>Settings</h2>",
         f"<pre>{html.escape(json.dumps(settings, indent=2))}</pre>",
     ]
-    head = (
-        f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>hf_parallel: {title}</title>"
-    )
+    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><link rel='icon' href='data:,'><title>hf_parallel: {title}</title>"
     return f"<!doctype html><html lang='en'><head>{head}<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,8 +96,21 @@ def timeline(
         parts.append(_pointed(arrow, block * arrow.source + last, block * arrow.target + last, scale))
     used = {bar.kind for bar in (*planned, *measured)}
     keys = {text: color for kind, (color, text) in COLORS.items() if kind in used}
-    legend = "".join(f"<span class='key' style='background:{color}'></span>{text}" for text, color in keys.items())
-    return f"<svg viewBox='0 0 {WIDTH:.0f} {height:.0f}' role='img'>{HEADS}{''.join(parts)}</svg><p>{legend}</p>"
+    return drawing(height, HEADS + "".join(parts)) + legend(keys)
+
+
+def drawing(height: float, inside: str) -> str:
+    """A picture of the page's width, which scrolls where a screen is too narrow for its labels."""
+    return f"<div class='wide'><svg viewBox='0 0 {WIDTH:.0f} {height:.0f}' role='img'>{inside}</svg></div>"
+
+
+def legend(keys: Mapping[str, str]) -> str:
+    """What each color means; a color and its word stay in one line."""
+    entries = (
+        f"<span class='entry'><span class='key' style='background:{color}'></span>{text}</span>"
+        for text, color in keys.items()
+    )
+    return f"<p>{' '.join(entries)}</p>"
 
 
 HEADS: Final = (
@@ -145,7 +158,9 @@ def curve(title: str, points: Sequence[tuple[float, float]]) -> str:
     marks = f"<text x='{LEFT - 8}' y='14' text-anchor='end'>{most:,.4g}</text><text x='{LEFT - 8}' y='113' text-anchor='end'>0</text>"
     ends = f"<text x='{LEFT}' y='126'>step {first:.0f}</text><text x='{WIDTH - 10}' y='126' text-anchor='end'>step {last:.0f}</text>"
     axis = f"<line class='grid' x1='{LEFT}' x2='{WIDTH}' y1='110' y2='110'/>"
-    return f"<h2>{html.escape(title)}</h2><svg viewBox='0 0 {WIDTH:.0f} 130'>{axis}{marks}{ends}<polyline class='curve' points='{line}'/></svg>"
+    return f"<h2>{html.escape(title)}</h2>" + drawing(
+        130, f"{axis}{marks}{ends}<polyline class='curve' points='{line}'/>"
+    )
 
 
 def beside(rows: Sequence[tuple[str, float, float]], unit: str) -> str:
@@ -168,4 +183,4 @@ def beside(rows: Sequence[tuple[str, float, float]], unit: str) -> str:
                 f"<rect x='{LEFT}' y='{y:.0f}' width='{max(width, 0.5):.1f}' height='{ROW - 2:.0f}' fill='{color}'/>"
             )
             parts.append(f"<text x='{LEFT + width + 6:.1f}' y='{y + 12:.0f}'>{value:.3g} {unit}</text>")
-    return f"<svg viewBox='0 0 {WIDTH:.0f} {block * len(rows):.0f}' role='img'>{''.join(parts)}</svg>"
+    return drawing(block * len(rows), "".join(parts))

@@ -11,7 +11,7 @@ import torch
 from hf_parallel.engine.direct import Engine
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.monitor.report.metrics import Job
-from hf_parallel.monitor.report.picture import LEFT, WIDTH
+from hf_parallel.monitor.report.picture import LEFT, WIDTH, drawing, legend
 from hf_parallel.planner.here import cluster_here
 from hf_parallel.planner.scaling import scaling
 from hf_parallel.ranks import ranks_per_node
@@ -105,6 +105,5 @@ def scaling_picture(planned: Sequence[Scaled], ranks: int, measured: float) -> s
     parts.append(f"<text x='{LEFT - 8}' y='24' text-anchor='end'>{top:,.4g} tokens/s</text>")
     parts.append(f"<text x='{LEFT - 8}' y='{HEIGHT - 26:.0f}' text-anchor='end'>0</text>")
     axis = f"<line class='grid' x1='{LEFT}' x2='{WIDTH}' y1='{HEIGHT - 30}' y2='{HEIGHT - 30}'/>"
-    keys = (("#2b5fb3", "planned"), ("#9aa4b5", "as many times as fast as ranks"), ("#a8434f", "this run"))
-    legend = "".join(f"<span class='key' style='background:{color}'></span>{text}" for color, text in keys)
-    return f"<svg viewBox='0 0 {WIDTH:.0f} {HEIGHT:.0f}'>{axis}{''.join(parts)}</svg><p>{legend}</p>"
+    keys = {"planned": "#2b5fb3", "as many times as fast as ranks": "#9aa4b5", "this run": "#a8434f"}
+    return drawing(HEIGHT, axis + "".join(parts)) + legend(keys)
