@@ -37,6 +37,8 @@ def main() -> None:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, num_hidden_layers=8, **sizes))
         tokens = list(text.encode())
+    if len(tokens) <= known.length:
+        parser.error(f"--text {known.text} has {len(tokens)} tokens: give more, or a --length below that")
     rows = [tokens[start : start + known.length] for start in range(0, len(tokens) - known.length, known.length)]
     data = Dataset.from_dict({"input_ids": rows, "labels": rows})
 

@@ -6,13 +6,30 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from hf_parallel.errors import ConfigError
 from hf_parallel.logs import told_if_slow
 
 
 def working(doing: str) -> contextlib.AbstractContextManager[None]:
     """Around what may take long: a line on stderr once it does."""
     return told_if_slow(lambda: print(f"{doing} ...", file=sys.__stderr__, flush=True))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what makes a file that the user named.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}). Name a file in a folder that exists."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -71,8 +71,22 @@ def doctor(
         typer.echo(of_this_process(list(_lines(checks))))
     else:
         typer.echo("\n".join(_lines(checks)))
+        warnings = sum(check.status == "warning" for check in checks)
+        typer.echo(
+            f"\n{_count(len(wrong), 'error')}, {_count(warnings, 'warning')}: {_verdict(bool(wrong), bool(warnings))}"
+        )
     if wrong:
         raise typer.Exit(1)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _verdict(wrong: bool, warned: bool) -> str:
+    if wrong:
+        return "a run would fail here; see the fixes"
+    return "a run can start; each warning says when it matters" if warned else "a run can start"
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
+from hf_parallel.cli.answers import writing
 from hf_parallel.cli.schema import file_schema
 from hf_parallel.errors import ConfigError
 from hf_parallel.machine.facts import gpus
@@ -33,13 +34,14 @@ def init(
         present = [name for name in (*copies, SCHEMA) if (folder / name).exists()]
         if present:
             raise ConfigError(
-                f"{folder}: {', '.join(present)} is there already. Name another folder, or move it away."
+                f"{folder}: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already. Name another folder, or move them away."
             )
+        with writing(folder / SCRIPT):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(copies[SCRIPT], folder / SCRIPT)
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(copies[SCRIPT], folder / SCRIPT)
     settings = source.read_text(encoding="utf-8").replace("recipes/", "").replace("SCRIPT.py", SCRIPT)
     if recipe is None:
         settings = re.sub(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from hf_parallel.cli.answers import working
+from hf_parallel.cli.answers import working, writing
 from hf_parallel.errors import ConfigError
 
 
@@ -70,7 +70,8 @@ def plan(  # noqa: PLR0913 - the options are the interface
             rows = scaled(model, cluster, seq_len=seq, global_batch=batch, layout=given)
             tables.show_scaling(rows, as_json)
             if plot is not None:
-                draw_scaling(rows, plot)
+                with writing(plot):
+                    draw_scaling(rows, plot)
             return
         words: Any = objective  # the search refuses other words
         asked = {"seq_len": seq, "global_batch": batch, "objective": words, "layout": given, "most": top}

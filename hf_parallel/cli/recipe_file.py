@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from hf_parallel.cli.answers import writing
 from hf_parallel.errors import ConfigError
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, load_recipe
@@ -42,20 +44,27 @@ def write_recipe(path: Path, config: HFParallelConfig, accelerate: Mapping[str, 
         head: Lines of comments above.
 
     Raises:
-        ConfigError: The settings cannot work; nothing is written.
+        ConfigError: The settings cannot work, or there can be no such file; nothing is written.
     """
     from accelerate.commands.config.config_args import load_config_from_file
 
     check_accelerate(config, accelerate)
     config.dp_size(accelerate["num_processes"])
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.stem}.draft.yaml")
     content = {**accelerate, SECTION: {KEY: config.to_yaml_section()}}
-    try:
+    with writing(path), _removed_at_the_end(draft):
+        path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         loaded = load_config_from_file(str(draft))
         if loaded.parallelism_config != content[SECTION] or load_recipe(draft) != config:
             raise ConfigError(f"{path}: accelerate reads back {loaded.parallelism_config!r}. Check its version.")
         draft.replace(path)
+
+
+@contextlib.contextmanager
+def _removed_at_the_end(file: Path) -> Iterator[None]:
+    try:
+        yield
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(NotADirectoryError):  # its folder is a file
+            file.unlink(missing_ok=True)

@@ -72,7 +72,8 @@ def _layout(config: HFParallelConfig, dp_size: int | None) -> str:
     if config.layout == "auto":
         return "auto"
     sequence = f" x sp {config.sp_size}" if config.sp_size > 1 else ""
-    return f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size or '(processes / tp / pp)'}"
+    experts = f", ep {config.ep_size}" if config.ep_size > 1 else ""  # among the replicas
+    return f"tp {config.tp_size} x pp {config.pp_size}{sequence} x dp {dp_size or '(processes / tp / pp)'}{experts}"
 
 
 def _also(config: HFParallelConfig, precision: object) -> list[str]:

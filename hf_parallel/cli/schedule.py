@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from hf_parallel.cli.answers import writing
 from hf_parallel.errors import ConfigError, ParallelError
 from hf_parallel.pipeline_parallel.schedule.actions import (
     Action,
@@ -36,7 +35,6 @@ from hf_parallel.settings.asynchronous_rules import too_few
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS, SHORT_NAMES
 
 
-Content = TypeVar("Content")
 MAX_PASSES: Final = 100_000
 SHOWN_STEPS: Final = 4  # of a schedule that does not drain
 DEFAULT_RANKS, DEFAULT_MICROBATCHES = 4, 8
@@ -79,13 +77,17 @@ def schedule(  # noqa: PLR0913 - each is an option
         found = _schedules(pp, microbatches, names or [], stages_per_rank, file)
         results = {name: _simulated(actions, costs) for name, actions in found.items()}
         if png is not None:
-            _create(png, partial(write_picture, kind="png"), results)
+            with writing(png):
+                write_picture(png, results, kind="png")
         if svg is not None:
-            _create(svg, partial(write_picture, kind="svg"), results)
+            with writing(svg):
+                write_picture(svg, results, kind="svg")
         if trace is not None:
-            _create(trace, write_trace, results)
+            with writing(trace):
+                write_trace(trace, results)
         if csv is not None:
-            _create(csv, _write_csv, found)
+            with writing(csv):
+                _write_csv(csv, found)
     except ParallelError as error:
         typer.echo(json.dumps({"error": str(error)}, indent=2) if as_json else str(error), err=not as_json)
         raise typer.Exit(1) from None
@@ -163,15 +165,6 @@ def _simulated(actions: list[list[Action]], times: _Times) -> Simulation:
         [cost / part for part in parts] for cost in (times.forward, times.backward, times.weight)
     )
     return simulate(actions, forward, backward, weight_costs=weight, latency=times.latency)
-
-
-def _create(path: Path, write: Callable[[Path, Content], None], content: Content) -> None:
-    try:
-        write(path, content)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}). Name a file in a folder that exists."
-        ) from None
 
 
 def _write_csv(path: Path, found: dict[str, list[list[Action]]]) -> None:

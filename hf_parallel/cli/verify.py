@@ -69,6 +69,8 @@ def verify(  # noqa: PLR0913 - each is an option
         "zero": zero_stage,
     }
     try:
+        if json_file is not None and not json_file.parent.is_dir():  # before minutes of work
+            raise ConfigError(f"{json_file}: there is no such folder. Name a file in a folder that exists.")
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(
             model,

@@ -137,6 +137,11 @@ def _address_problems(address: object, machines: int) -> Iterator[str]:
             f"main_process_ip={shown(address)}: YAML replaces no variables. Write the name of machine 0, or give it, with "
             "--num_machines, to accelerate launch instead."
         )
+    elif "://" in address:
+        host = re.sub(r"[:/].*", "", address.partition("://")[2])
+        yield (
+            f"main_process_ip={shown(address)}: expected a name or address alone. Set main_process_ip to {host[:80] or 'that of machine 0'}."
+        )
     elif re.fullmatch(r"[^:]+:\d+", address):
         host, _, port = address.rpartition(":")
         yield (

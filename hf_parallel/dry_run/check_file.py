@@ -18,15 +18,16 @@ from hf_parallel.errors import MAX_LINES, ConfigError, ParallelError, bounded
 from hf_parallel.machine.facts import Machine
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
-from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, read_bounded
+from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
-from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, section_of
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, odd_sections, section_of
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.values import spelled
 
 
 Severity = Literal["error", "warning"]
 AMPERE: Final = (8, 0)
+OURS: Final = "our section"  # no key's name, so that it is told from the keys in messages
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,24 @@ def check_file(path: Path, machine: Machine) -> Checked:
     return Checked(path, config, accelerate, deepspeed, tuple(findings))
 
 
-def _unreadable(path: Path, text: str, error: str) -> Iterator[Finding]:
-    """The problems of a file whose sections cannot be told apart."""
+def _unreadable(path: Path, text: str, error: str) -> list[Finding]:
+    """The problems of a file whose sections cannot be told apart, and those of other keys around ours."""
     place = _Place(path, text)
+    found = list(_named(place, error))
+    try:
+        accelerate = parse_yaml(text, path)
+    except ConfigError:
+        return found
+    if isinstance(accelerate, dict) and not odd_sections(path, accelerate):
+        told = set(re.findall(r"\w+", error))
+        others = (message for message in file_problems(accelerate) if not told & set(re.findall(r"^\w+", message)))
+        found += place.findings("error", others)
+    return sorted(found, key=lambda finding: finding.line or 0)
+
+
+def _named(place: _Place, error: str) -> Iterator[Finding]:
+    """What an error about the whole file says, by lines."""
+    path, text = place.path, place.text
     for message in re.split(rf"(?:^|\n){re.escape(str(path))}:(?=\d+: | )", error):
         number, rest = re.match(r"(?:(\d+):)? ?(.*)", message, re.DOTALL).groups()  # type: ignore[union-attr]
         if number:
@@ -154,9 +170,9 @@ def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HF
         return HFParallelConfig(), list(place.findings("warning", [text]))
     prefix = f"{SECTION}.{KEY}."
     try:
-        config = HFParallelConfig.from_mapping(section, source=KEY)
+        config = HFParallelConfig.from_mapping(section, source=OURS)
     except ConfigError as error:
-        messages = [line.removeprefix(f"{KEY}: ") for line in str(error).splitlines() if line != f"{KEY}:"]
+        messages = [line.removeprefix(f"{OURS}: ") for line in str(error).splitlines() if line != f"{OURS}:"]
         return None, list(place.findings("error", messages, prefix))
     problems = _lines_of(ScheduleChoice, config.pipeline, config.pp_size) if config.pp_size > 1 else []
     found = [*place.findings("error", problems, prefix), *place.findings("warning", _poor(config), prefix)]

@@ -29,24 +29,45 @@ TRUTH: Final = {
 }
 _DP = "The data parallel size is derived: num_processes / (tp_size * pp_size * sp_size). Remove it, and set num_processes."
 _TRAINERS = "It is an argument of TrainingArguments. Remove it here."
+_ROWS = "It is per_device_train_batch_size of TrainingArguments. Remove it here."
+_SCRIPTS = "It is the script's. Remove it here."
+_EVERY = "Did you mean activation_checkpointing.every (1)?"
 _OUTSIDE = "It stands at the top level of the file, outside of parallelism_config. Move it there."
 # Keys of other programs, and of other places, that mean something here.
 MEANT: Final = {
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size", "dp_replicate_size", "num_replicas"), _DP),
-    **dict.fromkeys(("tp", "tensor_parallel_size", "tensor_model_parallel_size"), "Did you mean tp_size?"),
+    **dict.fromkeys(("dp_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree"), _DP),
     **dict.fromkeys(
-        ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "num_stages"), "Did you mean pp_size?"
+        ("tp", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree"), "Did you mean tp_size?"
+    ),
+    **dict.fromkeys(
+        ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree", "num_stages"),
+        "Did you mean pp_size?",
     ),
     **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), "Did you mean ep_size?"),
     **dict.fromkeys(
-        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size"),
+        ("sp", "cp_size", "cp", "sequence_parallel_size", "context_parallel_size", "ulysses_size")
+        + ("sequence_parallel_degree", "context_parallel_degree"),
         "Did you mean sp_size?",
     ),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "Did you mean zero.stage?"),
     "offload_optimizer_device": "Did you mean zero.offload_optimizer?",
     "offload_param_device": "Did you mean zero.offload_param?",
     "fsdp": "Did you mean zero.stage (3)?",
-    "gradient_checkpointing": "Did you mean activation_checkpointing.every (1)?",
+    "use_distributed_optimizer": "Did you mean zero.stage (1)?",
+    "deepspeed": "Did you mean zero.engine (deepspeed)? `hf-parallel import` takes a DeepSpeed JSON over.",
+    **dict.fromkeys(("gradient_checkpointing", "recompute_granularity", "recompute_activations"), _EVERY),
+    **dict.fromkeys(
+        ("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size", "num_model_chunks"),
+        "Did you mean pipeline.stages_per_rank?",
+    ),
+    "pipeline_parallel_schedule": "Did you mean pipeline.schedule?",
+    **dict.fromkeys(
+        ("bucket_size", "reduce_bucket_size", "ddp_bucket_size"), "Did you mean data_parallel.bucket_cap_mb?"
+    ),
+    "loss_parallel": "Did you mean tensor_parallel.vocab_parallel_loss?",
+    "torch_compile": "Did you mean pipeline.compile_blocks?",
+    **dict.fromkeys(("hf_parallel", "parallelism"), "Write its keys one level up, without it."),
     **dict.fromkeys(("codec", "compressor"), "Did you mean gradient_compression.method?"),
     **dict.fromkeys(
         ("keep", "keep_last", "max_to_keep"), "It is save_total_limit of TrainingArguments. Remove it here."
@@ -57,6 +78,11 @@ MEANT: Final = {
     ),
     **dict.fromkeys(("bf16", "fp16"), "Set mixed_precision at the top level of the file. Remove it here."),
     **dict.fromkeys(("learning_rate", "per_device_train_batch_size", "max_grad_norm", "gradient_clipping"), _TRAINERS),
+    **dict.fromkeys(("num_train_epochs", "max_steps", "save_steps", "output_dir", "seed", "optim"), _TRAINERS),
+    **dict.fromkeys(("micro_batch_size", "train_micro_batch_size_per_gpu"), _ROWS),
+    "train_batch_size": "Did you mean global_batch_size?",
+    **dict.fromkeys(("cutoff_len", "sequence_len", "seq_length", "max_seq_length", "finetuning_type"), _SCRIPTS),
+    **dict.fromkeys(("flash_attention", "attn_implementation", "torch_dtype", "load_in_4bit"), _SCRIPTS),
 }
 
 
@@ -146,30 +172,47 @@ def nearest_value(given: object, details: Sequence[ErrorDetails], default: objec
         return nearest_value(given[0], details, default)
     if isinstance(default, list | tuple) and isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return [given]
-    bounds = [detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})]
     if isinstance(given, str):
-        words = [word for detail in details for word in _words_of(detail)]
-        near = nearest_word(given, words)
-        if near is not None:
-            return near
-        first = given.lower().partition(" ")[0]
-        if first in TRUTH and any(detail["type"].startswith("bool") for detail in details):
-            return TRUTH[first]
-        number = re.fullmatch(r"(\d{1,9})\W*", given)
-        if number and any(detail["type"].startswith("int") for detail in details):
-            return max(1, int(number[1]))
-    elif given is True and "cpu" in [word for detail in details for word in _words_of(detail)]:
-        return "cpu"
-    elif (
-        isinstance(given, int | float)
-        and not isinstance(given, bool)
-        and (isinstance(given, int) or math.isfinite(given))
-    ):
+        return _meant_by_text(given, details, default)
+    if given is True:
+        return _meant_by_true(details, default)
+    if isinstance(given, int | float) and given is not False and (isinstance(given, int) or math.isfinite(given)):
+        bounds = [
+            detail["ctx"][bound] for detail in details for bound in ("ge", "le") if bound in detail.get("ctx", {})
+        ]
         if bounds:
             return bounds[0]
-        if any(detail["type"].startswith("int") for detail in details):
+        if _has(details, "int"):
             return max(1, round(given))
     return default
+
+
+def _meant_by_text(given: str, details: Sequence[ErrorDetails], default: object) -> object:
+    near = nearest_word(given, [word for detail in details for word in _words_of(detail)])
+    if near is not None:
+        return near
+    first = given.lower().partition(" ")[0]
+    if first in TRUTH and _has(details, "bool"):
+        return TRUTH[first]
+    number = re.fullmatch(r"(\d{1,9})\W*", given)
+    if number and _has(details, "int"):
+        return max(1, int(number[1]))
+    if first in ("all", "each", "every", "full") and default is None and _has(details, "int"):  # blocks, each of them
+        return 1
+    return default
+
+
+def _meant_by_true(details: Sequence[ErrorDetails], default: object) -> object:
+    """The first word that is not "none"; of what counts and is off, one."""
+    words = [word for detail in details for word in _words_of(detail)]
+    if "none" in words:
+        return next(word for word in words if word != "none")
+    return 1 if default is None and _has(details, "int") else default
+
+
+def _has(details: Sequence[ErrorDetails], kind: str) -> bool:
+    """Whether a value of this kind would be right."""
+    return any(detail["type"].startswith(kind) for detail in details)
 
 
 def nearest_word(given: str, words: Iterable[str]) -> str | None:
@@ -216,6 +259,8 @@ def as_mapping(given: object, name: str = "", model: type[Section] | None = None
             return f"Write {name}: {{{key}: {given}}}."
     if isinstance(given, list) and given and all(isinstance(item, Mapping) for item in given):
         return "Remove the dashes before its keys."
+    if isinstance(given, str) and re.fullmatch(r"(?:[a-z_]+ *= *[^\s=]+\s+)+[a-z_]+ *= *[^\s=]+", given[:MAX_SHOWN]):
+        return "Write a line for each key, with a colon for the equals sign."
     words = re.fullmatch(r"([a-z_]+) *[ =] *(\S+)", given) if isinstance(given, str) else None
     if words:
         return f"Write {words[1]}: {words[2]} with a colon."

@@ -107,8 +107,13 @@ def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping
     accelerate = {} if accelerate is None else accelerate
     if not isinstance(accelerate, dict):
         raise ConfigError(f"{path}: expected a mapping, found {type(accelerate).__name__}. Write `key: value` lines.")
-    _refuse_odd_sections(path, accelerate)
+    odd = odd_sections(path, accelerate)
+    if odd:
+        raise ConfigError("\n".join(odd[:MAX_LINES]))
     places = [name for name, value in accelerate.items() if isinstance(value, dict) and KEY in value]
+    for name in places:
+        if name not in (SECTION, KEY) and difflib.get_close_matches(str(name)[:MAX_SHOWN], [SECTION], cutoff=0.85):
+            raise ConfigError(f"{path}: {name}: unknown key. Did you mean {SECTION}?")
     misplaced = [f"{name}.{KEY}" for name in places if name != SECTION] + ([KEY] if KEY in accelerate else [])
     if misplaced:
         raise ConfigError(
@@ -134,8 +139,8 @@ def _refuse_misspelled_key(path: Path, section: Mapping[str, Any] | None) -> Non
         raise ConfigError(f"{path}: {SECTION}.{near[0]}: unknown key. Did you mean {SECTION}.{KEY}?")
 
 
-def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
-    """Refuse keys that are no strings, and a value where accelerate, and we, read a mapping."""
+def odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> list[str]:
+    """Keys that are no strings, and values where accelerate, and we, read a mapping; a message each."""
     problems = [
         f"{path}: {spelled(key)}: keys are strings. Quote or remove it."
         for key in accelerate
@@ -150,8 +155,7 @@ def _refuse_odd_sections(path: Path, accelerate: Mapping[Any, Any]) -> None:
         elif section:
             odd = [key for key in section if not isinstance(key, str)]
             problems += [f"{path}: {name}[{spelled(key)}]: keys are strings. Quote or remove it." for key in odd]
-    if problems:
-        raise ConfigError("\n".join(problems[:MAX_LINES]))
+    return problems
 
 
 def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], world_size: int | None = None) -> None:

@@ -101,6 +101,17 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     # words
     "powersgdd": (ours("gradient_compression:", "  method: powersgdd"), 8, r"method='powersgdd': .*to 'powersgd'\.$"),
     "a schedule": (ours("pp_size: 2", "pipeline:", "  schedule: zvb"), 9, r"schedule='zvb': .*to 'zbv_zero_bubble'\.$"),
+    "megatron's chunks": (ours("pp_size: 2", "num_layers_per_virtual_pipeline_stage: 2"), 8, r"Did you mean pipeline\.stages_per_rank\?"),
+    "megatron's rows": (ours("micro_batch_size: 1"), 7, r"^micro_batch_size: unknown key\. It is per_device_train_batch_size of"),
+    "torchtitan's degree": (ours("pipeline_parallel_degree: 2"), 7, r"Did you mean pp_size\?"),
+    "deepspeed's bucket": (ours("zero:", "  stage: 2", "  reduce_bucket_size: 5e8"), 9, r"Did you mean data_parallel\.bucket_cap_mb\?"),
+    "axolotl's length": (ours("sequence_len: 2048"), 7, r"^sequence_len: unknown key\. It is the script's"),
+    "ours in ours": (ours("pp_size: 2", "hf_parallel:", "  tp_size: 2"), 8, r"^hf_parallel: unknown key\. Write its keys one level up"),
+    "all blocks": (ours("activation_checkpointing: {every: all}"), 7, r"every='all': .*Set activation_checkpointing\.every to 1\.$"),
+    "true for a backend": (ours("pp_size: 2", "pipeline: {compile_blocks: true}"), 8, r"compile_blocks=true: .*to 'inductor'\.$"),
+    "two equals signs": (ours("pp_size=2", "tp_size=2"), 6, r"expected a mapping, or auto\. Write a line for each key, with a colon"),
+    "the section misspelt": (f"{HEAD}paralelism_config:\n  hf_parallel: {{}}\n", 5, r"^paralelism_config: .*Did you mean parallelism_config\?"),
+    "an address of a page": (around("num_machines: 2\nmain_process_ip: http://10.0.0.1/"), 6, r"^main_process_ip='http://10\.0\.0\.1/': expected a name .*to 10\.0\.0\.1\.$"),
     "gpu for cpu": (ours("zero:", "  stage: 1", "  offload_optimizer: gpu"), 9, r"offload_optimizer='gpu': .*to 'cpu'\.$"),
     "true for cpu": (ours("zero:", "  stage: 1", "  offload_optimizer: true"), 9, r"offload_optimizer=true: .*to 'cpu'\.$"),
     "capitals": (ours("zero:", "  engine: FSDP2", "  stage: 3"), 8, r"engine='FSDP2': .*to 'fsdp2'\.$"),
@@ -191,6 +202,13 @@ def test_problems_stand_in_the_order_of_their_lines(tmp_path: Path) -> None:
     content = ours("pp_sise: 2", "tp_size: 0", head=HEAD.replace("num_processes: 4", "num_processes: four"))
     found = findings(tmp_path, content)
     assert [finding.line for finding in found] == [3, 7, 8]
+
+
+def test_a_section_that_is_not_found_hides_no_other_problem(tmp_path: Path) -> None:
+    content = "compute_enviroment: LOCAL_MACHINE\ndistributed_type: MULTIGPU\nnum_process: 4\nparalelism_config:\n  hf_parallel: {}\n"
+    found = findings(tmp_path, content)
+    assert [finding.line for finding in found] == [1, 2, 3, 4]
+    assert all("Did you mean" in found[index].message for index in (0, 2, 3))
 
 
 def test_the_file_that_all_of_these_break_is_right(tmp_path: Path) -> None:

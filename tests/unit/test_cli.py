@@ -197,7 +197,29 @@ def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
     assert (folder / "cpu_pp2.yaml").read_text().startswith("# yaml-language-server: $schema=settings.schema.json\n")
     assert "accelerate launch --config_file cpu_pp2.yaml train.py" in (folder / "cpu_pp2.yaml").read_text()
     again = invoke("init", str(folder))
-    assert (again.exit_code, "is there already" in again.output) == (1, True)
+    assert (again.exit_code, "are there already" in again.output) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["init", "PLACE", "--recipe", "cpu_pp2"],
+        ["config", "--yes", "--use-cpu", "--num-processes", "2", "--output", "PLACE/new.yaml"],
+        ["config", "--yes", "--use-cpu", "--num-processes", "2", "--output", "FOLDER"],
+        ["schedule", "--csv", "PLACE/new.csv"],
+        ["verify", "nothing", "--json", "PLACE/new.json"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
+    place, folder = tmp_path / "file", tmp_path / "folder"
+    place.touch()
+    (folder / "within").mkdir(parents=True)
+    given = [part.replace("PLACE", str(place)).replace("FOLDER", str(folder)) for part in arguments]
+    result = invoke(*given)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code != 0
+    assert re.search("cannot be written|there is no such folder", result.output), result.output
+    assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder", "within"}
 
 
 @pytest.mark.parametrize(
