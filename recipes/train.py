@@ -1,6 +1,7 @@
 """A stock Trainer that hf_parallel makes parallel; `hf-parallel init` copies this script.
 
 accelerate launch --config_file FILE.yaml train.py                                     # a tiny model, no downloads
+accelerate launch --config_file FILE.yaml train.py --experts 4                         # the same with experts
 accelerate launch --config_file FILE.yaml train.py --model PATH_OR_NAME --text FILE.txt   # yours
 """
 
@@ -12,7 +13,7 @@ import inspect
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, Trainer, TrainingArguments
 
 from hf_parallel import HFParallelCallback  # before TrainingArguments are made
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a causal language model on a text file.")
     parser.add_argument("--model", help="a folder or a name of the Hub; without it a tiny model that reads bytes")
     parser.add_argument("--text", help="a text file; without it the documentation of transformers.Trainer")
+    parser.add_argument("--experts", type=int, default=0, help="of each block of the tiny model")
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--output_dir", default="out")
     known, rest = parser.parse_known_args()
@@ -35,7 +37,9 @@ def main() -> None:
         tokens = AutoTokenizer.from_pretrained(known.model)(text)["input_ids"]
     else:
         sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, num_hidden_layers=8, **sizes))
+        sizes |= {"vocab_size": 256, "num_hidden_layers": 8}
+        experts = MixtralConfig(num_local_experts=known.experts, **sizes) if known.experts else None
+        model = AutoModelForCausalLM.from_config(experts or LlamaConfig(**sizes))
         tokens = list(text.encode())
     if len(tokens) <= known.length:
         parser.error(f"--text {known.text} has {len(tokens)} tokens: give more, or a --length below that")

@@ -34,7 +34,7 @@ def init(
         present = [name for name in (*copies, SCHEMA) if (folder / name).exists()]
         if present:
             raise ConfigError(
-                f"{folder}: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already. Name another folder, or move them away."
+                f"{folder}: it has {', '.join(present)} already. Name another folder, or move what is there."
             )
         with writing(folder / SCRIPT):
             folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,9 @@ def init(
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    settings = source.read_text(encoding="utf-8").replace("recipes/", "").replace("SCRIPT.py", SCRIPT)
+    settings = source.read_text(encoding="utf-8").replace("recipes/", "")
+    started = f"{SCRIPT} --experts 4" if re.search(r"^ +ep_size:", settings, re.MULTILINE) else SCRIPT
+    settings = settings.replace("SCRIPT.py", started)
     if recipe is None:
         settings = re.sub(
             r"^num_processes: \d+", f"num_processes: {max(len(gpus()), 2)}", settings, flags=re.MULTILINE
@@ -52,7 +54,7 @@ def init(
     (folder / SCHEMA).write_text(json.dumps(file_schema(), indent=2) + "\n", encoding="utf-8")
     typer.echo(f"wrote {', '.join(str(folder / name) for name in (SCRIPT, source.name, SCHEMA))}")
     typer.echo(f"check it:  hf-parallel validate {folder / source.name}")
-    typer.echo(f"start it:  accelerate launch --config_file {folder / source.name} {folder / SCRIPT}")
+    typer.echo(f"start it:  accelerate launch --config_file {folder / source.name} {folder / started}")
 
 
 def default_recipe() -> str:

@@ -187,6 +187,12 @@ def test_json_has_no_log_lines_in_it(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "a line of another process" in captured.err
 
 
+def test_init_gives_the_script_experts_where_a_recipe_spreads_them(tmp_path: Path) -> None:
+    result = invoke("init", str(tmp_path), "--recipe", "cpu_ep2")
+    assert f"{tmp_path}/train.py --experts 4\n" in result.output
+    assert "cpu_ep2.yaml train.py --experts 4\n" in (tmp_path / "cpu_ep2.yaml").read_text()
+
+
 def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     result = invoke("init", str(folder))
@@ -197,7 +203,10 @@ def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
     assert (folder / "cpu_pp2.yaml").read_text().startswith("# yaml-language-server: $schema=settings.schema.json\n")
     assert "accelerate launch --config_file cpu_pp2.yaml train.py" in (folder / "cpu_pp2.yaml").read_text()
     again = invoke("init", str(folder))
-    assert (again.exit_code, "are there already" in again.output) == (1, True)
+    assert (again.exit_code, "it has train.py, cpu_pp2.yaml, settings.schema.json already" in again.output) == (
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
