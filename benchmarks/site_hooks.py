@@ -48,7 +48,10 @@ def pictures_as_links(text: str) -> str:
 def outside(text: str, prefix: str) -> str:
     """Name the files that the site does not have."""
     names = "examples/|benchmarks/|recipes/|tests/|CONTRIBUTING|CHANGELOG|SECURITY|CITATION|LICENSE"
-    return re.sub(rf"\[([^\]]+)\]\({re.escape(prefix)}((?:{names})[^)]*)\)", r"\1 (`\2`)", text)
+    link = rf"\[([^\]]+)\]\({re.escape(prefix)}((?:{names})[^)]*)\)"
+    return re.sub(
+        link, lambda found: found[1] if found[1].strip("`") == found[2] else f"{found[1]} (`{found[2]}`)", text
+    )
 
 
 def reference() -> str:
