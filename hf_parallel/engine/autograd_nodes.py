@@ -93,6 +93,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, logits: Tensor, on_backward: OnBackward) -> Tensor:
         ctx.on_backward = on_backward
+        ctx.mark_dirty(logits)  # so that it is no view of an input: callers scale and mask logits in place
         return logits
 
     @staticmethod

@@ -92,6 +92,20 @@ class Weighed(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class InPlace(Trainer):
+    """A temperature and a mask, written into the logits of a call without labels and of one with them."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        plain = {name: value for name, value in inputs.items() if name != "labels"}
+        total = torch.zeros(())
+        for outputs in (model(**plain), model(**inputs)):
+            outputs.logits.div_(2.0)
+            outputs.logits[..., 0] = -5.0
+            total = total + sharpness(outputs.logits)
+        loss = total + outputs.loss
+        return (loss, outputs) if return_outputs else loss
+
+
 class TwoBatches(Trainer):
     """Another batch of other rows and length in the same step, without labels."""
 
@@ -130,6 +144,7 @@ CASES: dict[str, tuple[type[Trainer], Any, dict[str, Any]]] = {
     "place": (ByPlace, tiny.gpt2, {}),
     "items": (ByItems, gemma2, {}),
     "weighed": (Weighed, tiny.llama, {}),
+    "in_place": (InPlace, tiny.llama, {}),
     "two": (TwoBatches, tiny.gpt2, {}),
     "smoothed": (Trainer, gemma2, {"label_smoothing_factor": 0.1}),
     "routed": (OnResult, routed, {}),
