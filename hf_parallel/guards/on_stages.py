@@ -12,6 +12,7 @@ read needs no sum.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ EMPTY = frozenset[Any]()
 NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 # Read by Python, past the operations of torch.
 LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
+OF_NOTHING = re.compile("expect(s|ed) a non-empty")  # torch.stack, torch.cat
 LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
 
 
@@ -275,6 +277,14 @@ class OnStages(TorchDispatchMode):
             'zlib.crc32(f"{name} {step}".encode()))), or set pp_size to 1.'
         )
 
+    def _of_nothing(self, error: Exception) -> str:
+        return (
+            f"user code joins an empty list of tensors ({error}) with pp_size={self._pp_size}: a rank has the parameters of its own "
+            "stages only, so a list that is chosen by names is empty on the stages that have none of them, and what is made of it "
+            "would be another number on each stage. Use torch.nn.utils.clip_grad_norm_(model.parameters(), limit), or do to each "
+            "parameter what you made of it, or set pp_size to 1."
+        )
+
     def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which calls code of users, made to notice what that does."""
 
@@ -287,6 +297,10 @@ class OnStages(TorchDispatchMode):
                 with self, self._leaving:
                     result = call(*args, **kwargs)
                 self._end()
+            except (RuntimeError, ValueError) as error:
+                if OF_NOTHING.search(str(error)):
+                    raise UnsupportedError(self._of_nothing(error)) from error
+                raise
             finally:
                 self._runs, self._found = False, None
             return result

@@ -195,3 +195,9 @@ def test_blocks_by_name() -> None:
     assert [block_of(name) for name in ("lm_head.weight", "m.layers.3.mlp.experts.5.w", "weight")] == [
         *("lm_head", "m.layers.3", "")
     ]
+
+
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_a_list_that_is_empty_on_a_stage_is_named(join: Callable[[list[Tensor]], Tensor]) -> None:
+    with pytest.raises(UnsupportedError, match=r"joins an empty list of tensors .* with pp_size=2"):
+        OnStages({}, 2).watch(lambda: join([]))()
