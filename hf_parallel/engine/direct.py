@@ -260,7 +260,7 @@ class DirectEngine(Engine):
 
     def __init__(self, attachment: Attachment) -> None:
         super().__init__(attachment)
-        self._backwards = Backwards(attachment.mesh, attachment.device)
+        self._backwards = Backwards(attachment.mesh, attachment.device, attachment.gradients.settings)
         self._pass = 0  # batches of this step that were backpropagated
         self._begun = self.recorder.mark()  # when the backward pass of the last one did
         attachment.gradients.replicas.before_reading.append(self._backwards.settle)

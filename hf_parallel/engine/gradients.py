@@ -32,6 +32,7 @@ from hf_parallel.guards.crossing import keeps_by_place
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks, clears_both
 from hf_parallel.guards.weights import WeightGuard
@@ -53,6 +54,7 @@ class GradientSync:
         settings: What the replicas do with each other.
 
     Attributes:
+        settings: Of the optimizers.
         in_window: Whether the last backward pass was not the last of its step.
         before_write: Called when an optimizer is about to write to the parameters.
     """
@@ -80,6 +82,7 @@ class GradientSync:
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
+        self.settings = OptimizerSettings(mesh, parameters)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
@@ -375,6 +378,7 @@ class GradientSync:
             self._guard_states(optimizer)
             clears_both(optimizer, self.shown.cleared)
         hooks.settle()
+        self.settings.add(optimizer)
         return hooks
 
     def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
@@ -429,6 +433,7 @@ class GradientSync:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.before_update()
+        self.settings.use()
         self._parts.refuse_changes()
         zero = self.replicas.zero
         if zero is not None:

@@ -95,13 +95,13 @@ class PipelineEngine(Engine):
         self._passed: list[tuple[Made, torch.Tensor]] = []  # of the caller's backward pass that now runs
         # Of the same, for each of its schedules: they count if their parameters are not frozen meanwhile.
         self._doubtful: list[list[tuple[torch.nn.Parameter, torch.Tensor]]] = []
-        self._digests = BatchDigests(self.mesh, self._common_weights(attachment))
+        self._digests = BatchDigests(self.mesh, self._common_weights(attachment), attachment.gradients.settings)
         self._last_stage = LastStage(
             *(self.mesh, runtime, attachment.device, attachment.watchdog),
             digests=self._digests,
             freezing=self._freezing,
         )
-        self._backwards = Backwards(self.mesh, attachment.device)
+        self._backwards = Backwards(self.mesh, attachment.device, attachment.gradients.settings)
         self._hooks = BatchHooks(
             *(attachment.ledger, attachment.parameters, self.mesh),
             guard=self.gradients.hooks,

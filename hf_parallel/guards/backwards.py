@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 
@@ -31,10 +32,11 @@ class Backwards:
     Args:
         mesh: This rank's mesh.
         device: Where gradients are.
+        settings: Of this rank's optimizers, which are compared in the same message.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: Mesh, device: torch.device, settings: OptimizerSettings) -> None:
+        self._mesh, self._device, self._settings = mesh, device, settings
         self._weights: dict[int, Tensor] = {}
         self._under_way: tuple[Tensor, torch.cuda.Event, bool] | None = None
         self.forget()
@@ -90,9 +92,10 @@ class Backwards:
         """
         on_logits = self._on_logits
         values = self._gathered(direct).tolist()
-        if any(found for _, found, _, _ in values):
+        if any(found for _, found, *_ in values):
             self._refuse_direct(direct)
-        self._compare([(int(n), mark, size) for n, _, mark, size in values], on_logits, tolerates_nan)
+        self._compare([(int(n), mark, size) for n, _, mark, size, _ in values], on_logits, tolerates_nan)
+        self._settings.refuse_unlike([int(word) for *_, word in values])
 
     def agree_later(self) -> None:
         """Compare with the ranks that share every layer; collective. On a GPU it is judged when the next step ends.
@@ -126,17 +129,20 @@ class Backwards:
             raise RankMismatchError(f"{error} {LATE}") from error
 
     def _judge(self, values: Tensor, on_logits: bool) -> None:
-        self._compare([(int(n), mark, size) for n, _, mark, size in values.tolist()], on_logits, True)
+        rows = values.tolist()
+        self._compare([(int(n), mark, size) for n, _, mark, size, _ in rows], on_logits, True)
+        self._settings.refuse_unlike([int(word) for *_, word in rows])
 
     def _gathered(self, direct: Sequence[str]) -> Tensor:
-        """Of each rank: how many marks, whether there are direct gradients, the marks and their sizes. Begins anew."""
+        """Of each rank: how many marks, whether there are direct gradients, marks, sizes and settings. Begins anew."""
         marks, sizes = self._marks, self._sizes
         self.forget()
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
-        everyone = torch.zeros(self._mesh.shape.mp_size, 4, dtype=torch.float64, device=self._device)
+        everyone = torch.zeros(self._mesh.shape.mp_size, 5, dtype=torch.float64, device=self._device)
         mine = everyone[self._mesh.place_in_copy]
         mine[0].fill_(len(marks))
         mine[1].fill_(bool(direct))
+        mine[4].fill_(self._settings.word())
         if marks:
             mark, size = self._sums(marks, sizes)
             mine[2].fill_(mark)

@@ -20,6 +20,7 @@ from hf_parallel.batches import RandomCheck, bytes_of, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import CommonWeights, bits_of
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 
@@ -118,21 +119,22 @@ class BatchDigests:
     Args:
         mesh: This rank's mesh.
         common: Weights that several ranks hold.
+        settings: Of this rank's optimizers.
 
     Attributes:
         width: Slots that a message needs.
     """
 
-    def __init__(self, mesh: Mesh, common: CommonWeights) -> None:
-        self._mesh, self._common = mesh, common
+    def __init__(self, mesh: Mesh, common: CommonWeights, settings: OptimizerSettings) -> None:
+        self._mesh, self._common, self._settings = mesh, common, settings
         self._digests = Digests()
         self._unread: list[Tensor] = []
-        self.width = mesh.shape.mp_size * (1 + len(common.names))
+        self.width = mesh.shape.mp_size * (2 + len(common.names))
 
     def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
         """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
         mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
-        _write(mine, [self._digests.of(batches), *self._common.digests()])
+        _write(mine, [self._digests.of(batches), self._settings.word(), *self._common.digests()])
 
     def arrived(self, slots: Tensor) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
@@ -154,7 +156,8 @@ class BatchDigests:
         for slots in unread:
             rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
             refuse_unlike(self._mesh, [row[0] for row in rows])
-            self._common.refuse_unlike([row[1:] for row in rows])
+            self._settings.refuse_unlike([row[1] for row in rows])
+            self._common.refuse_unlike([row[2:] for row in rows])
 
 
 class SharedBatch:

@@ -89,6 +89,15 @@ class ScalesEach(TrainerCallback):
             parameter.grad.mul_(0.1 / (1.0 + float(parameter.grad.norm())))
 
 
+class OnlyFirst(TrainerCallback):
+    """Another weight decay from the third step on, on one rank."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 2:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 5.0
+
+
 class Smooths(TrainerCallback):
     """Gradients of earlier steps are added, through `.data`."""
 
@@ -140,7 +149,7 @@ KINDS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     kind.__name__: (Trainer, adding(kind))
     for kind in (
         *(NewHead, SwapsBlocks, DropsBlock, NewActivation),
-        *(ClipsByHand, ClipsBySquares, ReadsAndHalves, ScalesEach, Smooths),
+        *(ClipsByHand, ClipsBySquares, ReadsAndHalves, ScalesEach, Smooths, OnlyFirst),
     )
 }
 KINDS["clips_each"] = (ClipsEachBatch, {})
@@ -177,6 +186,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "squares_pp2": ("ClipsBySquares", PP2, SCALED, 0),
     "halved_pp2": ("ReadsAndHalves", PP2, "", 0),
     "each_pp2": ("ScalesEach", PP2, "", 0),
+    "only_first_pp2": ("OnlyFirst", PP2, "weight_decay of parameter group 0 of the optimizer is 5.0 on rank 0", 2),
+    "only_first_tp2": ("OnlyFirst", TP2, "weight_decay of parameter group 0 of the optimizer is 5.0 on rank 0", 2),
     "smooths_pp2": ("Smooths", PP2, "", 0),
     "smooths_tp2": ("Smooths", TP2, "", 0),
     "smooths_zero1": ("Smooths", {"zero": {"stage": 1}}, "", 0),

@@ -1,0 +1,127 @@
+"""Learning rates, weight decay and the like must be the same on all ranks of a model copy.
+
+`if state.is_world_process_zero: group["lr"] *= 0.1` changes them for one stage or shard only. A digest of them rides on the
+message in which the ranks compare what they backpropagated; only where digests differ do the ranks tell each other more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_parallel.errors import RankMismatchError
+from hf_parallel.mesh import Mesh
+
+
+BITS = 48  # exact as a float64
+PLAIN = (int, float, str, tuple, list, type(None))  # a tensor on a GPU is not waited for
+
+Settings: TypeAlias = list[dict[str, str]]  # of the groups of one optimizer after the other
+Told: TypeAlias = tuple[
+    Settings, Settings, list[list[str]]
+]  # used last, now, and the kinds of parameters of each group
+
+
+class OptimizerSettings:
+    """What the optimizers of this rank are set to.
+
+    Args:
+        mesh: This rank's mesh.
+        parameters: Name -> this rank's parameter.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._mesh = mesh
+        self._kinds = {id(parameter): re.sub(r"\d+", "#", name) for name, parameter in parameters.items()}
+        self._optimizers: list[Optimizer] = []
+        self._used: Settings = []  # in the last step, where callbacks may change them for this one step
+        self._stages_differ = False  # by what user code has made: groups of single blocks, say
+
+    def add(self, optimizer: Optimizer) -> None:
+        """From now on its groups count."""
+        if not any(one is optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def use(self) -> None:
+        """An optimizer steps."""
+        self._used = self._now()
+
+    def word(self) -> int:
+        """A digest of what was used last and of what is set now."""
+        text = repr((self._used, self._now())).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
+
+    def refuse_unlike(self, words: Sequence[int]) -> None:
+        """Compare them; collective over the model copy if they differ.
+
+        Args:
+            words: Of the ranks of this model copy.
+
+        Raises:
+            RankMismatchError: On every rank, with a setting that differs.
+        """
+        size = self._mesh.shape.stage_size
+        stages = [words[start : start + size] for start in range(0, len(words), size)]
+        if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
+            return
+        everyone: list[Any] = [None for _ in words]
+        mine: Told = self._used, self._now(), self._kinds_of_groups()
+        dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
+        for start in range(0, len(words), size):
+            self._refuse(everyone, range(start, start + size))
+        if _same_groups([told[2] for told in everyone]):
+            self._refuse(everyone, range(len(words)))
+        self._stages_differ = True
+
+    def _now(self) -> Settings:
+        return [
+            {key: repr(value) for key, value in group.items() if key != "params" and isinstance(value, PLAIN)}
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def _kinds_of_groups(self) -> list[list[str]]:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [[self._kinds[id(p)] for p in group["params"] if id(p) in self._kinds] for group in groups]
+
+    def _refuse(self, everyone: Sequence[Told], ranks: Sequence[int]) -> None:
+        """If these ranks differ in a setting of one group."""
+        first = everyone[ranks[0]]
+        for rank in ranks[1:]:
+            for then, now in zip(first[:2], everyone[rank][:2], strict=True):
+                for index, (one, other) in enumerate(zip(then, now, strict=False)):
+                    key = next((key for key in one if key in other and one[key] != other[key]), None)
+                    if key is not None:
+                        self._raise(index, key, (ranks[0], one[key]), (rank, other[key]))
+
+    def _raise(self, index: int, key: str, one: tuple[int, str], other: tuple[int, str]) -> None:
+        shape, ranks = self._mesh.shape, self._mesh.copy_ranks
+        said = " and ".join(f"{value} on {shape.describe(ranks[rank])}" for rank, value in (one, other))
+        raise RankMismatchError(
+            f"{key} of parameter group {index} of the optimizer is {said}: these ranks hold parts of one model, which would be "
+            "updated unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
+            "scheduler, on some ranks only (`if state.is_world_process_zero:`, `if accelerator.is_main_process:`). Do it on every "
+            "rank."
+        )
+
+
+def _same_groups(everyone: Sequence[list[list[str]]]) -> bool:
+    """Whether group i of one stage is group i of another, by the kinds of parameters that they have.
+
+    Groups of single blocks have the same kinds in several groups. A kind that no group has twice may be of such groups.
+    """
+    if len({len(groups) for groups in everyone}) > 1:
+        return False
+    homes: dict[str, set[int]] = {}
+    for groups in everyone:
+        for index, kinds in enumerate(groups):
+            for kind in kinds:
+                homes.setdefault(kind, set()).add(index)
+    repeats = any(len(set(kinds)) < len(kinds) for groups in everyone for kinds in groups)
+    return repeats and all(len(indices) == 1 for indices in homes.values())
