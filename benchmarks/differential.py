@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
 import time
@@ -28,11 +29,22 @@ PLACES = [ROOT, ROOT / "tests", ROOT / "benchmarks"]
 sys.path[:0] = [str(place) for place in PLACES if str(place) not in sys.path]
 
 from differential_cases import Setup, consistent, draw, script  # noqa: E402
-from differential_ranks import TOLERANCE, Job, Verdict, difference_of, facts_of, judge, preload, run_jobs  # noqa: E402
+from differential_ranks import (  # noqa: E402
+    TOLERANCE,
+    Job,
+    Verdict,
+    difference_of,
+    facts_of,
+    judge,
+    names_apart,
+    preload,
+    run_jobs,
+)
 
 
 NOISE_TIMES = 5.0
 ROUNDING_TIMES = 2.0
+MOST_ROUNDING = 1e-3  # of a tensor that is not rounding alone
 TOGETHER = 24  # set-ups judged, and written down, at a time
 Filter = tuple[str, str]
 
@@ -65,26 +77,29 @@ class Runner:
         return [self._with_noise(*pair, verdict) for pair, verdict in zip(pairs, found, strict=True)]
 
     def _with_noise(self, job: Job, reference: Job, verdict: Verdict) -> Verdict:
-        """In bf16, or where little differs: how far is one process from itself?
+        """How far is one process from itself?
 
         With the batch cut in another way, whose sums round differently; in bf16 also without bf16: a sharded layer rounds
-        what its parts give, which no other cut of a batch does, and may be as far off as rounding itself.
+        what its parts give, which no other cut of a batch does, and may be as far off as rounding itself. Tensors that are
+        nothing but rounding there (the bias of keys, whose gradient is zero, under an optimizer that divides by its size) do not count.
         """
-        if verdict.word != "differs" or not (job.setup.bf16 or verdict.difference < 1e-3):
+        if verdict.word != "differs" or math.isinf(verdict.difference):
             return verdict
         other = regrouped(job.setup)
-        noises = [NOISE_TIMES * self._apart(other, reference, "regrouped") if other is not None else 0.0]
-        if job.setup.bf16:
-            noises.append(ROUNDING_TIMES * self._apart(job.setup.replaced(bf16=False), reference, "fp32"))
-        return judge(job, reference, self.folder, max(noises))
+        again = None if other is None else self._again(other, reference, "regrouped")
+        nothing = frozenset[str]()
+        if again is not None and not job.setup.bf16:
+            nothing = names_apart(again, reference, self.folder, MOST_ROUNDING)
+        noise = 0.0 if again is None else NOISE_TIMES * difference_of(again, reference, self.folder, nothing)[0]
+        if job.setup.bf16 and (exact := self._again(job.setup.replaced(bf16=False), reference, "fp32")) is not None:
+            noise = max(noise, ROUNDING_TIMES * difference_of(exact, reference, self.folder)[0])
+        return judge(job, reference, self.folder, noise, nothing)
 
-    def _apart(self, setup: Setup, reference: Job, name: str) -> float:
-        """How far another run on one process is from the reference; 0 if it does not finish."""
+    def _again(self, setup: Setup, reference: Job, name: str) -> Job | None:
+        """Another run on one process; None if it does not finish."""
         again = Job(f"{reference.name}-{name}", setup, False)
         run_jobs([again], self.folder, self.timeout_s)
-        if any("error" in facts for facts in facts_of(again, self.folder)):
-            return 0.0
-        return difference_of(again, reference, self.folder)[0]
+        return None if any("error" in facts for facts in facts_of(again, self.folder)) else again
 
 
 def reference_of(setup: Setup) -> Setup:

@@ -279,17 +279,25 @@ def relative(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     return 0.0 if math.isnan(found) else found
 
 
-def compare_tensors(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str) -> tuple[float, str]:
+def compare_tensors(
+    mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str, without: frozenset[str] = frozenset()
+) -> tuple[float, str]:
+    """The largest difference, and where it is; `without` some tensors."""
     if mine.keys() != other.keys():
         return math.inf, f"{what}: {sorted(mine.keys() ^ other.keys())[:4]} on one side only"
+    found = differences(mine, other, what)
+    worst = max(((size, name) for name, size in found.items() if name not in without), default=(0.0, ""))
+    return worst[0], f"{what} of {worst[1]}: {worst[0]:.1e} relative" if worst[1] else ""
+
+
+def differences(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], what: str) -> dict[str, float]:
+    """Relative, of tensors of the same names."""
     elements = sum(tensor.numel() for tensor in other.values()) or 1
     share = 1.0 if what == "parameters" else 0.1  # a bias that began at zero is nothing but updates
     usual = math.sqrt(sum(float(t.double().norm()) ** 2 for t in other.values()) / elements)
-    worst = (0.0, "")
-    for name, tensor in other.items():
-        found = relative(mine[name], tensor, share * usual * math.sqrt(tensor.numel()))
-        worst = max(worst, (found, f"{what} of {name}: {found:.1e} relative"))
-    return worst
+    return {
+        name: relative(mine[name], tensor, share * usual * math.sqrt(tensor.numel())) for name, tensor in other.items()
+    }
 
 
 def compare_histories(mine: list[dict[str, float]], other: list[dict[str, float]]) -> tuple[float, str]:
@@ -317,18 +325,28 @@ def tensors_of(place: Path, what: str) -> dict[str, torch.Tensor]:
     return {k: v for path in (place / "out" / "final").glob("*.safetensors") for k, v in load_file(path).items()}
 
 
-def difference_of(job: Job, reference: Job, folder: Path) -> tuple[float, str]:
-    """The largest difference of two finished runs, and where it is."""
+def tensors_of_both(job: Job, reference: Job, folder: Path, what: str) -> list[dict[str, torch.Tensor]]:
+    """Gradients or parameters of two finished runs."""
+    here, there = (tensors_of(folder / one.name, what) for one in (job, reference))
+    if what == "parameters":  # a tied tensor may be written under one name or several
+        here = {name: tensor for name, tensor in here.items() if name in there} if len(here) > len(there) else here
+        there = {name: tensor for name, tensor in there.items() if name in here} if len(there) > len(here) else there
+    return [here, there]
+
+
+def names_apart(job: Job, reference: Job, folder: Path, limit: float) -> frozenset[str]:
+    """Names of the tensors in which two finished runs differ by more than a limit."""
+    pairs = [(what, tensors_of_both(job, reference, folder, what)) for what in ("gradients", "parameters")]
+    found = [differences(*pair, what) for what, pair in pairs if pair[0].keys() == pair[1].keys()]
+    return frozenset(name for sizes in found for name, size in sizes.items() if size > limit)
+
+
+def difference_of(job: Job, reference: Job, folder: Path, without: frozenset[str] = frozenset()) -> tuple[float, str]:
+    """The largest difference of two finished runs, and where it is; `without` some tensors."""
     mine, other = facts_of(job, folder), facts_of(reference, folder)
     found = [compare_histories(mine[0]["history"], other[0]["history"])]
     for what in ("gradients", "parameters"):
-        here, there = (tensors_of(folder / one.name, what) for one in (job, reference))
-        if what == "parameters":  # a tied tensor may be written under one name or several
-            here = {name: tensor for name, tensor in here.items() if name in there} if len(here) > len(there) else here
-            there = (
-                {name: tensor for name, tensor in there.items() if name in here} if len(there) > len(here) else there
-            )
-        found.append(compare_tensors(here, there, what))
+        found.append(compare_tensors(*tensors_of_both(job, reference, folder, what), what, without))
     # The first place where it goes wrong says more than the largest figure behind it.
     first = next((one for one in found if one[0] > TOLERANCE), max(found))
     return max(max(found)[0], first[0]), first[1]
@@ -356,7 +374,9 @@ def copies_differ(job: Job, facts: list[dict[str, Any]]) -> str:
     return ""
 
 
-def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict:
+def judge(
+    job: Job, reference: Job, folder: Path, noise: float = 0.0, without: frozenset[str] = frozenset()
+) -> Verdict:
     """The verdict on a run.
 
     Args:
@@ -364,6 +384,7 @@ def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict
         reference: What it must equal.
         folder: Of both.
         noise: Difference that is allowed beside `TOLERANCE`: that of the reference with its batches cut in another way.
+        without: Names of tensors that are nothing but rounding.
     """
     facts, expected = facts_of(job, folder), facts_of(reference, folder)
     note = folder / job.name / "launch.txt"
@@ -380,7 +401,7 @@ def judge(job: Job, reference: Job, folder: Path, noise: float = 0.0) -> Verdict
         return ended
     if any(one["history"] != facts[0]["history"] for one in facts[1:]) and job.setup.driver != "trainer":
         return Verdict("differs", "ranks report different losses or norms", math.inf)
-    found, where = difference_of(job, reference, folder)
+    found, where = difference_of(job, reference, folder, without)
     apart = copies_differ(job, facts)
     if apart:
         return Verdict("differs", apart, math.inf)
