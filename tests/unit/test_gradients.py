@@ -21,6 +21,7 @@ from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.gradients import ShownGradients
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.ledger import Ledger, build_ledger
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
@@ -62,7 +63,7 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
         sync = GradientSync.__new__(GradientSync)  # its constructor makes groups
         sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
         sync._counted, sync._parts = Counted(ledger, mesh), ChangedParts(lambda: torch.zeros(()), shape.tp_size)
-        sync.arrivals = Arrivals(list(held.values()))
+        sync.arrivals, sync.settings = Arrivals(list(held.values())), OptimizerSettings(mesh, held)
         sync.shown = ShownGradients(ledger, held, mesh, sync._counted.of_stage, lambda text: nullcontext())
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counted.of_model)
         yield ledger, sync
