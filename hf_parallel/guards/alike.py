@@ -88,7 +88,8 @@ class CommonWeights:
         raise RankMismatchError(
             f"parameter {name} is held by {' and '.join(names[rank] for rank in ranks)}, and its values "
             "differ there: code between two steps changed it differently on each rank (noise drawn for one parameter after "
-            "another? a learning rate set on some ranks only?). Draw for each parameter with a generator seeded by its name and the step, or set pp_size and tp_size to 1."
+            "another? a learning rate set on some ranks only?). Draw for each parameter with a generator seeded by its name and the "
+            "step, or set pp_size and tp_size to 1."
         )
 
 

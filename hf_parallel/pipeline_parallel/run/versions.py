@@ -52,12 +52,12 @@ class WeightVersions:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], delay: int) -> None:
         self._names, self._parameters = list(parameters), list(parameters.values())
-        positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        self._positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         self._places = [
-            (own_parameters(module), key, positions[id(parameter)])
+            (own_parameters(module), key, self._positions[id(parameter)])
             for module in model.modules()
             for key, parameter in own_parameters(module).items()
-            if parameter is not None and id(parameter) in positions
+            if parameter is not None and id(parameter) in self._positions
         ]
         self._sets = [[nn.Parameter(p.data, p.requires_grad) for p in self._parameters]]
         self._sets += [
@@ -71,7 +71,6 @@ class WeightVersions:
     def lie_in(self, buffers: Sequence[FlatBuffer]) -> None:
         """From now on the weights of each version lie in buffers, as the parameters do that were moved there."""
         newest = self.recent[-1]
-        positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         for buffer in buffers:
             flats = [
                 buffer.flat if version == newest else torch.zeros_like(buffer.flat)
@@ -80,9 +79,9 @@ class WeightVersions:
             self._buffers.append((buffer, flats))
             for leaves, flat in zip(self._sets, flats, strict=True):
                 for parameter, place in zip(buffer.params, buffer.places(flat), strict=True):
-                    if id(parameter) not in positions:
+                    if id(parameter) not in self._positions:
                         continue  # an optimizer may have parameters that are not trained
-                    leaf = leaves[positions[id(parameter)]]
+                    leaf = leaves[self._positions[id(parameter)]]
                     if flat is not buffer.flat:
                         place.copy_(leaf.data)
                     leaf.data = place
