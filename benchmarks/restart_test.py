@@ -59,7 +59,9 @@ def problems_of(job: RestartJob, straight: RestartJob, code: int) -> list[str]:
     for kill in job.kills:
         done = kill.step - (kill.where == "snapshot")
         first = job.first_step(kill.attempt + 1)
-        if first != done + 1:
+        if first is None:
+            found.append(f"after {kill} the next attempt did no step: {job.log[-3000:]}")
+        elif first != done + 1:
             found.append(f"after {kill} the run began with step {first}, not {done + 1}")
     return found + ([f"{job.memory} is left"] if job.memory.exists() else [])
 

@@ -206,9 +206,9 @@ class RestartJob:
             found.append(phases)
         return found
 
-    def first_step(self, attempt: int) -> int:
-        """Of the steps that an attempt did, the first."""
-        return min(step for each, step, _, _ in self.steps if each == attempt)
+    def first_step(self, attempt: int) -> int | None:
+        """Of the steps that an attempt did, the first; None if it did none."""
+        return min((step for each, step, _, _ in self.steps if each == attempt), default=None)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

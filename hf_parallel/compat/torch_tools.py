@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ __all__ = [
     "is_elementwise",
     "is_traceable_wrapper_subclass",
     "mixes_elements",
+    "parts_of",
     "pytree",
+    "stored_bytes",
 ]
 
 # Elementwise, or copies that leave every element in its place, without torch's tag for it.
@@ -161,6 +164,25 @@ def _apply(model: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tru
 
     applied: nn.Module = type(model)._apply(model, apply, recurse)
     return applied
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """Tensors that one of a wrapping kind (quantised values with their scales) consists of, by their names in it.
+
+    Empty for plain tensors.
+    """
+    wraps: Callable[[object], bool] = is_traceable_wrapper_subclass  # its own type is an intersection that mypy denies
+    if not wraps(tensor):
+        return {}
+    wrapping: Any = tensor
+    names = wrapping.__tensor_flatten__()[0]
+    return {name: part for name in names if isinstance(part := getattr(tensor, name), Tensor)}
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Bytes of memory behind a tensor's values: those of its parts where it wraps others, whatever its own dtype says."""
+    parts = parts_of(tensor)
+    return sum(map(stored_bytes, parts.values())) if parts else tensor.nbytes
 
 
 def sharing_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:

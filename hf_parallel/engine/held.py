@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_parallel.compat.private_torch import own_buffers
+from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.errors import PlanError
 from hf_parallel.ledger import Ledger
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding
@@ -63,7 +64,8 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
         parts: Ranks over which sharded parameters are spread.
         copies: How many times as much of their optimizer state it keeps as of the other parameters' where replicas share both.
     """
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name for name, p in named.items() if p.requires_grad}
     sizes: list[tuple[int, int, bool]] = []
     more = 0
     for entry in ledger.held_by(pp_rank, "param"):
@@ -71,6 +73,7 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
         if entry.spec is not None:
             count = count // entry.spec.full_size * entry.spec.local_size(parts, 0)
             more += (copies - 1) * count * entry.dtype.itemsize * (entry.name in trained)
-        sizes.append((count, count * entry.dtype.itemsize, entry.name in trained))
+        size = count * stored_bytes(named[entry.name]) // max(named[entry.name].numel(), 1)
+        sizes.append((count, size, entry.name in trained))
     learned = sum(size for _, size, trains in sizes if trains)
     return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * (learned + more))

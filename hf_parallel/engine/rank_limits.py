@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import PlanError
 from hf_parallel.machine.ram import free_ram
@@ -127,11 +128,11 @@ def stage_memory(setup: Setup, plan: PipelinePlan, shards: TPPlan | None, limits
     )
 
     def bytes_of(name: str, parameter: nn.Parameter) -> float:
-        count, spec = parameter.numel(), specs.get(name)
+        size, spec = stored_bytes(parameter), specs.get(name)
         if spec is not None:
-            count = count // spec.full_size * spec.local_size(shape.tp_size, 0)
+            size = size // spec.full_size * spec.local_size(shape.tp_size, 0)
         states = 2 / replicas if zero.offload_optimizer == "none" else 0
-        return count * parameter.element_size() * (2 + states if parameter.requires_grad else 1)
+        return size * (2 + states if parameter.requires_grad else 1)
 
     return memory_of(setup.model, plan, setup.schedule.typical(), limits, bytes_of=bytes_of)
 

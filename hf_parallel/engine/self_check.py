@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.plan_shards import CHECKED, Shown
 from hf_parallel.engine.plan_stages import Cut
 from hf_parallel.engine.plans import Plans
@@ -208,7 +209,7 @@ def _check_stages(
     """Returns whether they were compared."""
     model = cut.model
     copies = len(samples) + (2 if shares_parameters(model, cut.plan) else 4)  # see `check_split`
-    needed = copies * sum(p.nbytes for p in model.parameters())
+    needed = copies * sum(map(stored_bytes, model.parameters()))
     if not _affordable(needed, next(model.parameters()).device, self_check, "pipeline"):
         return False
     try:

@@ -16,6 +16,7 @@ from torch import nn
 
 import hf_parallel
 from hf_parallel.compat.private_collectives import private_store
+from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
@@ -213,7 +214,7 @@ class Session:
             logger.info(
                 "hf_parallel: %s, a model for inference, stays whole on every rank: %.2f GB of each (%s)",
                 type(model).__name__,
-                sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 1e9,
+                sum(map(stored_bytes, (*model.parameters(), *model.buffers()))) / 1e9,
                 found,
             )
         return None

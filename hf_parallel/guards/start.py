@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hf_parallel.compat.torch_tools import is_traceable_wrapper_subclass
+from hf_parallel.compat.torch_tools import is_traceable_wrapper_subclass, parts_of
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 
 
@@ -54,21 +55,23 @@ def begin_alike(model: nn.Module) -> Start:
     """Give all ranks the parameters and buffers of world rank 0; collective over the world.
 
     Args:
-        model: Whole. Tensors without values (on `meta`) are left out, and those of wrapping kinds such as DTensor.
+        model: Whole. Tensors without values (on `meta`) are left out, and DTensors. Of tensors that wrap others
+            (quantised values with their scales) the parts are compared.
 
     Raises:
         UnsupportedError: Quantised weights differ: what belongs to them is not in the tensor alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Start()
-    tensors = dict(_tensors(model))
+    packed = dict(_packed(model))
+    tensors = dict(_tensors(model)) | packed
     structure = hashlib.sha256(str([(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]).encode())
     word = int.from_bytes(structure.digest()[:8], "big", signed=True)
     if differing([word], None):
         return Start(have_same_tensors=False)
     odd = differing(fingerprints(tensors.values()), None)
     names = list(tensors)
-    quantised = [names[i] for i in odd if _is_quantised(tensors[names[i]])]
+    quantised = [names[i] for i in odd if names[i] in packed or _is_quantised(tensors[names[i]])]
     if quantised:
         raise UnsupportedError(
             f"{quantised[0]} ({len(quantised)} of {len(names)} tensors) has quantised values that differ over the ranks, which "
@@ -175,6 +178,15 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in source():
             if not tensor.is_meta and tensor.numel() and not WRAPS(tensor):
                 yield name, tensor
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parts of tensors that wrap others; what of a DTensor is here differs over the ranks by design."""
+    for name, tensor in model.named_parameters():
+        if not isinstance(tensor, DTensor):
+            for key, part in parts_of(tensor).items():
+                if not part.is_meta and part.numel():
+                    yield f"{name}.{key}", part
 
 
 def _is_quantised(tensor: Tensor) -> bool:

@@ -312,13 +312,18 @@ def test_another_model_may_be_prepared_after_free_memory(tmp_path: Path) -> None
 # -- quantised weights -----------------------------------------------------------------------------------------------
 
 
-def quantised(folder: str, bits: int) -> Any:
+def quantised(folder: str, how: int | str) -> Any:
+    """Adapters on a base in `how` many bits of bitsandbytes, or in 8 bit of torchao."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-    kind = BitsAndBytesConfig(load_in_8bit=True)
-    if bits == 4:
+    kind: Any = BitsAndBytesConfig(load_in_8bit=True)
+    if how == 4:
         kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    elif how == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        kind = TorchAoConfig(Int8WeightOnlyConfig())
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32)
     torch.manual_seed(1)
     model = get_peft_model(
@@ -338,13 +343,13 @@ def kept_of_weights(model: Any) -> int:
     return sum(one is not None for one in kept)
 
 
-def qlora_main(rank: int, world_size: int, jobs: list[tuple[int, Any]], base: str, folder: str) -> list[Any]:
+def qlora_main(rank: int, world_size: int, jobs: list[tuple[int | str, Any]], base: str, folder: str) -> list[Any]:
     from hf_parallel import ParallelError
 
     found: list[Any] = []
-    for index, (bits, parallel) in enumerate(jobs):
+    for index, (how, parallel) in enumerate(jobs):
         try:
-            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base, bits))
+            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base, how))
             counts = trainer.model.get_nb_trainable_parameters()
             if parallel is not None and "pp_size" in parallel:
                 trainer.evaluate()  # what bitsandbytes does to the weights in it must not last
@@ -360,17 +365,40 @@ def qlora_main(rank: int, world_size: int, jobs: list[tuple[int, Any]], base: st
 
 def test_adapters_on_quantised_weights_train_as_on_one_process(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    tiny.llama().save_pretrained(tmp_path / "base")
-    jobs: list[tuple[int, Any]] = [(4, {}), (4, ZERO1), (4, {"zero": {"stage": 2}}), (4, PP2), (8, {}), (8, PP2)]
+    jobs: list[tuple[int | str, Any]] = [(4, {}), (4, ZERO1), (4, {"zero": {"stage": 2}}), (4, PP2), (8, {}), (8, PP2)]
     jobs += [(4, {**PP2, "schedule": "zbv_zero_bubble"})]
-    refused = [(4, ZERO3), (4, TP2)]
-    one, out = [(4, None), (8, None)], [(str(tmp_path / "base"), str(tmp_path / name)) for name in ("one", "more")]
+    results = assert_as_on_one_process([4, 8], jobs, [(4, ZERO3), (4, TP2)], tmp_path)
+    for index in (3, 5):  # of 28 quantised layers each rank keeps those of its blocks
+        assert [result[index][1] for result in results] == [14, 14]
+    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][-2]
+    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][-1]
+
+
+@pytest.mark.long
+def test_adapters_on_weights_of_torchao_train_as_on_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, PP2, {**PP2, "schedule": "zbv_zero_bubble"}]
+    jobs: list[tuple[int | str, Any]] = [("torchao", layout) for layout in layouts]
+    results = assert_as_on_one_process(["torchao"], jobs, [("torchao", ZERO3), ("torchao", TP2)], tmp_path)
+    assert "quantised weights (torchao) with zero.stage=3" in results[0][-2]
+    assert "quantised weights (torchao) with tp_size=2" in results[0][-1]
+
+
+def assert_as_on_one_process(
+    hows: list[int | str], jobs: list[tuple[int | str, Any]], refused: list[tuple[int | str, Any]], tmp_path: Path
+) -> list[list[Any]]:
+    """Returns what each rank found of the jobs and of those that are refused."""
+    tiny.llama().save_pretrained(tmp_path / "base")
+    one, out = (
+        [(how, None) for how in hows],
+        [(str(tmp_path / "base"), str(tmp_path / name)) for name in ("one", "more")],
+    )
     expected = run_ranks(qlora_main, 1, one, *out[0], tmp_path=tmp_path, init_group=False, env=ENV)[0]
     results = run_ranks(qlora_main, 2, jobs + refused, *out[1], tmp_path=tmp_path, timeout=150, env=ENV)
-    for index, (bits, parallel) in enumerate(jobs):
-        reference = next(at for at, (each, _) in enumerate(one) if each == bits)
+    for index, (how, parallel) in enumerate(jobs):
+        reference = hows.index(how)
         for here, there in zip(results[0][index][0], expected[reference][0], strict=True):
-            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), (bits, parallel)
+            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), (how, parallel)
         saved, adapter = (
             load_file(tmp_path / name / str(at) / "model" / "adapter_model.safetensors")
             for name, at in (("more", index), ("one", reference))
@@ -378,7 +406,4 @@ def test_adapters_on_quantised_weights_train_as_on_one_process(tmp_path: Path) -
         assert saved.keys() == adapter.keys()
         for key, value in adapter.items():
             assert (saved[key] - value).norm() <= 1e-5 * value.norm(), key
-    for index in (3, 5):  # of 28 quantised layers each rank keeps those of its blocks
-        assert [result[index][1] for result in results] == [14, 14]
-    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][-2]
-    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][-1]
+    return results

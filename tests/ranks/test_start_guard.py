@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_runner import run_ranks
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.guards.start import begin_alike, fingerprints, refuse_unlike_parts
@@ -77,6 +78,11 @@ def guard_main(rank: int, world_size: int) -> dict[str, Any]:
         UnsupportedError, match=r"codes \(1 of 1 tensors\) has quantised values.*Load the same checkpoint"
     ):
         begin_alike(quantised)
+    wrapped = nn.Module()
+    pair = TwoTensor(torch.ones(4), torch.full((4,), float(rank)))
+    wrapped.register_parameter("weight", nn.Parameter(pair, requires_grad=False))
+    with pytest.raises(UnsupportedError, match=r"weight\.b \(1 of 2 tensors\) has quantised values"):
+        begin_alike(wrapped)
     held = {"a": torch.ones(3), "b": torch.full((2,), float(rank))}
     if rank == 0:
         held["here"] = torch.zeros(2)

@@ -14,11 +14,12 @@ import transformers
 from stage_models import BLOCKS, VOCAB, assert_same_gradients, batch, build, cut, summed, unsplit
 from torch import Tensor, nn
 
+from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.errors import PlanError
 from hf_parallel.pipeline_parallel.plan.costs import block_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
 from hf_parallel.pipeline_parallel.plan.verify_stages import run_stages
-from hf_parallel.pipeline_parallel.run.cut import Uncopyable
+from hf_parallel.pipeline_parallel.run.cut import Running, Uncopyable, drop
 from hf_parallel.pipeline_parallel.run.intercept import StageExit
 from hf_parallel.pipeline_parallel.run.stage import Stage, cut_stages
 from hf_parallel.pipeline_parallel.stage_plan import Span, spans_of
@@ -71,6 +72,42 @@ def test_dropped_weights_answer_questions_and_take_no_memory() -> None:
     assert (query.dtype, query.device) == (torch.float32, torch.device("cpu"))
     assert embedding.untyped_storage().nbytes() == query.untyped_storage().nbytes() == 4
     assert not isinstance(query, nn.Parameter)
+
+
+class Packed(Tensor):
+    """Values of 8 bits with a scale, as torchao keeps them: a tensor without a memory of its own that knows few operations."""
+
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, scale
+        return made
+
+    codes: Tensor
+    scale: Tensor
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Packed:
+        return Packed(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Packed(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{func} of {cls.__name__}")
+
+
+def test_packed_weights_are_dropped_as_plain_ones_and_count_with_what_they_keep() -> None:
+    packed = Packed(torch.ones(6, 4, dtype=torch.int8), torch.ones(6, 1))
+    assert stored_bytes(packed) == 6 * 4 + 6 * 4
+    assert stored_bytes(torch.ones(6, 4)) == 96
+    layer = nn.Linear(4, 6, bias=False)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    drop(layer, "weight", "head.weight", Running())
+    assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == ((6, 4), torch.float32, "cpu")
+    assert layer.weight.untyped_storage().nbytes() == 4
 
 
 def test_dropped_parameters_are_freed_and_kept_ones_are_the_same_objects() -> None:

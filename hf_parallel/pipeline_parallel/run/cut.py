@@ -113,10 +113,11 @@ class _Placeholder(Uncopyable, Tensor):
 
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
     """Replace one parameter or buffer of a module by a placeholder of its shape, dtype and device."""
-    tensor = unregister(module, key).detach().as_subclass(Tensor)
+    tensor = unregister(module, key)
     forget_scales(module)
-    # One element of memory, whatever the shape: stride 0 in every dim.
-    placeholder = tensor.new_zeros(()).expand(tensor.shape).as_subclass(_Placeholder)
+    # One element of memory, whatever the shape: stride 0 in every dim. Plain, whatever kind of tensor (quantised) it stands for.
+    element = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    placeholder = element.expand(tensor.shape).as_subclass(_Placeholder)
     placeholder._full_name, placeholder._running = name, running
     object.__setattr__(module, key, placeholder)  # nn.Module.__setattr__ would refuse or register it
 
