@@ -64,16 +64,29 @@ def holding_of(model: nn.Module, ledger: Ledger, pp_rank: int, parts: int, copie
         parts: Ranks over which sharded parameters are spread.
         copies: How many times as much of their optimizer state it keeps as of the other parameters' where replicas share both.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    trained = {name for name, p in named.items() if p.requires_grad}
-    sizes: list[tuple[int, int, bool]] = []
-    more = 0
-    for entry in ledger.held_by(pp_rank, "param"):
-        count = math.prod(entry.shape)
+    tensors = _named(model)
+    trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+    count = weights = learned = more = 0
+    for entry in ledger.held_by(pp_rank):
+        elements, size = math.prod(entry.shape), stored_bytes(tensors[entry.name])
         if entry.spec is not None:
-            count = count // entry.spec.full_size * entry.spec.local_size(parts, 0)
-            more += (copies - 1) * count * entry.dtype.itemsize * (entry.name in trained)
-        size = count * stored_bytes(named[entry.name]) // max(named[entry.name].numel(), 1)
-        sizes.append((count, size, entry.name in trained))
-    learned = sum(size for _, size, trains in sizes if trains)
-    return Holding(sum(n for n, _, _ in sizes), sum(size for _, size, _ in sizes), learned, 2 * (learned + more))
+            part = entry.spec.local_size(parts, 0)
+            elements, size = (each // entry.spec.full_size * part for each in (elements, size))
+            more += (copies - 1) * size * (entry.name in trained)
+        count += elements * (entry.kind == "param")
+        weights += size
+        learned += size * (entry.name in trained)
+    return Holding(count, weights, learned, 2 * (learned + more))
+
+
+def whole_bytes(model: nn.Module, ledger: Ledger) -> int:
+    """Of the parameters and saved buffers of a model that is still whole."""
+    tensors = _named(model)
+    return sum(stored_bytes(tensors[entry.name]) for entry in ledger)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.compat.torch_tools import stored_bytes
 from hf_parallel.engine.setup import Setup
@@ -127,12 +127,12 @@ def stage_memory(setup: Setup, plan: PipelinePlan, shards: TPPlan | None, limits
         else zero.dp_shard_size * shape.sp_size
     )
 
-    def bytes_of(name: str, parameter: nn.Parameter) -> float:
-        size, spec = stored_bytes(parameter), specs.get(name)
+    def bytes_of(name: str, tensor: Tensor) -> float:
+        size, spec = stored_bytes(tensor), specs.get(name)
         if spec is not None:
             size = size // spec.full_size * spec.local_size(shape.tp_size, 0)
         states = 2 / replicas if zero.offload_optimizer == "none" else 0
-        return size * (2 + states if parameter.requires_grad else 1)
+        return size * (2 + states if tensor.requires_grad else 1)
 
     return memory_of(setup.model, plan, setup.schedule.typical(), limits, bytes_of=bytes_of)
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import Unread, unread_of
-from hf_parallel.compat.torch_tools import stored_bytes
-from hf_parallel.engine.held import held_tensors, holding_of
+from hf_parallel.engine.held import held_tensors, holding_of, whole_bytes
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
@@ -99,7 +98,7 @@ def begin_alike_on_all(setup: Setup) -> Start:
 
 def warn_of_waste(setup: Setup, ledger: Ledger) -> None:
     """Say what this rank held of a model loaded whole."""
-    held = sum(map(stored_bytes, setup.model.parameters()))
+    held = whole_bytes(setup.model, ledger)
     spare = held - holding_of(setup.model, ledger, setup.mesh.pp_rank, setup.mesh.shape.parts_size).weights
     if setup.reports and spare > WASTE_WORTH_A_WARNING:
         logger.warning(

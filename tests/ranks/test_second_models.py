@@ -1,4 +1,4 @@
-"""Models beside and after the first one: a fresh one by `model_init`, a teacher, a reference model, quantised weights."""
+"""Models beside and after the first one: a fresh one by `model_init`, a teacher, a reference model."""
 
 from __future__ import annotations
 
@@ -13,61 +13,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from few_steps import ENV, PP2, PP2_TP2, TP2, ZERO1, ZERO3, logged, trainer_of
 from rank_runner import run_ranks
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import GPT2ForQuestionAnswering, GPT2ForSequenceClassification, Trainer, TrainingArguments
+from transformers import GPT2ForQuestionAnswering, GPT2ForSequenceClassification
 
 
 pytestmark = pytest.mark.long
-
-
-ENV = {"ACCELERATE_USE_CPU": "true"}
-PP2 = {"pp_size": 2, "num_microbatches": 2}
-TP2 = {"tp_size": 2}
-PP2_TP2 = {**PP2, **TP2}
-ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
-ZERO3: dict[str, Any] = {"zero": {"stage": 3}}
-
-
-def trainer_of(
-    parallel: dict[str, Any] | None, folder: Path, kind: type[Trainer] = Trainer, **options: Any
-) -> Trainer:
-    from hf_parallel import HFParallelCallback
-
-    mp = (parallel or {}).get("pp_size", 1) * (parallel or {}).get("tp_size", 1)
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=8 // (world // mp),
-        per_device_eval_batch_size=8 // (world // mp),
-        max_steps=3,
-        logging_steps=1,
-        max_grad_norm=0.5,
-        learning_rate=1e-3,
-        adam_epsilon=1e-5,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        remove_unused_columns=False,
-    )
-    return kind(
-        args=arguments,
-        train_dataset=tiny.rows(48, True),
-        eval_dataset=tiny.rows(16, True),
-        data_collator=tiny.collate,
-        callbacks=[] if parallel is None else [HFParallelCallback({}, **parallel)],
-        **options,
-    )
-
-
-def logged(trainer: Trainer) -> list[list[float]]:
-    session = getattr(trainer.accelerator, "hf_parallel", None)
-    if session is not None:
-        session.watchdog.stop()
-    return [[e[k] for k in ("loss", "grad_norm", "eval_loss") if k in e] for e in trainer.state.log_history[:-1]]
 
 
 # -- model_init ------------------------------------------------------------------------------------------------------
@@ -307,103 +259,3 @@ def test_another_model_may_be_prepared_after_free_memory(tmp_path: Path) -> None
     first, second, third = run_ranks(freed_main, 2, tmp_path=tmp_path, env=ENV)[0]
     assert first[0] == pytest.approx(second[0], abs=0.1)
     assert third[0] < first[0] - 0.01, "the first model went on"
-
-
-# -- quantised weights -----------------------------------------------------------------------------------------------
-
-
-def quantised(folder: str, how: int | str) -> Any:
-    """Adapters on a base in `how` many bits of bitsandbytes, or in 8 bit of torchao."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
-
-    kind: Any = BitsAndBytesConfig(load_in_8bit=True)
-    if how == 4:
-        kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    elif how == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        kind = TorchAoConfig(Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.float32)
-    torch.manual_seed(1)
-    model = get_peft_model(
-        model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def kept_of_weights(model: Any) -> int:
-    """Layers that keep something of a quantised weight beside it."""
-    kept = [
-        vars(module).get("quant_state") or getattr(vars(module).get("state"), "CB", None) for module in model.modules()
-    ]
-    return sum(one is not None for one in kept)
-
-
-def qlora_main(rank: int, world_size: int, jobs: list[tuple[int | str, Any]], base: str, folder: str) -> list[Any]:
-    from hf_parallel import ParallelError
-
-    found: list[Any] = []
-    for index, (how, parallel) in enumerate(jobs):
-        try:
-            trainer = trainer_of(parallel, Path(folder, str(index)), model=quantised(base, how))
-            counts = trainer.model.get_nb_trainable_parameters()
-            if parallel is not None and "pp_size" in parallel:
-                trainer.evaluate()  # what bitsandbytes does to the weights in it must not last
-            trainer.train()
-            losses = [entry for entry in logged(trainer) if len(entry) > 1]
-            assert trainer.model.get_nb_trainable_parameters() == counts
-            trainer.save_model(f"{folder}/{index}/model")
-            found.append((losses, kept_of_weights(trainer.model)))
-        except ParallelError as error:
-            found.append(str(error))
-    return found
-
-
-def test_adapters_on_quantised_weights_train_as_on_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    jobs: list[tuple[int | str, Any]] = [(4, {}), (4, ZERO1), (4, {"zero": {"stage": 2}}), (4, PP2), (8, {}), (8, PP2)]
-    jobs += [(4, {**PP2, "schedule": "zbv_zero_bubble"})]
-    results = assert_as_on_one_process([4, 8], jobs, [(4, ZERO3), (4, TP2)], tmp_path)
-    for index in (3, 5):  # of 28 quantised layers each rank keeps those of its blocks
-        assert [result[index][1] for result in results] == [14, 14]
-    assert "quantised weights (bitsandbytes) with zero.stage=3" in results[0][-2]
-    assert "quantised weights (bitsandbytes) with tp_size=2" in results[0][-1]
-
-
-@pytest.mark.long
-def test_adapters_on_weights_of_torchao_train_as_on_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    layouts = [{}, ZERO1, {"zero": {"stage": 2}}, PP2, {**PP2, "schedule": "zbv_zero_bubble"}]
-    jobs: list[tuple[int | str, Any]] = [("torchao", layout) for layout in layouts]
-    results = assert_as_on_one_process(["torchao"], jobs, [("torchao", ZERO3), ("torchao", TP2)], tmp_path)
-    assert "quantised weights (torchao) with zero.stage=3" in results[0][-2]
-    assert "quantised weights (torchao) with tp_size=2" in results[0][-1]
-
-
-def assert_as_on_one_process(
-    hows: list[int | str], jobs: list[tuple[int | str, Any]], refused: list[tuple[int | str, Any]], tmp_path: Path
-) -> list[list[Any]]:
-    """Returns what each rank found of the jobs and of those that are refused."""
-    tiny.llama().save_pretrained(tmp_path / "base")
-    one, out = (
-        [(how, None) for how in hows],
-        [(str(tmp_path / "base"), str(tmp_path / name)) for name in ("one", "more")],
-    )
-    expected = run_ranks(qlora_main, 1, one, *out[0], tmp_path=tmp_path, init_group=False, env=ENV)[0]
-    results = run_ranks(qlora_main, 2, jobs + refused, *out[1], tmp_path=tmp_path, timeout=150, env=ENV)
-    for index, (how, parallel) in enumerate(jobs):
-        reference = hows.index(how)
-        for here, there in zip(results[0][index][0], expected[reference][0], strict=True):
-            assert here == pytest.approx(there, rel=1e-5, abs=1e-6), (how, parallel)
-        saved, adapter = (
-            load_file(tmp_path / name / str(at) / "model" / "adapter_model.safetensors")
-            for name, at in (("more", index), ("one", reference))
-        )
-        assert saved.keys() == adapter.keys()
-        for key, value in adapter.items():
-            assert (saved[key] - value).norm() <= 1e-5 * value.norm(), key
-    return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from stage_models import VOCAB, batch, build
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_parallel.engine.held import holding_of
+from hf_parallel.engine.held import holding_of, whole_bytes
 from hf_parallel.engine.plan_stages import cut_costs
 from hf_parallel.engine.plans import make_plans, summary
 from hf_parallel.engine.setup import Setup
@@ -124,6 +125,24 @@ def test_a_holding_counts_frozen_weights_without_gradients_and_adam_states_in_th
     )
     last = 3 * block + table + 32  # the tied head again, and the final norm
     assert holding_of(model, ledger, 1, 1) == Holding(last, 2 * last, 2 * last, 4 * last)
+
+
+def test_a_holding_counts_weights_that_are_buffers() -> None:
+    model: Any = build("llama_tied")
+    for layer in model.model.layers:
+        layer.mlp.register_buffer("qweight", torch.zeros(7, 11, dtype=torch.int32))  # as GPTQ and AWQ keep them
+    plan = discover_stages(model, batch())
+    spans = spans_of([0, 2, 5])
+
+    def holds(rank: int, name: str) -> bool:
+        return plan.holds(spans[rank], name)
+
+    bare = build_ledger(build("llama_tied"), pp_size=2, holds=holds, specs={})
+    ledger = build_ledger(model, pp_size=2, holds=holds, specs={})
+    for rank, blocks in enumerate((2, 3)):
+        packed, plain = holding_of(model, ledger, rank, 1), holding_of(model, bare, rank, 1)
+        assert packed == dataclasses.replace(plain, weights=plain.weights + blocks * 7 * 11 * 4)
+    assert whole_bytes(model, ledger) == whole_bytes(model, bare) + 5 * 7 * 11 * 4
 
 
 class Silent:

@@ -23,7 +23,7 @@ class Holding:
 
     Args:
         parameters: their number on this rank.
-        weights: the parameters themselves.
+        weights: the parameters themselves, and saved buffers (some kinds of quantised weights are buffers).
         gradients: one for each that trains, in its dtype.
         optimizer: Adam's two states for each that trains, in its dtype.
     """

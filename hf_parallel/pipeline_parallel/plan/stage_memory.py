@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.model.stack import blocks_of
 from hf_parallel.pipeline_parallel.schedule.actions import Schedule, placement_of
@@ -83,9 +83,9 @@ def memory_of(
     schedule: Schedule,
     limits: Sequence[float],
     *,
-    bytes_of: Callable[[str, nn.Parameter], float],
+    bytes_of: Callable[[str, Tensor], float],
 ) -> StageMemory:
-    """What stages of a model need: its parameters with all that is kept for each, and what autograd saves.
+    """What stages of a model need: its parameters with all that is kept for each, saved buffers of blocks, and what autograd saves.
 
     Activations are those of the plan's FLOPs: one row of typical length, or the sample that it was made with. Blocks that
     are recomputed count as if they were not.
@@ -95,15 +95,18 @@ def memory_of(
         plan: from `discover_stages`.
         schedule: actions of a training step.
         limits: bytes that each pipeline rank may hold.
-        bytes_of: what a rank keeps for a parameter, by its name.
+        bytes_of: what a rank keeps for a parameter or buffer, by its name.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     last = plan.num_blocks
     spans = [*(Span(j, j + 1, False) for j in range(last)), Span(last, last, True)]
     readers = [[(name, named[name]) for name in plan.readers(span) if name in named] for span in spans]
     for j, (block, own) in enumerate(zip(blocks_of(model, plan.stack), readers, strict=False)):
         prefix = f"{plan.stack}.{j}"
-        own += [(f"{prefix}.{name}", p) for name, p in block.named_parameters(remove_duplicate=False)]
+        saved_names = block.state_dict(keep_vars=True).keys()
+        buffers = [(n, b) for n, b in block.named_buffers(remove_duplicate=False) if n in saved_names]
+        tensors = [*block.named_parameters(remove_duplicate=False), *buffers]
+        own += [(f"{prefix}.{name}", tensor) for name, tensor in tensors]
     parts = tuple({id(p): bytes_of(name, p) for name, p in own} for own in readers)
     scale = plan.num_tokens / plan.sample_tokens
     epochs = [(2 * j if j else 0, 2 * j + 2) for j in range(last)] + [(2 * last, 2 * last + 1)]
