@@ -173,7 +173,7 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], folder: Path, time
     start = time.monotonic()
     try:
         done = subprocess.run(
-            whole, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+            whole, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(

@@ -39,7 +39,7 @@ class Job:
         tamper: `module:function`, called with the Trainer of every rank of the layout before its first step: a bug to be found.
         script: A training script that is run instead; it makes model, data and Trainer.
         arguments: Of the script.
-        home: The folder that the script runs in.
+        home: The folder that the ranks run in, so that relative paths mean what they mean to the user.
         trace: Whether what passes through the modules in the last step is noted, and that step is not clipped.
     """
 

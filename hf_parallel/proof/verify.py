@@ -155,14 +155,14 @@ def job_of(model: Any, settings: Mapping[str, Any] | None, folder: Path, **more:
         path = Path(script).absolute()
         if not path.is_file():
             raise ConfigError(f"script={script}: there is no such file.")
-        more |= {"script": str(path), "home": os.getcwd()}
+        more["script"] = str(path)
         model = ""
     if hasattr(model, "to_dict"):
         model.save_pretrained(folder / "model")
         model, more["random_weights"] = folder / "model", True
     settings = dict(settings or {})
     processes = more.pop("processes", None) or fewest(settings)
-    return Job(model=str(model), settings=settings, processes=processes, **more)
+    return Job(model=str(model), settings=settings, processes=processes, home=os.getcwd(), **more)
 
 
 def fewest(settings: Mapping[str, Any]) -> int:

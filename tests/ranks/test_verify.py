@@ -143,28 +143,26 @@ def test_a_model_that_one_process_cannot_train_is_refused_with_its_error() -> No
 
 
 @pytest.mark.long
-def test_the_command_writes_its_verdict(tmp_path: Path) -> None:
-    CONFIG.save_pretrained(tmp_path)
-    out = tmp_path / "verdict.json"
-    words = [
-        "verify",
-        str(tmp_path),
-        "--dp",
-        "2",
-        "--steps",
-        "1",
-        "--layers",
-        "1",
-        "--random-weights",
-        "--json",
-        str(out),
-    ]
-    ended = CliRunner().invoke(app, words)
+def test_the_command_writes_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CONFIG.save_pretrained(tmp_path / "models")
+    monkeypatch.chdir(tmp_path)
+    words = "verify models/config.json --dp 2 --steps 1 --layers 1 --random-weights --json verdict.json"
+    ended = CliRunner().invoke(app, words.split())
     assert ended.exit_code == 0, ended.output
-    verdict = json.loads(out.read_text())
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["ok"]
     assert verdict["layout"] == "dp2"
     assert verdict["model_type"] == "llama"
+
+
+@pytest.mark.long
+def test_paths_are_those_of_the_folder_in_which_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CONFIG.save_pretrained("models")
+    Path("made.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    settings = {"pp_size": 2, "num_microbatches": 2, "schedule": "csv", "pipeline": {"schedule_file": "made.csv"}}
+    verdict = verify("models/config.json", settings, steps=1, random_weights=True)
+    assert verdict.ok, verdict
 
 
 @pytest.mark.long
