@@ -172,9 +172,7 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], folder: Path, time
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     start = time.monotonic()
     try:
-        done = subprocess.run(
-            whole, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"no end after {timeout:g} s. Give more with --timeout, or run hf-parallel doctor."
