@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.terms import ModelShape, Precision
+from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.file import parse_json, read_bounded
 from hf_parallel.settings.values import shown, spelled
 
@@ -132,13 +133,14 @@ def shape_of_config(
     if precision is not None and recorded is None and checkpoint is not None:
         recorded = record_step(config, precision)
     saved = None if precision is None or recorded is not None else trace_block(config, precision)
-    heads = getattr(text, "num_attention_heads", None) or (
-        _number(text, "num_attention_heads") if saved is None and recorded is None else 0
+    first = config_of_layer(text, 0)
+    heads = getattr(first, "num_attention_heads", None) or (
+        _number(first, "num_attention_heads") if saved is None and recorded is None else 0
     )
-    head_dim = getattr(text, "head_dim", None) or hidden // max(1, heads)
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(first, "head_dim", None) or hidden // max(1, heads)
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
     block = (sum(sizes.values()) - embedding.numel() - (0 if tied else head)) / layers
-    wide, attention = _intermediate(text, hidden), 2 * hidden * head_dim * (heads + kv_heads)
+    wide, attention = _intermediate(first, hidden), 2 * hidden * head_dim * (heads + kv_heads)
     return ModelShape(
         parameters=sum(sizes.values()),
         layers=layers,
@@ -202,10 +204,15 @@ def _number(config: Any, key: str) -> int:
 
 def _intermediate(config: Any, hidden: int) -> int:
     """Width that a token passes: of a dense part, or of all experts that it is routed to."""
-    experts = getattr(config, "num_experts_per_tok", None)
-    width = getattr(config, "moe_intermediate_size", None) if experts else None
+    experts = _largest(getattr(config, "num_experts_per_tok", None))
+    width = _largest(getattr(config, "moe_intermediate_size", None)) if experts else None
     width = width or next(
         (v for key in ("intermediate_size", "ffn_dim", "n_inner") if isinstance(v := getattr(config, key, None), int)),
         4 * hidden,
     )
     return int(width) * int(experts or 1)
+
+
+def _largest(value: Any) -> Any:
+    """Of a value of each layer, as some configs have, the largest."""
+    return max(value) if isinstance(value, (list, tuple)) and value else value

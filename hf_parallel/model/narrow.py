@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from hf_parallel.compat.private_torch import own_buffers
 from hf_parallel.compat.private_transformers import copy_loss_function
 from hf_parallel.model.fewer import READS_VALUES, is_stock, same_ops
+from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.model.meta import inputs_on_meta, on_meta
 from hf_parallel.model.record import Record, record_forward, unchanged
 from hf_parallel.model.stack import PLACES
@@ -121,6 +122,8 @@ def narrow_config(config: PretrainedConfig, *, parts: int = 1, vocabulary: bool 
         vocabulary: Whether the vocabulary gets smaller.
     """
     text = config.get_text_config()
+    if config_of_layer(text, 0) is not text:  # its layers have widths of their own
+        return None
     heads = next((n for name in HEADS if isinstance(n := getattr(text, name, None), int)), 0)
     widths = {name: n for name in WIDTHS if isinstance(n := getattr(text, name, None), int) and n > 0}
     hidden = max((widths.get(name, 0) for name in WIDTHS[:3]), default=0)

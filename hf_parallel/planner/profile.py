@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.memory.moments import Recorded
 from hf_parallel.memory.terms import ModelShape, Precision
+from hf_parallel.model.layer_configs import config_of_layer
 from hf_parallel.settings.sections import ActivationCheckpointingConfig
 from hf_parallel.settings.values import spelled
 
@@ -298,7 +299,13 @@ def _layer_type(text: Any, index: int) -> str:
 
 
 def _of_block(block: Any, text: Any, index: int) -> BlockProfile:
-    hidden, kind = text.hidden_size, _layer_type(text, index)
+    kind, text = _layer_type(text, index), config_of_layer(text, index)
+    hidden = getattr(text, "hidden_size", None)
+    if not isinstance(hidden, int):
+        raise ConfigError(
+            f"the config of {text.model_type!r} has hidden_size={spelled(hidden)}: time is predicted from an integer. Add it to "
+            "the config."
+        )
     heads = int(getattr(text, "num_attention_heads", 0) or 0) if "attention" in kind and "linear" not in kind else 0
     head_dim = _first(text, "query width") or hidden // max(1, heads)
     window = _first(text, "window") if kind in WINDOWED else None

@@ -5,6 +5,7 @@ If these fail, a kind of model is cut wrongly or refused without need, or docs/c
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from zoo.models import tiny_config
 from zoo.overrides import OVERRIDES, VARIANTS
 from zoo.page import totals
 from zoo.parts import is_of_this_release, part_of
@@ -20,6 +22,10 @@ from zoo.shards_page import MARK
 from zoo.sweep import Row, sweep
 
 from hf_parallel.compat.private_transformers import loss_shifts_labels
+from hf_parallel.errors import ConfigError
+from hf_parallel.memory.shape import shape_of_config
+from hf_parallel.model.narrow import narrow_config
+from hf_parallel.planner.profile import profile_of
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -88,6 +94,26 @@ def test_every_entry_is_exact_or_says_why_not(name: str) -> None:
     if row.verdict == "exact":
         assert {split.evaluation for split in row.splits.values()} == {"exact"}
         assert loss_shifts_labels(zoo.build(name)) == shifts(name)
+
+
+def asked_of_its_config(name: str) -> None:
+    """A narrower model, the work of a step, and memory: answers, or errors that say what the config lacks."""
+    config = tiny_config(name)
+    narrow_config(config)
+    for ask in (profile_of, lambda one: shape_of_config(one, None)):
+        with contextlib.suppress(ConfigError):
+            ask(config)
+
+
+@pytest.mark.parametrize("name", ["blt", "gemma4_text", "hunyuan_v1_moe", "mamba2"])
+def test_configs_of_odd_kinds_answer_what_is_asked(name: str) -> None:
+    asked_of_its_config(name)
+
+
+@pytest.mark.long
+def test_every_config_answers_what_is_asked() -> None:
+    for name in zoo.entries():
+        asked_of_its_config(name)
 
 
 def test_overrides_are_about_types_that_exist() -> None:
