@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import PlanError
 from hf_parallel.model.fewer import Kept
 from hf_parallel.model.record import BlockTrace, Op, Record
@@ -104,6 +105,7 @@ class PipelinePlan:
         self.uncovered: dict[frozenset[str], str] = {}
         self.flags = output_flags(model, sample)
         self._accepted: set[object] = set()
+        self._versions: dict[int, int] = {}
         self.blocks: dict[int, BlockTrace] = record.blocks
         self.zero_outputs = record.zero_outputs
         self.flops = record.flops
@@ -131,6 +133,15 @@ class PipelinePlan:
     def writes_parameters(self) -> bool:
         """Whether the forward changes values of parameters or buffers."""
         return any(not op.is_view and op.writes & self._names_of.keys() for op in self._ops)
+
+    def note_versions(self, model: nn.Module) -> None:
+        """Remember the state of the parameters of the model that the plan is for; it may be made on copies."""
+        self._versions = {id(parameter): version_of(parameter) for parameter in model.parameters()}
+
+    def written_since(self, model: nn.Module) -> bool:
+        """Whether somebody wrote to parameters since `note_versions`: an evaluation of RWKV rescales them."""
+        known = ((parameter, self._versions.get(id(parameter))) for parameter in model.parameters())
+        return any(version not in (None, version_of(parameter)) for parameter, version in known)
 
     def crossings(self, boundary: int) -> tuple[CrossingKey, ...]:
         """What must be sent at the cut before block `boundary`, in a fixed order.

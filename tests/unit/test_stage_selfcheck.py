@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from stage_models import VOCAB, batch, build
 from torch import Tensor, nn
 
+from hf_parallel.engine.plan_head import judge_head
 from hf_parallel.errors import PlanError
 from hf_parallel.model.samples import tiny_samples
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages
@@ -88,6 +90,15 @@ def test_several_stages_of_a_rank_and_a_tail_only_stage_pass(name: str) -> None:
         ([0, 2, 5, 5], None),
     ):
         check_split(model, plan, bounds, pair, forward_of, placement)
+
+
+def test_a_model_that_rescales_its_weights_in_evaluation_passes_after_one() -> None:
+    model: Any = zoo.build("rwkv@rescale")
+    plan = discover_stages(model, zoo.batch("rwkv@rescale", model))
+    logits = model(torch.tensor([[3, 4, 5]])).logits
+    judge_head(model, zoo.batch("rwkv@rescale", model))  # in evaluation mode
+    check_split(model, plan, [0, 3, 5], tiny_samples(VOCAB, use_cache=False), lambda copied: copied.forward)
+    assert torch.allclose(model(torch.tensor([[3, 4, 5]])).logits, logits, rtol=1e-6)
 
 
 def test_skipped_blocks_pass() -> None:

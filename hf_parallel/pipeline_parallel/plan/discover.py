@@ -52,6 +52,7 @@ def discover_stages(
     if plan is None:
         device = next((t.device for t in [*model.parameters(), *model.buffers()]), "cpu")
         plan = _plan(model, base, run, str(device))
+    plan.note_versions(model)
     is_on_meta = plan.discovered_on == "meta"
     fewer = fewer_blocks(model, plan.record, base, is_on_meta=is_on_meta) if try_fewer and forward is None else None
     tried, stack = plan, None

@@ -149,7 +149,7 @@ def _models_of(stages: Sequence[Stage]) -> list[nn.Module]:
 
 def shares_parameters(model: nn.Module, plan: PipelinePlan) -> bool:
     """Whether copies for the check have the memory of the model's parameters: only libraries' code, which writes to none."""
-    return not plan.writes_parameters and is_stock(model)
+    return not plan.writes_parameters and not plan.written_since(model) and is_stock(model)
 
 
 def _pristine(model: nn.Module, plan: PipelinePlan) -> nn.Module:
