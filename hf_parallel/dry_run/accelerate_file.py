@@ -9,14 +9,15 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard, get_args
 
 from hf_parallel.deepspeed.rules import nearest
-from hf_parallel.settings.accelerate_keys import file_keys, launch_keys
+from hf_parallel.settings.accelerate_keys import dynamo_words, file_keys, launch_keys
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.precision import fp16_on_cpu
 from hf_parallel.settings.problems import nearest_word
 from hf_parallel.settings.recipes import KEY, ONE_PROCESS_TYPES, SECTION
+from hf_parallel.settings.sections import Backend
 from hf_parallel.settings.values import number, shown, spelled
 
 
@@ -71,6 +72,7 @@ def file_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     yield from _process_problems(accelerate)
     yield from _machine_problems(accelerate)
     yield from _precision_problems(accelerate)
+    yield from _dynamo_problems(accelerate)
     yield from _size_problems(accelerate, kind)
     if kind == "FSDP":
         yield from fsdp_problems(accelerate.get("fsdp_config") or {}, on_cpu=accelerate.get("use_cpu") is True)
@@ -87,8 +89,11 @@ def _switch_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
     for key in SWITCHES:
         value = accelerate.get(key)
         if value is not None and not isinstance(value, bool):
-            meant = "false" if str(value).strip().lower() in ("no", "false", "off", "0", "") else "true"
-            yield f"{key}={shown(value)}: expected true or false, without quotes. Set {key} to {meant}."
+            yield f"{key}={shown(value)}: expected true or false, without quotes. Set {key} to {_meant_truth(value)}."
+
+
+def _meant_truth(value: object) -> str:
+    return "false" if str(value).strip().lower() in ("no", "false", "off", "0", "") else "true"
 
 
 def _machine_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
@@ -216,6 +221,43 @@ def _precision_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
         yield f"mixed_precision='fp8' is not available beside {SECTION}.{KEY}. Set mixed_precision to bf16."
     asked = "mixed_precision='fp16' with use_cpu=true"
     yield from fp16_on_cpu(precision, on_cpu=accelerate.get("use_cpu") is True, asked=asked)
+
+
+def _dynamo_problems(accelerate: Mapping[str, Any]) -> Iterator[str]:
+    """How models are compiled: a word that no launch takes, and what accelerate drops without a word."""
+    section = accelerate.get("dynamo_config") or {}
+    given = {(f"dynamo_config.{key}", f"dynamo_{str(key).removeprefix('dynamo_')}"): section[key] for key in section}
+    if "dynamo_backend" in accelerate:
+        given["dynamo_backend", "dynamo_backend"] = accelerate["dynamo_backend"]
+    known, beside_ours = launch_keys("dynamo_"), KEY in (accelerate.get(SECTION) or {})
+    for (path, key), value in given.items():
+        if key not in known:
+            yield f"{path}: unknown key, which accelerate drops silently. {nearest(key, known)}"
+        elif key in dynamo_words():
+            yield from _word_problems(path, key, value, beside_ours)
+        elif not isinstance(value, bool):
+            yield f"{path}={shown(value)}: expected true or false, without quotes. Set {path} to {_meant_truth(value)}."
+        elif value and key in ("dynamo_use_fullgraph", "dynamo_use_dynamic"):
+            yield from _not_of_blocks(path, value, beside_ours)
+
+
+def _word_problems(path: str, key: str, value: object, beside_ours: bool) -> Iterator[str]:
+    words = dynamo_words()[key]
+    if value is False and "no" in words:
+        yield f"{path}=false: YAML reads the bare word no as false. Write {path}: 'no', in quotes."
+        return
+    if key == "dynamo_backend" and beside_ours:  # what blocks are compiled with
+        words = ("no", *(name for name in get_args(Backend) if name != "none"))
+    if not isinstance(value, str) or (value.lower() if "no" in words else value) not in words:
+        near = nearest_word(str(value), words) or words[1]
+        yield f"{path}={shown(value)}: expected one of {', '.join(words)}. Set {path} to {near}."
+    elif key == "dynamo_mode" and value != "default":
+        yield from _not_of_blocks(path, value, beside_ours)
+
+
+def _not_of_blocks(path: str, value: object, beside_ours: bool) -> Iterator[str]:
+    if beside_ours:
+        yield f"{path}={spelled(value)} has no effect on blocks, which are compiled with torch's defaults. Remove {path}."
 
 
 def _size_problems(accelerate: Mapping[str, Any], kind: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.file import MAX_JSON_BYTES, key_lines, parse_json, parse_yaml, read_bounded
 from hf_parallel.settings.precision import fp16_on_cpu
-from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, odd_sections, section_of
+from hf_parallel.settings.recipes import KEY, SECTION, check_accelerate, meant_sections, odd_sections, section_of
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.settings.values import spelled
 
@@ -81,7 +81,7 @@ class _Place:
 
     path: Path
     text: str
-    prefix: str = ""
+    ours: str = f"{SECTION}.{KEY}."  # where our section stands
     lines: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class _Place:
     def _line(self, prefix: str, message: str) -> int:
         """The line of the longest part of the key path that is written in the file, here or in our section; else the first."""
         found = re.match(r"\w[\w.-]*", message)
-        for start in dict.fromkeys((prefix, f"{SECTION}.{KEY}.")):
+        for start in dict.fromkeys((prefix, self.ours)):
             parts = (start + found[0] if found else start).rstrip(".").split(".")
             own = start.count(".")  # a problem of the file around our section is not a problem of the whole section
             for length in range(len(parts), own if start != prefix else 0, -1):
@@ -119,6 +119,7 @@ def check_file(path: Path, machine: Machine) -> Checked:
         return Checked(path, None, {}, findings=tuple(_unreadable(path, text, str(error))))
     place = _Place(path, text)
     config, found = _check_section(place, section)
+    found += _not_indented(place, section, accelerate)
     found += place.findings("error", file_problems(accelerate))
     ours = accelerate if section is not None else {k: v for k, v in accelerate.items() if k != SECTION}
     found += place.findings("error", _lines_of(_fit, config or _sizes_only(section), ours))
@@ -146,7 +147,36 @@ def _unreadable(path: Path, text: str, error: str) -> list[Finding]:
         told = set(re.findall(r"\w+", error))
         others = (message for message in file_problems(accelerate) if not told & set(re.findall(r"^\w+", message)))
         found += place.findings("error", others)
-    return sorted(found, key=lambda finding: finding.line or 0)
+        meant = meant_sections(accelerate)
+        if len(meant) == 1:
+            [(where, section)] = meant.items()
+            found += _elsewhere(_Place(path, text, f"{where}."), section, accelerate)
+    return sorted(dict.fromkeys(found), key=lambda finding: finding.line or 0)
+
+
+def _elsewhere(place: _Place, section: Mapping[str, Any], accelerate: Mapping[str, Any]) -> list[Finding]:
+    """The problems of the content of our section, which stands where `place` has it."""
+    config, found = _check_section(place, section)
+    around = {key: value for key, value in accelerate.items() if key != SECTION}
+    found += place.findings("error", _lines_of(_fit, config or _sizes_only(section), around))
+    return [finding for finding in found if finding.severity == "error"]
+
+
+def _not_indented(
+    place: _Place, section: Mapping[str, Any] | None, accelerate: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """A section of ours in which nothing is written, and the problems of keys beside it that are meant to be inside."""
+    if section is None or accelerate[SECTION][KEY] is not None:
+        return
+    beside = {key: value for key, value in accelerate[SECTION].items() if key != KEY and not key.startswith(SECTION)}
+    text = (
+        f"{SECTION}.{KEY}: nothing is written in it, so hf_parallel only copies the model. Write settings below it with more spaces in front, for "
+        "example pp_size: 2, or layout: auto."
+    )
+    yield from place.findings("warning", [text])
+    if beside:
+        found = _check_section(_Place(place.path, place.text, f"{SECTION}."), beside)[1]
+        yield from (one for one in found if one.severity == "error" and not re.match(r"\w+: unknown key", one.message))
 
 
 def _named(place: _Place, error: str) -> Iterator[Finding]:
@@ -168,7 +198,7 @@ def _check_section(place: _Place, section: Mapping[str, Any] | None) -> tuple[HF
             f"{KEY}: {{pp_size: 2}}."
         )
         return HFParallelConfig(), list(place.findings("warning", [text]))
-    prefix = f"{SECTION}.{KEY}."
+    prefix = place.ours
     try:
         config = HFParallelConfig.from_mapping(section, source=OURS)
     except ConfigError as error:

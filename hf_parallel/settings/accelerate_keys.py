@@ -22,3 +22,13 @@ def launch_keys(*prefixes: str) -> frozenset[str]:
 
     arguments = vars(launch_command_parser().parse_args(["script.py"]))
     return frozenset(name for name in arguments if name.startswith(prefixes))
+
+
+@functools.cache
+def dynamo_words() -> dict[str, tuple[str, ...]]:
+    """Key of a `dynamo_config` section -> the words that accelerate takes for it."""
+    from accelerate.utils import DynamoBackend
+    from accelerate.utils.constants import TORCH_DYNAMO_MODES
+
+    backends = [backend.value.lower() for backend in DynamoBackend if backend != DynamoBackend.NO]
+    return {"dynamo_backend": ("no", *backends), "dynamo_mode": tuple(TORCH_DYNAMO_MODES)}

@@ -66,7 +66,7 @@ MEANT: Final = {
         ("bucket_size", "reduce_bucket_size", "ddp_bucket_size"), "Did you mean data_parallel.bucket_cap_mb?"
     ),
     "loss_parallel": "Did you mean tensor_parallel.vocab_parallel_loss?",
-    "torch_compile": "Did you mean pipeline.compile_blocks?",
+    **dict.fromkeys(("torch_compile", "dynamo_backend"), "Did you mean pipeline.compile_blocks?"),
     **dict.fromkeys(("hf_parallel", "parallelism"), "Write its keys one level up, without it."),
     **dict.fromkeys(("codec", "compressor"), "Did you mean gradient_compression.method?"),
     **dict.fromkeys(
@@ -113,10 +113,38 @@ def locate(root: type[Section], key: str) -> tuple[str, str]:
 
 def rewritten(error: ValidationError, root: type[Section], values: Mapping[str, Any]) -> list[str]:
     """Pydantic's errors, one line a setting (a union reports once for each of its members)."""
+    lines: list[str] = []
+    for path, details in islice(_by_setting(error, root).items(), MAX_LINES):
+        lines.append(_problem(root, path, details, values))
+        if details[0]["type"] == "extra_forbidden":
+            lines += _inside(root, path, details[0]["input"])
+    return lines[:MAX_LINES]
+
+
+def _by_setting(
+    error: ValidationError, root: type[Section], start: tuple[str, ...] = ()
+) -> dict[str, list[ErrorDetails]]:
     found: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
-        found.setdefault(_setting_path(root, detail["loc"]), []).append(detail)
-    return [_problem(root, path, details, values) for path, details in islice(found.items(), MAX_LINES)]
+        found.setdefault(_setting_path(root, (*start, *detail["loc"])), []).append(detail)
+    return found
+
+
+def _inside(root: type[Section], key: str, content: object) -> list[str]:
+    """The problems of the content of an unknown section, as of the section that was probably meant."""
+    if not isinstance(content, Mapping) or "." in key or key in MEANT:
+        return []
+    sections = sections_of(root)
+    near = nearest_word(key, sections)
+    if near is None:
+        return []
+    try:
+        sections[near].model_validate(content)
+    except ValidationError as error:
+        found = islice(_by_setting(error, root, (near,)).items(), MAX_LINES)
+        lines = [_problem(root, path, details, {near: content}) for path, details in found if path != near]
+        return [f"{key}{line.removeprefix(near)}" for line in lines]
+    return []
 
 
 def _setting_path(root: type[Section], loc: Iterable[int | str]) -> str:

@@ -132,6 +132,23 @@ def section_of(text: str, path: Path) -> tuple[Mapping[str, Any] | None, Mapping
     return section or {}, accelerate
 
 
+def meant_sections(accelerate: Mapping[Any, Any]) -> dict[str, Mapping[str, Any]]:
+    """Key path -> content of what stands in another place than our section, or under another name, and is probably meant to be it."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, value in accelerate.items():
+        if name == KEY and isinstance(value, Mapping):
+            found[KEY] = value
+        for key, content in value.items() if isinstance(value, Mapping) else ():
+            near = (
+                difflib.get_close_matches(str(key)[: 2 * len(KEY)], [KEY], cutoff=0.7)
+                if name == SECTION
+                else key == KEY
+            )
+            if near and isinstance(content, Mapping):
+                found[f"{name}.{key}"] = content
+    return found
+
+
 def _refuse_misspelled_key(path: Path, section: Mapping[str, Any] | None) -> None:
     """Refuse a key that is meant to be ours: accelerate ignores it, and the run would be plain data parallelism."""
     near = difflib.get_close_matches(KEY, [key[: 2 * len(KEY)] for key in section or {}], n=1, cutoff=0.7)
@@ -233,18 +250,25 @@ def _deepspeed_file(accelerate: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def _stock_sizes(section: Mapping[str, Any]) -> list[str]:
-    """Accelerate validates its own sizes against its own engines as soon as one differs from 1."""
-    sequence = f"Remove it, and set {SECTION}.{KEY}.sp_size, which shares the sequence of each row over ranks."
+    """What stands beside our section: sizes that accelerate would apply too, and keys of ours that are not indented."""
     return [
-        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: accelerate would apply it as well. "
-        + (
-            sequence
-            if str(key).endswith(("cp_size", "sp_size"))
-            else f"Remove it; the sizes stand in {SECTION}.{KEY}."
-        )
+        f"{SECTION}.{key}={shown(value)} beside {SECTION}.{KEY}: {_why_not_beside(str(key))}"
         for key, value in section.items()
         if key != KEY and value not in (None, 1)
     ]
+
+
+def _why_not_beside(key: str) -> str:
+    """Accelerate validates its own sizes against its own engines as soon as one differs from 1, and drops other keys."""
+    if not key.startswith(f"{SECTION}_"):
+        near = difflib.get_close_matches(key[:MAX_SHOWN], HFParallelConfig.model_fields, n=1, cutoff=0.6)
+        fix = f"Indent it below {KEY}, as {KEY}.{near[0]}." if near else "Remove it."
+        return f"accelerate drops it, and it has no effect. {fix}"
+    if key.endswith(("cp_size", "sp_size")):
+        fix = f"Remove it, and set {SECTION}.{KEY}.sp_size, which shares the sequence of each row over ranks."
+    else:
+        fix = f"Remove it; the sizes stand in {SECTION}.{KEY}."
+    return f"accelerate would apply it as well. {fix}"
 
 
 def load_file(path: Path) -> tuple[HFParallelConfig | None, Mapping[str, Any]]:

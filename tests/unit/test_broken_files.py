@@ -155,6 +155,15 @@ BROKEN: dict[str, tuple[str, int, str]] = {
     "how many to keep": (ours("pp_size: 2", "checkpoint: {keep: 2}"), 8, r"^checkpoint\.keep: unknown key\. It is save_total_limit of TrainingArguments\."),
     "one machine that is not the first": (around("num_machines: 1\nmachine_rank: 3"), 6, r"^machine_rank=3 with num_machines=1: the only machine is 0\. Set machine_rank to 0, or"),
     "stage 3 with stages": (ours("pp_size: 2", "zero: {stage: 3}"), 8, r"^zero\.stage=3 with pp_size=2: .*Set zero\.stage to 1, or pp_size to 1\.$"),
+    "a compiler misspelt": (around("dynamo_backend: inducter"), 5, r"^dynamo_backend='inducter': expected one of no, inductor, aot_eager\. Set dynamo_backend to inductor\.$"),
+    "a compiler that is none for blocks": (around("dynamo_config: {backend: cudagraphs}"), 5, r"^dynamo_config\.backend='cudagraphs': expected one of no, inductor, aot_eager\."),
+    "a compiler of no": (around("dynamo_backend: no"), 5, r"^dynamo_backend=false: .*Write dynamo_backend: 'no', in quotes"),
+    "how to compile, misspelt": (around("dynamo_config:\n  dynamo_bakend: inductor"), 6, r"^dynamo_config\.dynamo_bakend: unknown key, which accelerate drops.*mean dynamo_backend\?"),
+    "a mode misspelt": (around("dynamo_config: {mode: max-autotun}"), 5, r"^dynamo_config\.mode='max-autotun': expected .*Set dynamo_config\.mode to max-autotune\.$"),
+    "a mode that blocks do not have": (around("dynamo_config: {dynamo_backend: inductor, dynamo_mode: max-autotune}"), 5, r"^dynamo_config\.dynamo_mode='max-autotune' has no effect on blocks.*Remove dynamo_config\.dynamo_mode\.$"),
+    "one graph": (around("dynamo_config: {dynamo_backend: inductor, dynamo_use_fullgraph: true}"), 5, r"^dynamo_config\.dynamo_use_fullgraph=true has no effect on blocks"),
+    "shapes in quotes": (around("dynamo_config: {dynamo_use_dynamic: 'no'}"), 5, r"^dynamo_config\.dynamo_use_dynamic='no': expected true or false.*to false\.$"),
+    "a section of ours in a section": (ours("pp_size: 2", "dynamo_backend: inductor"), 8, r"^dynamo_backend: unknown key\. Did you mean pipeline\.compile_blocks\?"),
     # what does not fit together
     "a port in the address": (around("num_machines: 2\nmain_process_ip: 10.0.0.1:29500"), 6, r"^main_process_ip='10\.0\.0\.1:29500': .*to 10\.0\.0\.1, and main_process_port to 29500"),
     "addresses of all": (around("num_machines: 2\nmain_process_ip: [a, b]"), 6, r"^main_process_ip=\['a', 'b'\]: expected one name.*that of machine 0"),
@@ -209,6 +218,65 @@ def test_a_section_that_is_not_found_hides_no_other_problem(tmp_path: Path) -> N
     found = findings(tmp_path, content)
     assert [finding.line for finding in found] == [1, 2, 3, 4]
     assert all("Did you mean" in found[index].message for index in (0, 2, 3))
+
+
+# Content below the usual head -> line and message of each problem.
+SEVERAL: dict[str, tuple[str, list[tuple[int, str]]]] = {
+    "our section misspelt": (
+        "parallelism_config:\n  hf_paralel:\n    pp_sise: 2\n    pipline: {shedule: 1f1b}\n",
+        [(6, r"hf_paralel: unknown key"), (7, r"^pp_sise: .*mean pp_size\?"), (8, r"^pipline: .*mean pipeline\?")]
+        + [(8, r"^pipline\.shedule: .*mean schedule\?")],
+    ),
+    "the section around it misspelt": (
+        "paralelism_config:\n  hf_parallel:\n    zero: {stage: 4}\n",
+        [(5, r"^paralelism_config: unknown key"), (7, r"^zero\.stage=4: .*Set zero\.stage to 3")],
+    ),
+    "our section at the top": (
+        "hf_parallel:\n  pp_size: 3\n",
+        [(3, r"^num_processes=4 is not a multiple of"), (5, r"^hf_parallel: the settings stand in")],
+    ),
+    "a section of ours misspelt": (
+        "parallelism_config:\n  hf_parallel:\n    pp_size: 2\n    pipline:\n      schedule: zvb\n      num_microbatches: -1\n",
+        [(8, r"^pipline: unknown key\. Did you mean pipeline\?"), (9, r"^pipline\.schedule='zvb': .*to 'zbv_zero_bubble'")]
+        + [(10, r"^pipline\.num_microbatches=-1: .*Set pipeline\.num_microbatches to 1")],
+    ),
+    "a compiler, nothing in our section, a section beside it": (
+        "dynamo_backend: inducter\nparallelism_config:\n  hf_parallel:\n  pipline:\n    shedule: 1f1b\n",
+        [(5, r"^dynamo_backend='inducter': .*to inductor"), (7, r"hf_parallel: nothing is written in it, .*Write settings below it")]
+        + [(8, r"^parallelism_config\.pipline=.*no effect\. Indent it below hf_parallel, as hf_parallel\.pipeline\.$")]
+        + [(9, r"^pipline\.shedule: unknown key\. Did you mean schedule\?")],
+    ),
+    "keys that are not indented": (
+        "parallelism_config:\n  hf_parallel:\n  pp_size: 2\n  zero: {stage: 5}\n",
+        [(6, r"nothing is written in it"), (7, r"pp_size=2 beside .*Indent it below"), (8, r"parallelism_config\.zero=.*as hf_parallel\.zero\.$")]
+        + [(8, r"^zero\.stage=5: .*Set zero\.stage to 3")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_problems_behind_a_problem_are_named_with_it(name: str, tmp_path: Path) -> None:
+    content, expected = SEVERAL[name]
+    found = sorted(findings(tmp_path, HEAD + content), key=lambda finding: finding.line or 0)
+    assert [finding.line for finding in found] == [line for line, _ in expected], [str(finding) for finding in found]
+    left = list(found)
+    for line, says in expected:
+        [one] = [finding for finding in left if finding.line == line and re.search(says, finding.message)]
+        left.remove(one)
+
+
+@pytest.mark.parametrize("nothing", ["", " null"])
+def test_a_section_of_nothing_is_a_warning_in_its_line(nothing: str, tmp_path: Path) -> None:
+    [warning] = findings(tmp_path, f"{HEAD}parallelism_config:\n  hf_parallel:{nothing}\n")
+    assert (warning.severity, warning.line) == ("warning", 6)
+    assert re.search(
+        r"nothing is written in it, so hf_parallel only copies the model\. Write .*pp_size: 2", warning.message
+    )
+
+
+def test_what_compiles_blocks_is_no_mistake(tmp_path: Path) -> None:
+    for line in ("dynamo_backend: INDUCTOR", "dynamo_backend: 'no'", "dynamo_config: {dynamo_backend: aot_eager}"):
+        assert findings(tmp_path, around(line)) == []
 
 
 def test_the_file_that_all_of_these_break_is_right(tmp_path: Path) -> None:
