@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import get_args
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -34,7 +35,7 @@ def with_compiled_blocks(
     options = {
         "mode": (plugin.mode, ("default", None)),
         "fullgraph": (plugin.fullgraph, (False, None)),
-        "dynamic": (plugin.dynamic, (None,)),
+        "dynamic": (plugin.dynamic, (None, False) if _launched_without_dynamic() else (None,)),
     }
     problems = [
         f"{asked}: {name}={value} has no effect on blocks, which are compiled with torch's defaults. Leave {name} unset."
@@ -56,3 +57,8 @@ def with_compiled_blocks(
             f"torch_compile (or dynamo_backend) unset, or change them. {error}"
         ) from error
     return compiled, ScheduleChoice(compiled.pipeline, compiled.pp_size)
+
+
+def _launched_without_dynamic() -> bool:
+    """Whether `accelerate launch` wrote this down unasked, as it does for every file with a `dynamo_backend`."""
+    return os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC", "").lower() == "false"

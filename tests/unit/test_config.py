@@ -204,6 +204,23 @@ def test_torch_compile_under_a_layout_that_compiles_nothing_is_refused_by_its_ow
         with_compiled_blocks(config, ScheduleChoice(config.pipeline, 1), TorchDynamoPlugin(backend="aot_eager"))
 
 
+def test_what_a_launcher_says_of_each_compilation_is_no_demand_for_static_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = {"BACKEND": "INDUCTOR", "MODE": "default", "USE_FULLGRAPH": "False", "USE_DYNAMIC": "False"}
+    for (
+        name,
+        value,
+    ) in launched.items():  # as prepare_multi_gpu_env of accelerate writes them for dynamo_backend: inductor
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    config = HFParallelConfig(pp_size=2)
+    compiled, _ = with_compiled_blocks(config, ScheduleChoice(config.pipeline, 2), TorchDynamoPlugin())
+    assert compiled.pipeline.compile_blocks == "inductor"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "True")
+    with pytest.raises(ConfigError, match=r"dynamic=True has no effect"):
+        with_compiled_blocks(config, ScheduleChoice(config.pipeline, 2), TorchDynamoPlugin())
+
+
 def test_torch_compile_sets_what_the_settings_call_compile_blocks() -> None:
     config = parse(zero={"stage": 1})
     schedule = ScheduleChoice(config.pipeline, 1)
