@@ -133,6 +133,32 @@ def test_families_keep_their_kind() -> None:
         assert judge_loss(tiny.MODELS[name](), batch()).kind == kind, name
 
 
+class Shared(nn.Module):
+    """An adapter whose factors are weighted by a mean over all tokens of the batch; the last is zero at first (as PEFT's Lily)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, width = base, base.in_features
+        self.down, self.route = nn.Linear(width, 4, bias=False), nn.Linear(4, 2, bias=False)
+        self.up = nn.Parameter(torch.zeros(2, 4, base.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(x)  # (batch, seq, 4)
+        weights = self.route(hidden).softmax(-1).flatten(0, -2).mean(0)  # (2,)
+        mixed: Tensor = self.base(x) + hidden @ torch.einsum("e,eio->io", weights, self.up)
+        return mixed
+
+
+def test_a_new_adapter_whose_last_factor_is_zero_hides_no_mixing_of_rows() -> None:
+    model = tiny.llama(layers=2)
+    for block in model.model.layers:
+        block.self_attn.q_proj = Shared(block.self_attn.q_proj)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    verdict = judge_loss(model, batch())
+    assert verdict == ("whole", "the logits of a row depend on the other rows of its batch")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 def test_noise_on_embeddings_does_not_hide_that_rows_add_up() -> None:
     model = tiny.llama(layers=1).train()
     embedding = model.get_input_embeddings()

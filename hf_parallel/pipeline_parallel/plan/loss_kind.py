@@ -239,6 +239,9 @@ def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:
                             f"a small batch with ignored labels raises {type(error).__name__}"
                         ) from error
         _compare_rows(model, sample, found[0])
+        with _zeros_filled(model) as filled:
+            if filled and _mixes_rows(model, sample):
+                raise _UnknownError("the logits of a row depend on the other rows of its batch")
     except _UnknownError as unknown:
         return Verdict("whole", str(unknown))
     return _verdict(found, takes_count)
@@ -292,6 +295,56 @@ def _training(model: nn.Module, trains: bool) -> Iterator[None]:
         yield
     finally:
         model.training = before
+
+
+@contextmanager
+def _zeros_filled(model: nn.Module) -> Iterator[bool]:
+    """Inside, trained tensors that are zero throughout are random; gives whether there are any.
+
+    The last factor of a new adapter is zero, and hides from the loss, though not from the gradients, what comes before it.
+    """
+    generator, kept = torch.Generator().manual_seed(0), []
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel()) or tensor.is_meta:
+                continue
+            if bool(tensor[(0,) * tensor.ndim] == 0) and not bool(tensor.any()):
+                kept.append((tensor, tensor.detach().clone()))
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (1.0 if tensor.ndim > 1 else 0.1))
+    try:
+        yield bool(kept)
+    finally:
+        with torch.no_grad():
+            for tensor, values in kept:
+                tensor.copy_(values)
+
+
+def _mixes_rows(model: nn.Module, sample: Mapping[str, Any]) -> bool:
+    """Whether the logits of the first row have a gradient with respect to the embeddings of others."""
+    rows, leaves = len(sample["labels"]), list[Tensor]()
+
+    def cut(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        if leaves or output.ndim != 3 or len(output) != rows:  # f[B S H] of tokens, not of positions
+            return output
+        leaves.append(output.detach().requires_grad_())
+        return leaves[0].clone()  # which may be changed in place
+
+    handles = [each.register_forward_hook(cut) for each in model.modules() if isinstance(each, nn.Embedding)]
+    plain = {name: value for name, value in sample.items() if name not in ("labels", "shift_labels")}
+    try:
+        with unchanged(model), NoDropout(), without_noise(model), torch.enable_grad(), _training(model, False):
+            logits: Tensor = model(**plain).logits[0].float()
+            weights = torch.linspace(-1.0, 1.0, logits.numel(), device=logits.device).reshape(logits.shape)
+            found = torch.autograd.grad((logits * weights).sum(), leaves, allow_unused=True) if leaves else ()
+    except Exception as error:  # the model's own code
+        raise _UnknownError(f"gradients of a small batch in evaluation mode raise {type(error).__name__}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if rows < 2 or not found or found[0] is None:
+        return False
+    size, others = found[0][0].abs().max(), found[0][1:].abs().max()
+    return bool(others > 16 * torch.finfo(found[0].dtype).eps * size)
 
 
 def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> None:
