@@ -28,6 +28,7 @@ from hf_parallel.guards.meeting import Meeting
 from hf_parallel.guards.parts import mark_parts
 from hf_parallel.pipeline_parallel.run.cut import with_dropped_names
 from hf_parallel.tensor_parallel.run.parts import shard_of
+from hf_parallel.trainer.given_state import refuse_part
 
 
 def is_whole(engine: Engine) -> bool:
@@ -155,6 +156,7 @@ def _save_pretrained(engine: Engine, save: Callable[..., Any], meeting: Meeting,
         # What `accelerator.get_state_dict` gives to the other ranks is empty: they would write over rank 0's files.
         if not writes and not state:
             return None
+        refuse_part(state, engine.attachment.ledger, engine.mesh.pp_rank)
         with _names_of_all(engine.model):
             return save(folder, state_dict=state, **options)
     meeting.meet("model.save_pretrained()")

@@ -310,6 +310,54 @@ def files_main(rank: int, world_size: int, folder: str) -> dict[str, dict[str, s
     return found
 
 
+def given_main(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """`save_pretrained(state_dict=...)` of what a script made of `named_parameters()`, and of what it may give."""
+    from peft import LoraConfig, get_peft_model
+
+    from hf_parallel import ParallelError
+
+    found: dict[str, Any] = {}
+    for name in ("pp2", "tp2", "zero3"):
+        for kind in ("plain", "lora"):
+            accelerator = start(name)
+            inner: Any = tiny.llama(layers=2)
+            if kind == "lora":
+                torch.manual_seed(0)
+                lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+                inner = get_peft_model(inner, lora, autocast_adapter_dtype=False)
+            optimizer = torch.optim.AdamW([p for p in inner.parameters() if p.requires_grad])
+            rows = DataLoader(tiny.rows(8), batch_size=8 // accelerator.num_processes, collate_fn=tiny.collate)
+            model, optimizer, loader = accelerator.prepare(inner, optimizer, rows)
+            train(accelerator, model, optimizer, loader, 1)
+            wanted = "lora_" if kind == "lora" else ""
+            own = {key: p.detach().cpu().clone() for key, p in model.named_parameters() if wanted in key}
+            whole = accelerator.get_state_dict(model)
+            place = Path(folder) / f"{name}-{kind}"
+            if rank == 0:
+                try:
+                    accelerator.unwrap_model(model).save_pretrained(place, state_dict=own)
+                except ParallelError as error:
+                    found[f"{name}-{kind}"] = (str(error), place.exists())
+                accelerator.unwrap_model(model).save_pretrained(place, state_dict=whole)
+                ends = {key: value for key, value in whole.items() if "embed_tokens" in key}
+                accelerator.unwrap_model(model).save_pretrained(f"{place}-chosen", state_dict=ends)
+            accelerator.wait_for_everyone()
+            stopped(accelerator)
+    return found
+
+
+def test_a_state_dict_of_one_rank_s_tensors_is_not_saved_as_the_model(tmp_path: Path) -> None:
+    found = run_ranks(given_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV)[0]
+    assert found.keys() == {f"{name}-{kind}" for name in ("pp2", "tp2", "zero3") for kind in ("plain", "lora")}
+    for name, (text, exists) in found.items():
+        assert not exists, name
+        says = r"tensors of the state_dict are of this rank's stages, and \d+ more" if "pp2" in name else r"this rank"
+        assert re.search(says, text), text
+        assert re.search(
+            r"accelerator\.get_state_dict\(model\), called on every rank|get_state_dict\(model\)", text
+        ), text
+
+
 def test_a_part_of_a_model_is_not_saved_as_if_it_were_all_of_it(tmp_path: Path) -> None:
     for found in run_ranks(files_main, 2, str(tmp_path), tmp_path=tmp_path, env=ENV):
         for name in ("pp2", "tp2"):
