@@ -34,6 +34,7 @@ from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 from hf_parallel.trainer.model_folder import Counts, counts_of, install_counts, install_saving, is_whole
 from hf_parallel.trainer.prepared import HFParallelOptimizer, HFParallelScheduler
 from hf_parallel.trainer.replica_view import ReplicaViewMixin, dispatch_to_replicas, refuse_unequal
+from hf_parallel.trainer.stream_rows import count_rows
 
 
 def refuse_in_loop(config: HFParallelConfig) -> None:
@@ -251,7 +252,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
         refuse_unequal(prepared, mesh.shape.dp_size)
-        prepared_by(self).loaders.append(dispatch_to_replicas(prepared, mesh))
+        prepared_by(self).loaders.append(count_rows(dispatch_to_replicas(prepared, mesh)))
         return self._announced(prepared)
 
     def _announced(self, loader: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.errors import ConfigError, UnsupportedError
 from hf_parallel.mesh import Mesh
+from hf_parallel.trainer.stream_rows import rows_of_last
 
 
 @dataclass
@@ -141,11 +142,12 @@ class ReplicaViewMixin(Accelerator):  # type: ignore[misc]
         else:
             data = self.gather(input_data)
         state = self.gradient_state
-        if not (state.end_of_dataloader and state.remainder > 0):
+        rows = rows_of_last(state.active_dataloader, state.remainder) if state.end_of_dataloader else 0
+        if rows <= 0:
             return data
         if use_gather_object:
-            return data[: state.remainder]
-        return recursively_apply(lambda tensor: tensor[: state.remainder], data)
+            return data[:rows]
+        return recursively_apply(lambda tensor: tensor[:rows], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum, average ("mean") or take the largest ("max") over the replicas; collective over all ranks."""
