@@ -26,6 +26,7 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.expected import Expected
 from hf_parallel.engine.gradients import GradientSync
 from hf_parallel.engine.held import Table
+from hf_parallel.engine.pipeline_inputs import refuse_attentions
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.alike import CommonWeights
 from hf_parallel.guards.backwards import Backwards
@@ -267,10 +268,12 @@ class DirectEngine(Engine):
         attachment.gradients.replicas.noticed = self.end_pass_later  # of a loss that reads parameters past the model
         common, random = self._common_weights(attachment), attachment.random_check
         leave = attachment.watchdog.leaves_others
-        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, leave)
+        settings = attachment.gradients.settings
+        self._shared_batch = SharedBatch(attachment.mesh, attachment.device, common, random, settings, leave)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the genuine forward; when its outputs are backpropagated, reduce the gradients at the end."""
+        refuse_attentions(self.model, kwargs, self.mesh.shape.tp_size)
         if self.trains:
             batch = self.bound(args, kwargs)
             self.attachment.batch_check.check([batch])

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.compat.private_collectives import rows_of_ranks
@@ -81,8 +80,8 @@ class GradientSync:
         self.in_window = False
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
-        self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting)
         self.settings = OptimizerSettings(mesh, parameters)
+        self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting, self.settings)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
@@ -291,21 +290,30 @@ class GradientSync:
         if foreseen is not None and norm_type == 2.0:
             return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
-        operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
         total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.model_group
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
                 parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
                 group = self._mesh.mp_group
-            dist.all_reduce(parts, op=operation, group=self._mesh.dp_shard_group)
+            parts = self._over_parts(parts, infinite=infinite)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
-            dist.all_reduce(total, op=operation, group=self._mesh.dp_shard_group)
+            total = self._over_parts(total, infinite=infinite)
         if group is not None:
             totals = rows_of_ranks(total, group)
             total = totals.amax() if infinite else totals.sum()
         return (total if infinite else total.pow(1.0 / norm_type)).float()
+
+    def _over_parts(self, power: torch.Tensor, *, infinite: bool) -> torch.Tensor:
+        """What the ranks that share the optimizer count together (0-d, f64); they compare what their optimizers are set to."""
+        group = self._mesh.dp_shard_group
+        if group is None:
+            return power
+        mine = torch.stack([power, torch.full_like(power, self.settings.word())])
+        rows = rows_of_ranks(mine, group)
+        self.settings.arrived(rows[:, 1], group)
+        return rows[:, 0].amax() if infinite else rows[:, 0].sum()
 
     def _gradients_beside_parts(self) -> list[torch.Tensor]:
         """What this rank counts of the gradients that are not partitioned."""
@@ -427,13 +435,13 @@ class GradientSync:
         """
         if self._weights is not None:
             self._weights.check()
+        self.settings.use()
         self.shown.compare_factors()
         self.shown.take_back()
         self.settle_states()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.before_update()
-        self.settings.use()
         self._parts.refuse_changes()
         zero = self.replicas.zero
         if zero is not None:

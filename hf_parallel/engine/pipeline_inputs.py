@@ -1,7 +1,8 @@
-"""Inputs of a model call that several stages cannot serve."""
+"""Inputs of a model call that several stages, or shards, cannot serve."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +54,27 @@ def refuse_inputs(batch: dict[str, Any], plan: PipelinePlan, pp_size: int, cache
             "positions that begin anew as packed sequences, which do not see each other, but only without a key-value cache. "
             "Stages keep no cache, so they would train other attention than one process. Pass use_cache=False to the model for "
             "sequences that stay apart, or an attention_mask of ones for sequences that see each other."
+        )
+
+
+def refuse_attentions(model: Any, given: Mapping[str, Any], tp_size: int) -> None:
+    """Refuse to give attentions where each rank computes its own heads.
+
+    Args:
+        model: With a config.
+        given: Arguments of the call by name.
+        tp_size: Ranks that share the heads.
+
+    Raises:
+        UnsupportedError: The call, or the config, asks for them.
+    """
+    asked = given.get("output_attentions")
+    if tp_size > 1 and (
+        getattr(getattr(model, "config", None), "output_attentions", False) if asked is None else asked
+    ):
+        raise UnsupportedError(
+            f"output_attentions with tp_size={tp_size}: each rank computes its own heads, so the attentions that it has are a part of "
+            "those of one process. Leave it out (model.config.output_attentions = False), or set tp_size to 1."
         )
 
 

@@ -58,6 +58,7 @@ class Session:
         compute_dtype: What forward passes are autocast to, None without autocast; may be set as long.
         raw_loop: Whether a loop without a Trainer runs.
         meeting: Notices calls that only some ranks make.
+        flags: Notices what a Trainer is told on some ranks only.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Session:
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
         self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
+        # Code of users may run on one rank as long as others may wait for it, but for what it takes to say so first.
+        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic="flags")
         self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
         self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
         self._num_beside = 0

@@ -42,7 +42,7 @@ def refusal(module: nn.Module, made: ExpertModule, ep_size: int, arguments: Argu
         ep_size: Ranks.
         arguments: Of a call of it.
     """
-    whole = private_copy(module).to("cpu", torch.float32)
+    whole = private_copy(module).to("cpu", _precise(arguments, made))
     perturb(whole, only_constant=True)
     whole.requires_grad_(True)
     for crowded in (False, True):
@@ -70,10 +70,16 @@ def _batch(arguments: Arguments, made: ExpertModule, rank: int, *, crowded: bool
     drawn = torch.arange(choices).expand(count, choices).contiguous() if crowded else drawn
     factors = torch.rand(count, choices, generator=generator) + 0.1
     return {
-        "hidden": rows.to(torch.promote_types(hidden.dtype, torch.float32)),
+        "hidden": rows.to(_precise(arguments, made)),
         "index": drawn.to(index.dtype),
         "weights": factors.to(weights.dtype),
     }
+
+
+def _precise(arguments: Arguments, made: ExpertModule) -> torch.dtype:
+    """The type that a module is tried in: its own, if that is no coarser than fp32."""
+    hidden: Tensor = _given(arguments)[made.routing.hidden]
+    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 def _given(arguments: Arguments) -> Given:

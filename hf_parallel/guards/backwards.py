@@ -20,6 +20,7 @@ from hf_parallel.mesh import Mesh
 
 
 TOLERANCE = 1e-5  # of one computation on the same kind of device
+OF_HEADS = ", or a loss on keys or values of a cache, of which each rank has its own heads"
 LATE = (
     "A GPU is not waited for within a step, so the optimizer has made this update; nothing was evaluated or saved since. Go back to "
     "the last checkpoint."
@@ -186,7 +187,8 @@ class Backwards:
         raise RankMismatchError(
             f"the ranks of one model copy backpropagated different losses in one optimizer step ({reported}), but all of them "
             "must compute the same: the gradients of each stage or shard follow the loss of its own rank, or of the last stage's. "
-            "Look for a rank, a random draw without a common seed or a parameter of one rank in compute_loss or the loop."
+            "Look for a rank, a random draw without a common seed or a parameter of one rank in compute_loss or the loop"
+            f"{OF_HEADS if self._mesh.shape.tp_size > 1 else ''}."
         )
 
     def _refuse_direct(self, direct: Sequence[str]) -> None:

@@ -172,6 +172,7 @@ class SharedBatch:
         device: Where the model computes.
         common: Weights that all of these ranks hold.
         random: Random states that all of these ranks share.
+        settings: Of this rank's optimizers.
         leave: Called with what this rank raises while others wait for it in a layer.
     """
 
@@ -181,9 +182,11 @@ class SharedBatch:
         device: torch.device,
         common: CommonWeights,
         random: RandomCheck,
+        settings: OptimizerSettings,
         leave: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._mesh, self._device, self._common, self._random = mesh, device, common, random
+        self._settings = settings
         self._leave = leave
         self._digests = Digests()
         self._shapes: list[Any] = []  # of the batch before, which was the same on all of these ranks
@@ -194,12 +197,12 @@ class SharedBatch:
         self._cells = self._message.numpy()
 
     def begin(self, batch: Mapping[str, Any], *, trains: bool = False, looks: bool = True) -> None:
-        """Before a forward pass; collective over the ranks of the stage: four numbers each.
+        """Before a forward pass; collective over the ranks of the stage: five numbers each.
 
         Args:
             batch: What the model is called with.
             trains: Whether it is a training forward pass, which may draw random numbers.
-            looks: Whether to look at the common weights too: in the first and the last pass of a step at least.
+            looks: Whether to look at the common weights and the optimizers too: in the first and the last pass of a step at least.
 
         Raises:
             RankMismatchError: On every rank, naming those that differ; for a pass that is not judged yet, too.
@@ -212,7 +215,10 @@ class SharedBatch:
         self._compare([self._digests.of([batch]), word, *self._weights()], self._digests.labels)
 
     def _weights(self) -> Sequence[Tensor | int]:
-        return self._common.digests() if self._looked else [0 for _ in self._common.names]
+        """Before them what the optimizers are set to: weights differ where that did."""
+        if not self._looked:
+            return [0, *(0 for _ in self._common.names)]
+        return [self._settings.word(), *self._common.digests()]
 
     def _compare(self, numbers: Sequence[Tensor | int], shapes: list[Any]) -> None:
         size, rank, group = self._size, self._rank, self._mesh.mp_group
@@ -295,7 +301,8 @@ class SharedBatch:
         self._shapes = []
         refuse_unlike(self._mesh, [row[0] for row in rows])
         self._random.refuse_unlike([row[1] for row in rows])
-        self._common.refuse_unlike([row[2:] for row in rows])
+        self._settings.refuse_unlike([row[2] for row in rows])
+        self._common.refuse_unlike([row[3:] for row in rows])
 
 
 def _write(slots: Tensor, numbers: Sequence[Tensor | int]) -> None:

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import answer_norms_of_nothing, version_of
+from hf_parallel.compat.private_torch import answer_norms_of_nothing, clips_one, version_of
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.gradient_parts import CountRule, FlatGradient, LocalGradient
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.guards.scaled import StageFactors
 from hf_parallel.guards.shards import Shards
 from hf_parallel.guards.shown import SharedGradient, plain_of, refuse_part, root
@@ -42,6 +43,7 @@ class ShownGradients:
         mesh: This rank's mesh.
         counted: Which elements of a parameter this rank counts in its norm, whichever stage owns it.
         waiting: Context for waits on other ranks.
+        settings: Of this rank's optimizers.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class ShownGradients:
         mesh: Mesh,
         counted: CountRule,
         waiting: Callable[[str], AbstractContextManager[None]],
+        settings: OptimizerSettings,
     ) -> None:
         self._parameters, self._mesh, self.counted = dict(parameters), mesh, counted
         self._waiting = waiting
-        self.factors = StageFactors(mesh)
+        self.factors = StageFactors(mesh, settings)
         self._flat: dict[str, FlatGradient] = {}
         self._cleared: set[str] = set()  # whose gradients in parts user code has dropped since the last reduction
         self._noted: list[tuple[Tensor, int]] = []  # the optimizer's parts of gradients, and their versions
@@ -135,13 +138,28 @@ class ShownGradients:
         """Norm over several gradients, over the stages too if they are all of this one; collective."""
         present = sum(parameter.grad is not None for parameter in self._parameters.values())
         staged = self._mesh.shape.pp_size > 1
-        alone = staged and len(owned) == 1 < present
+        alone = staged and len(owned) == 1 and (present > 1 or self._clips_one(next(iter(owned))))
         if staged and not alone and len(owned) != present:
             refuse_part(list(owned), present, self._mesh.shape.pp_size)
         if not alone:
             powers = powers * torch.tensor(list(owned.values()), dtype=powers.dtype, device=powers.device)
         together = powers.max() if math.isinf(norm_type) else powers.sum()
         return root(self._summed(together, self._groups(alone=alone), norm_type), norm_type)
+
+    def _clips_one(self, name: str) -> bool:
+        """Whether the norm of the only gradient of this stage is asked for by itself, and not as its part of the model's.
+
+        Raises:
+            UnsupportedError: That cannot be told.
+        """
+        found = clips_one()
+        if found is None:
+            raise UnsupportedError(
+                f"a list of one gradient is clipped, and {name} is the only one of this stage, with "
+                f"pp_size={self._mesh.shape.pp_size}: it cannot be told whether its own norm is meant or that of the gradients of all "
+                "stages. Give torch.nn.utils.clip_grad_norm_ the parameter by itself, or model.parameters()."
+            )
+        return found
 
     def norm_of_nothing(self, norm_type: float) -> Tensor | None:
         """The norm over all gradients of the model on a stage that has none, while those of other stages are shown; collective."""

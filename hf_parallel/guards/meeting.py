@@ -7,13 +7,14 @@ part of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hf_parallel.compat.private_collectives import private_store
-from hf_parallel.errors import UnsupportedError
+from hf_parallel.errors import RankMismatchError, UnsupportedError
 from hf_parallel.mesh import Mesh
 
 
@@ -58,22 +59,68 @@ class Meeting:
         Raises:
             UnsupportedError: Some did not come in time.
         """
-        if len(self._names) == 1 or not dist.is_initialized():
+        told = self._told(what, alike=False)
+        if told is not None:
+            here, missing = self._here_and_missing(told)
+            raise UnsupportedError(
+                f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: each rank holds a part of the model, so "
+                f"all must call it. {advice or self._advice}"
+            )
+
+    def agree(self, flags: str, step: int) -> None:
+        """Wait until every rank has come with the same flags of a `TrainerControl`.
+
+        Args:
+            flags: Those that are set, by name.
+            step: After which they are.
+
+        Raises:
+            RankMismatchError: Some came with others, or not in time.
+        """
+        what = f"{flags} after step {step}"
+        told = self._told(what, alike=True)
+        if told is None:
             return
+        here, missing = self._here_and_missing(told)
+        others = {text: rank for rank, text in told.items() if text != what}
+        beside = f"for {self._bound_s:g} s not on {missing}" if missing else "not on the others"
+        if others:
+            text, rank = next(iter(others.items()))
+            here = ", ".join(self._names[one] for one, said in told.items() if said == what)
+            beside = f"{text} on {self._names[rank]}"
+        raise RankMismatchError(
+            f"TrainerControl has {what} on {here} and {beside}: all ranks must log, evaluate, save and stop at the same step. A "
+            "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
+            "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them."
+        )
+
+    def _told(self, what: str, *, alike: bool) -> dict[int, str] | None:
+        """What those who have come said; None if all have, and have said the same if they must."""
+        if len(self._names) == 1 or not dist.is_initialized():
+            return None
         self._store = self._store or private_store()
         if self._store is None:
-            return
+            return None
         store, self._calls = self._store, self._calls + 1
         key = f"hf_parallel/meeting/{self._topic}/{self._calls}"
         store.set(f"{key}/{self._ranks.index(dist.get_rank())}", what)
+        same = f"{key}/{zlib.crc32(what.encode())}" if alike else key
+        if alike:
+            store.add(same, 1)
         store.add(key, 1)
-        if not _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s):
-            here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
-            missing = [name for rank, name in enumerate(self._names) if rank not in here]
-            raise UnsupportedError(
-                f"{what} was called by {', '.join(self._names[rank] for rank in here)} and for {self._bound_s:g} s not by "
-                f"{', '.join(missing)}: each rank holds a part of the model, so all must call it. {advice or self._advice}"
-            )
+        if _until(lambda: store.add(key, 0) >= len(self._names), self._bound_s) and store.add(same, 0) >= len(
+            self._names
+        ):
+            return None
+        here = [rank for rank in range(len(self._names)) if store.check([f"{key}/{rank}"])]
+        return {rank: store.get(f"{key}/{rank}").decode() for rank in here}
+
+    def _here_and_missing(self, told: Collection[int]) -> tuple[str, str]:
+        named = enumerate(self._names)
+        here, missing = [], []
+        for rank, name in named:
+            (here if rank in told else missing).append(name)
+        return ", ".join(here), ", ".join(missing)
 
 
 def meeting_of_copy(mesh: Mesh, about: str = "") -> Meeting:

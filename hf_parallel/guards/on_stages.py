@@ -43,6 +43,8 @@ NBYTES = Tensor.nbytes.__get__  # type: ignore[attr-defined]
 # Read by Python, past the operations of torch.
 LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
 OF_NOTHING = re.compile("expect(s|ed) a non-empty")  # torch.stack, torch.cat
+# nn.Module and `tie_weights` of transformers, of what stands for a parameter that another stage holds.
+TIES = re.compile(r"as parameter '.*' \(torch.nn.Parameter or None|is neither a parameter, buffer, nor extra state")
 LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
 
 
@@ -285,6 +287,13 @@ class OnStages(TorchDispatchMode):
             "parameter what you made of it, or set pp_size to 1."
         )
 
+    def _ties(self, error: Exception) -> str:
+        return (
+            f"user code puts one parameter in the place of another ({error}) with pp_size={self._pp_size}: this stage has not both of "
+            "them, and optimizer and checkpoints know the weights that were tied when the model was cut. Tie them before that "
+            "(model.config.tie_word_embeddings = True and model.tie_weights() before the Trainer is made), or set pp_size to 1."
+        )
+
     def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which calls code of users, made to notice what that does."""
 
@@ -297,9 +306,10 @@ class OnStages(TorchDispatchMode):
                 with self, self._leaving:
                     result = call(*args, **kwargs)
                 self._end()
-            except (RuntimeError, ValueError) as error:
-                if OF_NOTHING.search(str(error)):
-                    raise UnsupportedError(self._of_nothing(error)) from error
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+                for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties)):
+                    if reason.search(str(error)):
+                        raise UnsupportedError(say(error)) from error
                 raise
             finally:
                 self._runs, self._found = False, None

@@ -1,16 +1,19 @@
-"""Learning rates, weight decay and the like must be the same on all ranks of a model copy.
+"""Learning rates, weight decay and the like must be the same on all ranks of a model copy, and on those that share an optimizer.
 
-`if state.is_world_process_zero: group["lr"] *= 0.1` changes them for one stage or shard only. A digest of them rides on the
-message in which the ranks compare what they backpropagated; only where digests differ do the ranks tell each other more.
+`if state.is_world_process_zero: group["lr"] *= 0.1` changes them for one stage, shard or part only. A digest of them rides on
+messages that are sent anyway: that in which the ranks compare what they backpropagated, what the stages tell each other before an
+optimizer steps, and the norm over the parts of ZeRO. Only where digests differ do the ranks tell each other more.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -28,6 +31,16 @@ Told: TypeAlias = tuple[
 ]  # used last, now, and the kinds of parameters of each group
 
 
+class _Spelled(NamedTuple):
+    """Settings, and a digest of them."""
+
+    settings: Settings
+    digest: bytes
+
+
+NONE = _Spelled([], b"")
+
+
 class OptimizerSettings:
     """What the optimizers of this rank are set to.
 
@@ -40,8 +53,13 @@ class OptimizerSettings:
         self._mesh = mesh
         self._kinds = {id(parameter): re.sub(r"\d+", "#", name) for name, parameter in parameters.items()}
         self._optimizers: list[Optimizer] = []
-        self._used: Settings = []  # in the last step, where callbacks may change them for this one step
+        self._objects: list[Any] = []  # in the groups when `_now` was called last
+        self._values: list[tuple[str, Any]] = []  # that `_last` spells
+        self._mutable = False  # whether one of them may be changed in place
+        self._last = NONE
+        self._used = NONE  # in the last step, where callbacks may change them for this one step
         self._stages_differ = False  # by what user code has made: groups of single blocks, say
+        self._under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def add(self, optimizer: Optimizer) -> None:
         """From now on its groups count."""
@@ -54,7 +72,7 @@ class OptimizerSettings:
 
     def word(self) -> int:
         """A digest of what was used last and of what is set now."""
-        text = repr((self._used, self._now())).encode()
+        text = self._used.digest + self._now().digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
 
     def refuse_unlike(self, words: Sequence[int]) -> None:
@@ -66,20 +84,76 @@ class OptimizerSettings:
         Raises:
             RankMismatchError: On every rank, with a setting that differs.
         """
+        self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size)
+
+    def refuse_unlike_stages(self, words: Sequence[int]) -> None:
+        """Compare them before an optimizer steps; collective over the stages if they differ.
+
+        Args:
+            words: Of the ranks of this rank's pipeline.
+
+        Raises:
+            RankMismatchError: On each of these ranks, with a setting that differs.
+        """
         size = self._mesh.shape.stage_size
+        ranks = self._mesh.copy_ranks[self._mesh.place_in_copy % size :: size]
+        self._compare(words, ranks, self._mesh.pp_group, 1)
+
+    def arrived(self, words: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Those of the ranks that share an optimizer, f64[n]; collective. A GPU is not waited for: the next call judges them.
+
+        Args:
+            words: Of the ranks of `group`.
+            group: These ranks.
+
+        Raises:
+            RankMismatchError: On each of these ranks, with a setting that differs.
+        """
+        before = self._under_way
+        if words.device.type == "cuda":
+            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            here.copy_(words, non_blocking=True)
+            self._under_way = here, torch.cuda.current_stream(words.device).record_event()
+            if before is None:
+                return
+            before[1].synchronize()
+            words = before[0]
+        told = [int(word) for word in words.tolist()]
+        self._compare(told, dist.get_process_group_ranks(group), group, len(told))
+
+    def _compare(self, words: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup | None, size: int) -> None:
+        """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them."""
         stages = [words[start : start + size] for start in range(0, len(words), size)]
         if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
             return
         everyone: list[Any] = [None for _ in words]
-        mine: Told = self._used, self._now(), self._kinds_of_groups()
-        dist.all_gather_object(everyone, mine, group=self._mesh.mp_group)
+        mine: Told = self._used.settings, self._now().settings, self._kinds_of_groups()
+        dist.all_gather_object(everyone, mine, group=group)
         for start in range(0, len(words), size):
-            self._refuse(everyone, range(start, start + size))
+            self._refuse(everyone[start : start + size], ranks[start : start + size])
         if _same_groups([told[2] for told in everyone]):
-            self._refuse(everyone, range(len(words)))
-        self._stages_differ = True
+            self._refuse(everyone, ranks)
+        self._stages_differ = self._stages_differ or len(stages) > 1
 
-    def _now(self) -> Settings:
+    def _now(self) -> _Spelled:
+        """Spelled anew only where a value is another one: it is asked for several times a step."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        objects = [value for group in groups for value in group.values()]
+        if len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects)) and not self._mutable:
+            return self._last
+        values = [
+            (key, _kept(value))
+            for group in groups
+            for key, value in group.items()
+            if key != "params" and isinstance(value, PLAIN)
+        ]
+        self._objects, self._mutable = objects, any(isinstance(value, list) for _, value in values)
+        if values != self._values:
+            settings, self._values = self._spell(), values
+            self._last = _Spelled(settings, hashlib.blake2b(repr(settings).encode(), digest_size=8).digest())
+        return self._last
+
+    def _spell(self) -> Settings:
         return [
             {key: repr(value) for key, value in group.items() if key != "params" and isinstance(value, PLAIN)}
             for optimizer in self._optimizers
@@ -91,24 +165,28 @@ class OptimizerSettings:
         return [[self._kinds[id(p)] for p in group["params"] if id(p) in self._kinds] for group in groups]
 
     def _refuse(self, everyone: Sequence[Told], ranks: Sequence[int]) -> None:
-        """If these ranks differ in a setting of one group."""
-        first = everyone[ranks[0]]
-        for rank in ranks[1:]:
-            for then, now in zip(first[:2], everyone[rank][:2], strict=True):
+        """If these ranks, with what each of them told, differ in a setting of one group."""
+        first = everyone[0]
+        for rank, told in zip(ranks[1:], everyone[1:], strict=True):
+            for then, now in zip(first[:2], told[:2], strict=True):
                 for index, (one, other) in enumerate(zip(then, now, strict=False)):
                     key = next((key for key in one if key in other and one[key] != other[key]), None)
                     if key is not None:
                         self._raise(index, key, (ranks[0], one[key]), (rank, other[key]))
 
     def _raise(self, index: int, key: str, one: tuple[int, str], other: tuple[int, str]) -> None:
-        shape, ranks = self._mesh.shape, self._mesh.copy_ranks
-        said = " and ".join(f"{value} on {shape.describe(ranks[rank])}" for rank, value in (one, other))
+        said = " and ".join(f"{value} on {self._mesh.shape.describe(rank)}" for rank, value in (one, other))
         raise RankMismatchError(
-            f"{key} of parameter group {index} of the optimizer is {said}: these ranks hold parts of one model, which would be "
-            "updated unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
+            f"{key} of parameter group {index} of the optimizer is {said}: these ranks update parts of one model, which "
+            "would be changed unlike each other. Code of a callback, a Trainer subclass or a loop changes param_groups, or steps the "
             "scheduler, on some ranks only (`if state.is_world_process_zero:`, `if accelerator.is_main_process:`). Do it on every "
             "rank."
         )
+
+
+def _kept(value: Any) -> Any:
+    """A value that stays what it is: a list may be changed in place."""
+    return list(value) if isinstance(value, list) else value
 
 
 def _same_groups(everyone: Sequence[list[list[str]]]) -> bool:

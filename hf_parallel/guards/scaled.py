@@ -2,7 +2,8 @@
 
 `sum(p.grad.norm() ** 2 for p in model.parameters())` is the sum of one stage: clipping by it scales each stage by another
 factor, and a step that is left out above a limit (`p.grad = None`) is left out by some stages. Where user code took numbers of
-gradients one by one, the factor that it then scaled all of them with is compared; that of cleared ones is zero.
+gradients one by one, the factor that it then scaled all of them with is compared; that of cleared ones is zero. The message has a digest of what the
+optimizers are set to, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 
@@ -27,13 +29,14 @@ class StageFactors:
 
     Args:
         mesh: This rank's mesh.
+        settings: Of this rank's optimizers.
 
     Attributes:
         is_late: Whether words are compared at the next `settle` or `judge`, so that no stage waits for another here.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, settings: OptimizerSettings) -> None:
+        self._mesh, self._settings = mesh, settings
         self.is_late = False
         self._taken: dict[str, Tensor] = {}
         self._under_way: tuple[list[Tensor], dist.Work | None, bool] | None = None
@@ -50,21 +53,24 @@ class StageFactors:
                 self._taken[name] = now
 
     def settle(self, power: Callable[[str], Tensor | None]) -> None:
-        """The optimizer steps next; collective over the stages, one number each.
+        """The optimizer steps next; collective over the stages, two numbers each.
 
-        On a GPU only ranks on which user code took numbers wait for it.
+        On a GPU only ranks on which user code took numbers wait for it, and settings are compared in the next step.
 
         Args:
             power: Sum of squares of a gradient (0-d, f64) as it is now; None if it is gone.
 
         Raises:
             UnsupportedError: Stages scaled by different numbers.
+            RankMismatchError: Their optimizers are set to different things.
         """
         word, group = self.word(power), self._mesh.pp_group
         if group is None:
             return
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        mine = torch.zeros(1, dtype=torch.int64, device=device) if word is None else word.reshape(1).to(device)
+        mine = torch.empty(2, dtype=torch.int64, device=device)
+        mine[0].fill_(0 if word is None else word)
+        mine[1].fill_(self._settings.word())
         words = [torch.empty_like(mine) for _ in range(self._mesh.shape.pp_size)]
         self.judge()
         work = dist.all_gather(words, mine, group=group, async_op=self.is_late)
@@ -84,8 +90,12 @@ class StageFactors:
         words, work, reads = told
         if work is not None:
             work.wait()
-        if reads:
-            self.refuse_unlike([int(one) for one in torch.cat(words).tolist()])
+        if not reads:
+            return
+        told_now = torch.stack(words).tolist()
+        self.refuse_unlike([factor for factor, _ in told_now])
+        if work is None and words[0].is_cpu:
+            self._settings.refuse_unlike_stages([setting for _, setting in told_now])
 
     def word(self, power: Callable[[str], Tensor | None]) -> Tensor | None:
         """A number for the factor since `begin` (0-d int64), 0 for none; None if too few numbers were taken.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ class LabelledOutput(ModelOutput):
     def __getattr__(self, name: str) -> Any:
         if name == "logits":
             return self._logits()
+        if name in vars(self).get("_none", ()):
+            return None
         raise AttributeError(name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -42,7 +44,8 @@ class LabelledOutput(ModelOutput):
         for name, value in output.items():
             if name != "logits":
                 self[name] = value
-        vars(self).update(_order=list(output), _gather=gather, _local=output["logits"])
+        none = frozenset(field.name for field in fields(output)) - set(output)  # type: ignore[arg-type]
+        vars(self).update(_order=list(output), _gather=gather, _local=output["logits"], _none=none)
         return self
 
     def then(self, after: Callable[[Tensor], Tensor]) -> LabelledOutput:
@@ -59,7 +62,8 @@ class LabelledOutput(ModelOutput):
             before: Called first; all ranks of the group must gather.
             after: What is done to the gathered logits.
         """
-        vars(self).update({name: vars(other)[name] for name in ("_order", "_gather", "_local") if name in vars(other)})
+        kept = ("_order", "_gather", "_local", "_none")
+        vars(self).update({name: vars(other)[name] for name in kept if name in vars(other)})
         vars(self).update(_before=before, _after=after)
 
     def _logits(self) -> Tensor:

@@ -42,7 +42,9 @@ class Probes:
         task = other_task(base)
         if sample is None:
             size = vocab_size(model)
-            self.check = list(tiny_samples(size, device=device, use_cache=False))
+            # transformers computes softmax in fp32, where what float64 masks with is -inf: what sees padding alone is NaN.
+            leads = all(parameter.dtype is not torch.float64 for parameter in model.parameters())
+            self.check = list(tiny_samples(size, device=device, leads=leads, use_cache=False))
             self.discovery = probe_samples(model, size, device)
             self.typical = typical_sample(model, size, device)
             self.cost_tokens: tuple[int, int] | None = typical_shape(model)

@@ -23,13 +23,14 @@ OUTPUT_FLAGS = ("output_router_logits", "use_cache", "output_hidden_states", "ou
 
 
 def tiny_samples(
-    vocab_size: int, *, device: torch.device | str = "cpu", **fixed: Any
+    vocab_size: int, *, device: torch.device | str = "cpu", leads: bool = True, **fixed: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two batches of different (B, S) for the self-check: padded left and right, with -100 labels.
 
     Args:
         vocab_size: token ids are 0 .. vocab_size - 1.
         device: where the model is.
+        leads: whether the second is padded left; both right else.
         fixed: further keyword arguments, the same in both, e.g. `use_cache=False`.
     """
     generator = torch.Generator().manual_seed(0)
@@ -37,7 +38,7 @@ def tiny_samples(
     for (rows, length), left in (((2, 8), False), ((3, 11), True)):
         ids = torch.randint(0, vocab_size, (rows, length), generator=generator)  # (batch, seq); so are mask and labels
         mask = torch.ones_like(ids)
-        mask[-1, (slice(0, 3) if left else slice(-3, None))] = 0
+        mask[-1, (slice(0, 3) if left and leads else slice(-3, None))] = 0
         labels = ids.masked_fill(mask == 0, -100)
         labels[0, :2] = -100
         batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -124,7 +124,8 @@ class CheckpointMixin(RestartMixin):
         super()._load_best_model()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """As stock; lists what callbacks put into a checkpoint in `on_save`."""
+        """As stock, where all ranks are to do the same; lists what callbacks put into a checkpoint in `on_save`."""
+        self._agree_on_flags("should_log", "should_evaluate", "should_save")
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._begin_writing()
         self._save_in_memory()

@@ -128,6 +128,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self._hf_parallel_epoch_begins = True  # workers start, data is shuffled
         self._hf_parallel_following = deque()
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._agree_on_flags("should_training_stop", "should_epoch_stop")
         self._hf_parallel_following.clear()
         if self._pipeline is not None and self._pipeline.ahead is not None:
             self._pipeline.ahead.give_up()

@@ -24,6 +24,7 @@ from hf_parallel.engine.session import Session
 from hf_parallel.monitor.recorder import Recorder
 from hf_parallel.monitor.report.console import PREFIX, line_of
 from hf_parallel.monitor.report.monitor import Monitor
+from hf_parallel.trainer.flags import agree_on_flags
 
 
 SHOWN = (PrinterCallback.on_log, ProgressCallback.on_log)  # what prints all keys of an entry
@@ -57,6 +58,7 @@ class MonitorCallback(TrainerCallback):
     ) -> None:
         """An optimizer step is over."""
         if self.monitor is not None:
+            agree_on_flags(self._session, control, state, "should_log")
             self.monitor.end_step(state.global_step, logs=control.should_log)
 
     def on_epoch_end(

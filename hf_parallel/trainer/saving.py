@@ -19,6 +19,7 @@ from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
 from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
 
 
@@ -71,6 +72,11 @@ class SavingMixin(Base):
         waiting = self._waiting(f"waits for the other ranks to {what}")
         with waiting, together(self._hf_parallel_mesh, folder, writes=writes):
             yield
+
+    def _agree_on_flags(self, *names: str) -> None:
+        """See `agree_on_flags`."""
+        if self.hf_parallel_session is not None:
+            agree_on_flags(self.hf_parallel_session, self.control, self.state, *names)
 
     def _waiting(self, text: str) -> AbstractContextManager[None]:
         session = self.hf_parallel_session

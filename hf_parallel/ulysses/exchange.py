@@ -172,7 +172,7 @@ def gathered(x: Tensor, group: SequenceGroup, length: int) -> Tensor:
     Its gradient must be the same on all ranks; each takes the part of its own tokens, `size` times as `summed` does.
     """
     result: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return result[:, :length]
+    return result[:, :length].contiguous()  # as a model's own, of which code of users makes views
 
 
 class _Exchange(torch.autograd.Function):

@@ -64,7 +64,8 @@ def syncs(model: Model, shape: MeshShape) -> Iterator[tuple[Ledger, GradientSync
         sync._ledger, sync._parameters, sync._mesh = ledger, held, mesh
         sync._counted, sync._parts = Counted(ledger, mesh), ChangedParts(lambda: torch.zeros(()), shape.tp_size)
         sync.arrivals, sync.settings = Arrivals(list(held.values())), OptimizerSettings(mesh, held)
-        sync.shown = ShownGradients(ledger, held, mesh, sync._counted.of_stage, lambda text: nullcontext())
+        counted = sync._counted.of_stage
+        sync.shown = ShownGradients(ledger, held, mesh, counted, lambda text: nullcontext(), sync.settings)
         sync.replicas = Replicas(ledger, held, mesh, ReplicaSettings(), sync._counted.of_model)
         yield ledger, sync
 

@@ -30,7 +30,7 @@ def made(stage: int, rates: list[float], *, by_block: bool) -> OptimizerSettings
 
 
 def compare(both: list[OptimizerSettings], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [(one._used, one._now(), one._kinds_of_groups()) for one in both]
+    told = [(one._used.settings, one._now().settings, one._kinds_of_groups()) for one in both]
 
     def gather(into: list[Any], mine: Any, group: Any) -> None:
         into[:] = told
@@ -62,3 +62,27 @@ def test_what_one_step_used_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_groups_of_blocks_have_rates_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     compare([made(stage, rates, by_block=True) for stage, rates in enumerate([[0.1, 0.2], [0.3, 0.4]])], monkeypatch)
+
+
+def test_settings_are_spelled_once_for_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = made(0, [0.1, 0.2], by_block=False)
+    [optimizer] = one._optimizers
+    spell, spelled = OptimizerSettings._spell, []
+    monkeypatch.setattr(OptimizerSettings, "_spell", lambda self: spelled.append(0) or spell(self))
+    words = []
+    for step in range(3):
+        optimizer.param_groups[1]["lr"] = 0.2 / (step + 1)  # a scheduler
+        words += [one.word() for _ in range(4)]  # of four batches
+        one.use()
+        words.append(one.word())
+    assert len(spelled) == 3
+    assert len(set(words)) == 6, "what the last step used, and what this one will"
+
+
+def test_a_list_changed_in_place_is_another_setting() -> None:
+    one = made(0, [0.1, 0.2], by_block=False)
+    [optimizer] = one._optimizers
+    optimizer.param_groups[0]["marks"] = [1, 2]
+    before = one.word()
+    optimizer.param_groups[0]["marks"][0] = 3
+    assert one.word() != before

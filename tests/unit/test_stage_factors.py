@@ -15,7 +15,7 @@ from hf_parallel.guards.scaled import StageFactors
 
 def word(before: dict[str, float], now: dict[str, float | None], pp_size: int = 2) -> int:
     mesh: Any = SimpleNamespace(shape=SimpleNamespace(pp_size=pp_size), pp_group=None)
-    factors = StageFactors(mesh)
+    factors = StageFactors(mesh, mesh)
     for name, value in before.items():
         factors.take(name, functools.partial(torch.tensor, value, dtype=torch.float64))
     found = {name: None if value is None else torch.tensor(value, dtype=torch.float64) for name, value in now.items()}
@@ -28,7 +28,8 @@ def test_one_factor_for_all_gradients_is_told() -> None:
     assert half
     assert half != third
     assert half == word({"c": 1.0, "d": 16.0}, {"c": 0.25, "d": 4.0})
-    judge = StageFactors(SimpleNamespace(shape=SimpleNamespace(pp_size=2)))  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(shape=SimpleNamespace(pp_size=2))
+    judge = StageFactors(mesh, mesh)
     judge.refuse_unlike([half, half])
     judge.refuse_unlike([half, 0])
     with pytest.raises(UnsupportedError, match=r"0\.5 and 0\.3333 on different stages"):
@@ -53,7 +54,8 @@ def test_anything_else_says_nothing(before: dict[str, float], now: dict[str, flo
 @pytest.mark.parametrize("now", [{"a": 0.0, "b": 0.0}, {"a": None, "b": None}], ids=["cleared", "dropped"])
 def test_a_step_that_one_stage_leaves_out_is_refused(now: dict[str, float | None]) -> None:
     before = {"a": 4.0, "b": 8.0}
-    judge = StageFactors(SimpleNamespace(shape=SimpleNamespace(pp_size=2)))  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(shape=SimpleNamespace(pp_size=2))
+    judge = StageFactors(mesh, mesh)
     left_out, kept = word(before, now), word(before, dict(before))
     judge.refuse_unlike([left_out, left_out])
     with pytest.raises(UnsupportedError, match="which is 0 and 1 on different stages"):

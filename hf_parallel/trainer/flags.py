@@ -1,0 +1,30 @@
+"""What a Trainer is told to do next, which all ranks must do together: log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+from transformers import TrainerControl, TrainerState
+
+from hf_parallel.engine.session import Session
+
+
+def agree_on_flags(session: Session, control: TrainerControl, state: TrainerState, *names: str) -> None:
+    """Meet the other ranks if a callback, or the Trainer's schedule, has set one of these; collective.
+
+    Args:
+        session: The run.
+        control: What the Trainer is told.
+        state: How far it is.
+        names: Flags of `control`.
+
+    Raises:
+        RankMismatchError: Only some ranks are told so.
+    """
+    step = state.global_step
+    logs_anyway = step == 1 or step % max(1, state.logging_steps) == 0  # which every rank knows
+    known = ("should_log",) if logs_anyway else ()
+    found = ", ".join(name for name in names if getattr(control, name) and name not in known)
+    if found:
+        with session.watchdog.waiting(
+            f"waits for the other ranks, because {found} of TrainerControl is set after step {step}"
+        ):
+            session.flags.agree(found, step)

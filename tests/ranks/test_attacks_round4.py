@@ -1,0 +1,234 @@
+"""User code on stages, shards and parts of rows that were read with care: right, or refused before an update with the true cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import user_steps
+from rank_runner import run_ranks
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+
+PP2 = {"pp_size": 2, "num_microbatches": 2}
+TP2 = {"tp_size": 2}
+SP2 = {"sp_size": 2}
+ZERO1 = {"zero": {"stage": 1}}
+LIMIT = 0.01
+
+
+class ClipsEach(TrainerCallback):
+    """Each parameter by its own norm, also where it has no gradient."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, LIMIT)
+
+
+class ClipsAll(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+
+
+class ClipsLists(TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_([parameter], LIMIT)
+
+
+class SlowsFirst(TrainerCallback):
+    """Another rate for one step, on one rank, when the gradients are there."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 1:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+
+class DecaysFirst(TrainerCallback):
+    """Another weight decay from the third step on, on one rank."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 2:
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 5.0
+
+
+class Ties(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+
+class TiesByConfig(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+
+
+class OnAttentions(Trainer):
+    """A loss of what heads look at."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs, output_attentions=True)
+        return outputs.loss + sum(one.pow(2).mean() for one in outputs.attentions)
+
+
+class OnCache(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs, use_cache=True)
+        return outputs.loss + 0.1 * sum(layer.keys.pow(2).mean() for layer in outputs.past_key_values.layers)
+
+
+class OnFlatLogits(Trainer):
+    """The loss as scripts write it, with views of the logits; what the model does not give is None."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        again = model(**inputs)
+        assert again.hidden_states is None
+        assert again.attentions is None
+        labels = nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+        logits = model(**inputs).logits
+        whole = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
+        return whole + again.loss
+
+
+def only(*names: str) -> dict[str, Any]:
+    """Train parameters of these names alone."""
+
+    def freeze(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(one in name for one in names))
+
+    return {"prepare": freeze}
+
+
+def adding(kind: type[TrainerCallback], **options: Any) -> tuple[type[Trainer], dict[str, Any]]:
+    return Trainer, {"change": lambda trainer: trainer.add_callback(kind()), **options}
+
+
+def in_float64(model: Any) -> None:
+    model.double()
+
+
+ENDS, LATE = ("embed_tokens", "lm_head"), ("layers.3", "lm_head")
+user_steps.KINDS |= {
+    "each_of_one": adding(ClipsEach, **only(*ENDS)),
+    "each_of_none": adding(ClipsEach, **only(*LATE)),
+    "each_of_many": adding(ClipsEach, **only("layers.3", *ENDS)),
+    "all_of_one": adding(ClipsAll, **only(*ENDS)),
+    "lists_of_one": adding(ClipsLists, **only(*ENDS)),
+    "slows": adding(SlowsFirst),
+    "decays": adding(DecaysFirst),
+    "ties": adding(Ties),
+    "ties_by_config": adding(TiesByConfig),
+    "attentions": (OnAttentions, {}),
+    "cache": (OnCache, {}),
+    "flat": (OnFlatLogits, {}),
+    "float64": (Trainer, {"prepare": in_float64}),
+}
+RATE, DECAY = (
+    "lr of parameter group 0 of the optimizer is",
+    "weight_decay of parameter group 0 of the optimizer is 5.0 on rank 0",
+)
+HEADS = "output_attentions with tp_size=2: each rank computes its own heads"
+TIED = "puts one parameter in the place of another"
+# Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
+QUICK: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "each_of_one_pp2": ("each_of_one", PP2, "", 0),
+    "each_of_none_pp2": ("each_of_none", PP2, "", 0),
+    "slows_pp2": ("slows", PP2, RATE, 1),
+    "decays_zero1": ("decays", ZERO1, DECAY, 2),
+    "attentions_tp2": ("attentions", TP2, HEADS, 0),
+    "flat_sp2": ("flat", SP2, "", 0),
+    "float64_pp2": ("float64", PP2, "", 0),
+}
+MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "each_of_many_pp2": ("each_of_many", PP2, "", 0),
+    "all_of_one_pp2": ("all_of_one", PP2, "", 0),
+    "slows_zbv": ("slows", {**PP2, "schedule": "zbv"}, RATE, 1),
+    "slows_tp2": ("slows", TP2, RATE, 2),
+    "slows_zero1": ("slows", ZERO1, RATE, 2),
+    "slows_zero3": ("slows", {"zero": {"stage": 3}}, RATE, 2),
+    "decays_pp2": ("decays", PP2, DECAY, 2),
+    "attentions_shared_tp2": ("attentions", {**TP2, "tensor_parallel": {"sequence_parallel": True}}, HEADS, 0),
+    "cache_tp2": ("cache", TP2, "a loss on keys or values of a cache, of which each rank has its own heads", 0),
+    "flat_tp2": ("flat", TP2, "", 0),
+    "flat_ring": ("flat", {**SP2, "sp_attention": "ring"}, "", 0),
+    "float64_ring": ("float64", {**SP2, "sp_attention": "ring"}, "", 0),
+    "float64_zbv": ("float64", {**PP2, "schedule": "zbv"}, "", 0),
+}
+JOBS = QUICK | MORE
+Runs = tuple[dict[str, Any], dict[str, Any]]
+
+
+def many(rank: int, world_size: int, jobs: list[Any], folder: str) -> Any:
+    return user_steps.many(rank, world_size, jobs, folder)
+
+
+def runs_of(chosen: dict[str, Any], folder: Path) -> Runs:
+    references = {name: (name, None, {"rows": 8}) for name, _, error, _ in chosen.values() if not error}
+    jobs = {}
+    for job, (name, parallel, _, _) in chosen.items():
+        replicas = 1 if {"pp_size", "tp_size", "sp_size"} & set(parallel) else 2
+        jobs[job] = (name, parallel, {"rows": 8 // replicas})
+    found = []
+    for world_size, wanted in ((1, references), (2, jobs)):
+        place = folder / str(world_size)
+        place.mkdir()
+        options = {"init_group": world_size > 1, "env": user_steps.ENV, "timeout": 200.0}
+        ranks = run_ranks(many, world_size, list(wanted.values()), str(place), tmp_path=folder, **options)
+        found.append(dict(zip(wanted, zip(*ranks, strict=True), strict=True)))
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs_of(QUICK, tmp_path_factory.mktemp("quick"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs_of(MORE, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.parametrize("job", QUICK)
+def test_right_or_refused(job: str, quick_runs: Runs) -> None:
+    check(job, quick_runs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", MORE)
+def test_more_is_right_or_refused(job: str, more_runs: Runs) -> None:
+    check(job, more_runs)
+
+
+def check(job: str, runs: Runs) -> None:
+    ones, twos = runs
+    name, _, error, steps = JOBS[job]
+    if not error:
+        user_steps.same(twos[job][0], ones[name][0])
+        return
+    for rank in twos[job]:
+        assert error in str(rank["error"])
+        assert rank["steps"] == steps
+
+
+def alone(rank: int, world_size: int, name: str, folder: str) -> str:
+    return str(user_steps.run(name, PP2, Path(folder))["error"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("lists_of_one", "a list of one gradient is clipped"), ("ties", TIED), ("ties_by_config", TIED)],
+)
+def test_what_one_stage_cannot_do_is_refused_there(name: str, error: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=error):
+        run_ranks(failing, 2, name, str(tmp_path), tmp_path=tmp_path, env=user_steps.ENV)
+
+
+def failing(rank: int, world_size: int, name: str, folder: str) -> None:
+    error = alone(rank, world_size, name, folder)
+    assert error == "None", error
