@@ -284,6 +284,7 @@ class HookCarrier:
             groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
             held = [one for group in groups for one in getattr(group, "fsdp_params", ())]
             self._pairs += [(part, one, one.sharded_param) for one in held]
+        self._held = {id(sharded): held for _, held, sharded in self._pairs}
         if not self._pairs:
             raise UnsupportedError(
                 "this torch does not tell the parameters of fully_shard: install torch >= 2.11,<2.14"
@@ -313,6 +314,10 @@ class HookCarrier:
                 gathered._backward_hooks = own
             if accumulated and gathered._post_accumulate_grad_hooks is not accumulated:
                 gathered._post_accumulate_grad_hooks = accumulated
+
+    def gathered_of(self, part: Tensor) -> Any:
+        """The parameter that a module has while this part of it is gathered; None before it was gathered for the first time."""
+        return getattr(self._held.get(id(part)), "_unsharded_param", None)
 
     def gathered(self) -> list[tuple[Any, Any]]:
         """The parameters that are gathered now, each with the part that this rank keeps of it."""

@@ -317,10 +317,32 @@ def pack_state(shard: FlatShard, states: Mapping[int, Mapping[str, object]]) -> 
         param = shard.bucket.params[position]
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != param.shape or key in PER_TENSOR:
-                packed[key] = value.clone() if isinstance(value, Tensor) else value
+                number = value.clone() if isinstance(value, Tensor) else value
+                _require_one_number(shard.bucket.names[position], key, packed.setdefault(key, number), number)
                 continue
             whole = packed.setdefault(key, torch.zeros_like(shard.master, dtype=value.dtype))
             part = shard.part_of(position, value)
             if part is not None and isinstance(whole, Tensor):
                 whole[part[0]] = part[1].to(whole.device)
     return packed
+
+
+def _require_one_number(name: str, key: str, one: object, other: object) -> None:
+    """Parameters of a flat part share what is no entry an element.
+
+    Raises:
+        UnsupportedError: They had others when the optimizer was prepared.
+    """
+    if one is other or (isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)):
+        return
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+        raise UnsupportedError(
+            f"the optimizer had stepped before it was prepared, and its state {key} is {_shown(other)} for {name} and {_shown(one)} "
+            "for another parameter (it had no gradient in some of these steps), with zero.stage above 0: the parameters of a flat "
+            "part share one number. Prepare an optimizer that has not stepped, or one whose parameters had gradients in the same "
+            "steps, or set zero.stage to 0 or 3."
+        )
+
+
+def _shown(value: object) -> str:
+    return f"{value.item():g}" if isinstance(value, Tensor) and value.numel() == 1 else str(value)

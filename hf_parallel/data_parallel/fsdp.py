@@ -216,9 +216,9 @@ class ShardedModel:
     def take_over(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the parts in place of the parameters, with the state it has of these."""
         for group in optimizer.param_groups:
-            group["params"] = [self._now(parameter) for parameter in group["params"]]
+            group["params"] = [self.now(parameter) for parameter in group["params"]]
         for old in list(optimizer.state):
-            new = self._now(old)
+            new = self.now(old)
             if new is not old:
                 optimizer.state[new] = split_state(new, optimizer.state.pop(old))
         optimizer.register_step_pre_hook(self._before_step)
@@ -234,14 +234,20 @@ class ShardedModel:
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if self._now(parameter) is not parameter:
+                if self.now(parameter) is not parameter:
                     raise UnsupportedError(
                         f"{type(optimizer).__name__} was made before the model was prepared and was not prepared with it: with zero.stage: 3 "
                         "or engine: fsdp2 the model has other parameters since. Pass it to accelerator.prepare(), or make it of the "
                         "prepared model's parameters."
                     )
 
-    def _now(self, parameter: Tensor) -> Tensor:
+    def gathered_of(self, part: Tensor) -> Tensor | None:
+        """What modules have in place of a part while it is gathered."""
+        gathered: Tensor | None = self._hooks.gathered_of(part)
+        return gathered
+
+    def now(self, parameter: Tensor) -> Tensor:
+        """The parameter that the model has in place of one from before, or that one itself."""
         reference, new = self._replaced.get(id(parameter), (lambda: None, parameter))
         return new if reference() is parameter else parameter
 

@@ -106,7 +106,7 @@ class ZeroPartition:
         for shard in self.shards:
             shard.counted = counted_pieces(shard, counted)
         self._buckets = buckets
-        _take_over(optimizer, self.shards)
+        unstepped = _take_over(optimizer, self.shards)
         self._kernel = FusedOnHost(optimizer) if host is not None else None
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -120,7 +120,8 @@ class ZeroPartition:
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
         self._dropped: frozenset[str] = frozenset()  # those of them that user code has dropped
-        self._missed: dict[str, bool] = {}  # names that a counted step left out, and whether user code wanted that
+        # Names that a counted step left out, and whether user code wanted that.
+        self._missed: dict[str, bool] = dict.fromkeys(unstepped, True)
         # Optimizer copies on another device are updated only if the fingerprint of the parameters has changed.
         self._apart = [s for s in self.shards if s.is_copy and s.master.device != s.shard.device]
         self._prints = self._fingerprints()
@@ -381,16 +382,24 @@ def _group_of_parameters(optimizer: Optimizer) -> dict[int, int]:
     return found
 
 
-def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> None:
-    """Give the optimizer the flat parts in place of the parameters, with the state it has of these."""
+def _take_over(optimizer: Optimizer, shards: Sequence[FlatShard]) -> list[str]:
+    """Give the optimizer the flat parts in place of the parameters, with the state it has of these.
+
+    Returns:
+        Names of parameters of which it has no state although it has stepped on others of their part.
+    """
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [shard.master for shard in shards if shard.group == index]
     old = dict(optimizer.state)
     optimizer.state.clear()
+    unstepped: list[str] = []
     for shard in shards:
-        found = [(position, old[param]) for position, param in enumerate(shard.bucket.params) if param in old]
+        named = list(zip(shard.bucket.names, shard.bucket.params, strict=True))
+        found = [(position, old[param]) for position, (_, param) in enumerate(named) if old.get(param)]
         if found:
             optimizer.state[shard.master] = pack_state(shard, dict(found))
+            unstepped += [name for name, param in named if not old.get(param)]
+    return unstepped
 
 
 def _per_element(optimizer: Optimizer, shard: FlatShard) -> list[Tensor]:

@@ -24,7 +24,7 @@ from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
-from hf_parallel.engine.optimizer_rules import refuse_crossing_updates, refuse_whole_tensor_updates
+from hf_parallel.engine.optimizer_rules import cut_states, refuse_crossing_updates, refuse_whole_tensor_updates
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import keeps_by_place
@@ -111,6 +111,10 @@ class GradientSync:
         self.hooks.check()
         if self.replicas.sharded is not None:
             self.replicas.sharded.begin_forward()
+
+    def _before_gathering(self, model: torch.nn.Module, inputs: object) -> None:
+        if self._weights is not None and model.training and torch.is_grad_enabled() and not self.in_window:
+            self._weights.check()
 
     def summands(self, name: str) -> int:
         """On how many stages the gradient of a parameter is now, each with a part of it that `reduce` adds up."""
@@ -363,6 +367,8 @@ class GradientSync:
                 parameters but each stage has others.
         """
         hooks = OwnHooks(optimizer)
+        if self._mesh.parts.size > 1:
+            cut_states(optimizer, self._name_now, self._ledger, self._mesh)
         self.replicas.take_over(optimizer)
         live = {id(p) for p in self._parameters.values()}
         given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -376,8 +382,11 @@ class GradientSync:
         refuse_crossing_updates(optimizer, self._parameters, self._mesh, pairs=pairs)
         if model is not None and self._weights is None:
             everywhere = [alias for entry in self._ledger if entry.kind == "param" for alias in entry.aliases]
-            replaced = self.replicas.sharded is not None  # `fully_shard` exchanges parameters by itself
-            self._weights = WeightGuard(model, {} if replaced else self._parameters, everywhere)
+            sharded = self.replicas.sharded  # which exchanges parameters by itself
+            gathered_of = sharded.gathered_of if sharded is not None else (lambda parameter: None)
+            self._weights = WeightGuard(model, self._parameters, everywhere, gathered_of)
+            if sharded is not None:  # which puts its own parameters into the modules before `begin_forward`
+                model.register_forward_pre_hook(self._before_gathering, prepend=True)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *args: self.shown.show_after_step())
         self.replicas.adopt(optimizer, model)
@@ -388,6 +397,12 @@ class GradientSync:
         hooks.settle()
         self.settings.add(optimizer)
         return hooks
+
+    def _name_now(self, parameter: torch.Tensor) -> str | None:
+        """The name of a parameter, or of what the model has in its place now."""
+        sharded = self.replicas.sharded
+        here = parameter if sharded is None else sharded.now(parameter)
+        return next((name for name, one in self._parameters.items() if one is here), None)
 
     def _guard_states(self, optimizer: torch.optim.Optimizer) -> None:
         zero = self.replicas.zero

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,28 @@ from hf_parallel.mesh import Mesh
 
 
 logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def cut_states(
+    optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str | None], ledger: Ledger, mesh: Mesh
+) -> None:
+    """Keep this rank's parts of states that an optimizer has of whole tensors: it has stepped, or made them, before they were cut.
+
+    Args:
+        optimizer: With the parameters from before or from now.
+        name_of: Name of a parameter of this rank.
+        ledger: Says which are shards.
+        mesh: This rank's mesh.
+    """
+    for parameter, state in optimizer.state.items():
+        name = name_of(parameter)
+        entry = ledger.entries[name] if name is not None else None
+        if entry is None or entry.spec is None:
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == entry.shape:
+                state[key] = entry.spec.shard(value, mesh.parts.size, mesh.parts.rank)
 
 
 def refuse_whole_tensor_updates(

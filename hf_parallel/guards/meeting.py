@@ -116,10 +116,8 @@ class Meeting:
         return {rank: store.get(f"{key}/{rank}").decode() for rank in here}
 
     def _here_and_missing(self, told: Collection[int]) -> tuple[str, str]:
-        named = enumerate(self._names)
-        here, missing = [], []
-        for rank, name in named:
-            (here if rank in told else missing).append(name)
+        here = [name for rank, name in enumerate(self._names) if rank in told]
+        missing = [name for rank, name in enumerate(self._names) if rank not in told]
         return ", ".join(here), ", ".join(missing)
 
 

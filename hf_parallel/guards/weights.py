@@ -6,9 +6,9 @@ not, nor may the modules that have parameters somewhere in the model: a new head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_modules, own_parameters
 from hf_parallel.errors import UnsupportedError
@@ -21,11 +21,17 @@ class WeightGuard:
         model: The model, cut and sharded.
         parameters: Name -> this rank's parameter.
         everywhere: Names of all parameters of the whole model, wherever they are.
+        gathered_of: What a module has in place of a parameter while that is gathered.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], everywhere: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        everywhere: Iterable[str] = (),
+        gathered_of: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
+        self._gathered_of = gathered_of
         self._modules = _places_of_modules(model, everywhere)
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._places = [
@@ -50,7 +56,8 @@ class WeightGuard:
                     "place (`with torch.no_grad(): parameter.copy_(new)`)."
                 )
         for name, table, key, parameter in self._places:
-            if table.get(key) is not parameter:
+            found = table.get(key)
+            if found is not parameter and (found is None or found is not self._gathered_of(parameter)):
                 raise UnsupportedError(
                     f"parameter {name} was replaced by another object after the model was prepared: optimizer, gradient "
                     "reduction and checkpoints hold the one of before, so the new one would not be trained. Change its values "
