@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import weakref
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_STARTED = itertools.count()  # runs of this process, started by all ranks together
 
 
 class Session:
@@ -83,9 +85,10 @@ class Session:
         self.compute_dtype: torch.dtype | None = None
         self.raw_loop = False
         names = [mesh.shape.describe(rank) for rank in range(mesh.shape.world_size)]
-        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s))
+        number = next(_STARTED)  # another Trainer of the same processes has meetings of its own
+        self.meeting = Meeting(names, min(MEETING_S, config.monitor.hang_timeout_s), topic=f"all {number}")
         # Code of users may run on one rank as long as others may wait for it, but for what it takes to say so first.
-        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic="flags")
+        self.flags = Meeting(names, 0.9 * config.monitor.hang_timeout_s, topic=f"flags {number}")
         self._beside: WeakSet[nn.Module] = WeakSet()  # models for inference beside the attached one
         self._in_parts: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # of those that are cut or sharded
         self._num_beside = 0

@@ -6,11 +6,9 @@ part of the model.
 
 from __future__ import annotations
 
-import itertools
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 MEETING_S = 120.0
-_MADE: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # topic -> meetings that this process has made
 
 
 class Meeting:
@@ -48,8 +45,7 @@ class Meeting:
         advice: str = "Take it out of `if accelerator.is_main_process:`; rank 0 writes.",
     ) -> None:
         self._names, self._bound_s = list(names), bound_s
-        self._ranks, self._advice = range(len(names)) if ranks is None else ranks, advice
-        self._topic = f"{topic}/{next(_MADE[topic])}"  # another Trainer of the same job has meetings of its own
+        self._ranks, self._topic, self._advice = range(len(names)) if ranks is None else ranks, topic, advice
         self._store: Store | None = None
         self._calls = 0
 

@@ -21,7 +21,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, flags: list[str | None], bound_s: f
     def come(rank: int) -> str:
         place.rank = rank
         meeting = Meeting([f"rank {one}" for one in range(len(flags))], bound_s, topic="flags")
-        meeting._store, meeting._topic = store, "flags"  # a process of its own would number its first like the others
+        meeting._store = store
         try:
             meeting.agree(str(flags[rank]), 7)
         except ParallelError as error:
