@@ -21,6 +21,12 @@ from hf_parallel.errors import PlanError, UnsupportedError
 from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
 
 
+# In-place methods of tensors that draw random numbers.
+DRAWS = frozenset(
+    ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+)
+
+
 class Uncopyable:
     """Base of the callables installed on a cut model: a copy of the model would still call into the original."""
 
@@ -87,7 +93,7 @@ class ZeroOutput(Uncopyable):
 
 
 class _Placeholder(Uncopyable, Tensor):
-    """Stands for a dropped weight. Writing in place does nothing: RWKV rescales all its blocks before an evaluation.
+    """Stands for a dropped weight. Writing in place changes nothing: RWKV rescales all its blocks before an evaluation.
 
     Model code that a stage runs may ask for shape, dtype and device. Whoever computes with it outside of a stage (a loss
     of the user) would compute with zeros, and is refused.
@@ -99,8 +105,11 @@ class _Placeholder(Uncopyable, Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], cls):
-            return args[0]
+        written = args[0] if args else (kwargs or {}).get("tensor")  # so torch.nn.init.kaiming_uniform_ names it
+        if name.endswith("_") and not name.endswith("__") and isinstance(written, cls):
+            if name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
+                written._draw(func, args, kwargs or {})
+            return written
         with no_torch_function():
             result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
@@ -109,6 +118,13 @@ class _Placeholder(Uncopyable, Tensor):
                     if isinstance(item, cls):
                         item._running.require(item._full_name)
         return result
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        """The draws of the rank that has the weight: what is drawn next, for a weight of this rank, follows them."""
+        with no_torch_function():
+            scratch = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        named = {key: scratch if value is self else value for key, value in kwargs.items()}
+        func(*(scratch if value is self else value for value in args), **named)
 
 
 def drop(module: nn.Module, key: str, name: str, running: Running) -> None:
