@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from hf_parallel.engine.expected import states_with_zero
-from hf_parallel.engine.held import holding_of, whole_bytes
+from hf_parallel.engine.held import holding_of
 from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.machine.facts import this_machine
@@ -60,7 +61,7 @@ def for_inference(plans: Plans, setup: Setup, holdings: Sequence[Holding], secon
         parts.append(f"parameters in {group.size()} parts (fully_shard)")
     fullest = max(holdings, key=lambda held: held.weights)
     here = states_with_zero((fullest.weights, 0, 0), zero, group)[0]
-    whole = whole_bytes(setup.model, plans.ledger)
+    whole = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in plans.ledger)
     return (
         f"{setup.name}, a model for inference: {'; '.join(parts)}; the fullest rank has {_gb(here)} of its {_gb(whole)} GB; "
         f"{_how(plans, compared=compared)} in {max(seconds, 0.1):.1f} s"

@@ -1,4 +1,4 @@
-"""Weights and optimizers that user code changes around `fully_shard` and flat parts: right, or named before an update."""
+"""Parameters that user code exchanges between steps of ZeRO 3, whose gathered ones stand in the modules: named before an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny
 import torch
@@ -85,64 +84,3 @@ def test_a_parameter_that_is_exchanged_between_steps_of_zero_3_is_named(parallel
         assert "parameter model.layers.1.input_layernorm.weight was replaced by another object" in replaced
     for here, there in zip(results[0][3], one[0][0], strict=True):
         assert here == pytest.approx(there, rel=1e-5)
-
-
-# -- optimizers that have stepped before they are prepared ---------------------------------------------------------------
-
-
-def stepped_main(rank: int, world_size: int, parallel: Any, dropped: int) -> Any:
-    """Weights after a step before `prepare` and two after it; in the first `dropped` of two steps before some have no gradient."""
-    from accelerate import Accelerator
-
-    from hf_parallel import HFParallelPlugin, ParallelError
-
-    model: Any = tiny.llama()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for index in range(2):
-        model(**tiny.collate(tiny.rows(4))).loss.backward()
-        for name, parameter in model.named_parameters():
-            if index < dropped and "mlp" in name:
-                parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator = Accelerator(
-        cpu=True, parallelism_config=None if parallel is None else HFParallelPlugin({}, **parallel)
-    )
-    session = getattr(accelerator, "hf_parallel", None)
-    try:
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for _ in range(2):
-            accelerator.backward(model(**tiny.collate(tiny.rows(4))).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        state: Any = accelerator.get_state_dict(model)
-    except ParallelError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        if session is not None:
-            session.watchdog.stop()
-    return None if state is None else {name: value.detach().numpy().copy() for name, value in state.items()}
-
-
-TP2: dict[str, Any] = {"tp_size": 2}
-ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
-
-
-@pytest.mark.parametrize(
-    ("parallel", "dropped"),
-    [(TP2, 0), pytest.param(ZERO1, 0, marks=pytest.mark.long), pytest.param(ZERO3, 1, marks=pytest.mark.long)],
-)
-def test_the_state_of_an_optimizer_that_has_stepped_is_kept(parallel: Any, dropped: int, tmp_path: Path) -> None:
-    one = run_ranks(stepped_main, 1, None, dropped, tmp_path=tmp_path, init_group=False, env=ENV)[0]
-    found = run_ranks(stepped_main, 2, parallel, dropped, tmp_path=tmp_path, env=ENV)[0]
-    assert isinstance(found, dict), found
-    for name, value in one.items():
-        assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
-
-
-@pytest.mark.parametrize(("dropped", "text"), [(1, "its state step is"), (2, "was dropped")])
-def test_parts_that_share_a_number_of_steps_refuse_parameters_that_had_others(
-    dropped: int, text: str, tmp_path: Path
-) -> None:
-    for found in run_ranks(stepped_main, 2, ZERO1, dropped, tmp_path=tmp_path, env=ENV):
-        assert text in found
