@@ -159,6 +159,13 @@ def test_a_new_adapter_whose_last_factor_is_zero_hides_no_mixing_of_rows() -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_reentrant_checkpoints_change_no_verdict() -> None:
+    model = tiny.gpt2()  # whose biases are zero, as the last factor of a new adapter is
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert judge_loss(model, batch()).kind == "sum_over_items"
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
 def test_noise_on_embeddings_does_not_hide_that_rows_add_up() -> None:
     model = tiny.llama(layers=1).train()
     embedding = model.get_input_embeddings()

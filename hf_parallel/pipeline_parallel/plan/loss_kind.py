@@ -330,21 +330,27 @@ def _mixes_rows(model: nn.Module, sample: Mapping[str, Any]) -> bool:
         return leaves[0].clone()  # which may be changed in place
 
     handles = [each.register_forward_hook(cut) for each in model.modules() if isinstance(each, nn.Embedding)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain = {name: value for name, value in sample.items() if name not in ("labels", "shift_labels")}
     try:
+        for parameter in trained:
+            parameter.requires_grad_(False)  # only the embeddings get a gradient
         with unchanged(model), NoDropout(), without_noise(model), torch.enable_grad(), _training(model, False):
             logits: Tensor = model(**plain).logits[0].float()
             weights = torch.linspace(-1.0, 1.0, logits.numel(), device=logits.device).reshape(logits.shape)
-            found = torch.autograd.grad((logits * weights).sum(), leaves, allow_unused=True) if leaves else ()
+            if leaves:
+                (logits * weights).sum().backward()  # not `grad`: reentrant checkpoints refuse it
     except Exception as error:  # the model's own code
         raise _UnknownError(f"gradients of a small batch in evaluation mode raise {type(error).__name__}") from error
     finally:
         for handle in handles:
             handle.remove()
-    if rows < 2 or not found or found[0] is None:
+        for parameter in trained:
+            parameter.requires_grad_()
+    found = leaves[0].grad if leaves else None
+    if rows < 2 or found is None:
         return False
-    size, others = found[0][0].abs().max(), found[0][1:].abs().max()
-    return bool(others > 16 * torch.finfo(found[0].dtype).eps * size)
+    return bool(found[1:].abs().max() > 16 * torch.finfo(found.dtype).eps * found[0].abs().max())
 
 
 def _compare_rows(model: nn.Module, sample: Mapping[str, Any], whole: _Made) -> None:
