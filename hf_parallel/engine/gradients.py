@@ -27,7 +27,9 @@ from hf_parallel.engine.counted import Counted
 from hf_parallel.engine.optimizer_rules import cut_states, refuse_crossing_updates, refuse_whole_tensor_updates
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
+from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.crossing import keeps_by_place
+from hf_parallel.guards.drift import digest_of_weights, refuse_unlike_weights
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
@@ -81,6 +83,7 @@ class GradientSync:
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
+        self._told = Awaited()
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting, self.settings)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
@@ -310,13 +313,16 @@ class GradientSync:
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
     def _over_parts(self, power: torch.Tensor, *, infinite: bool) -> torch.Tensor:
-        """What the ranks that share the optimizer count together (0-d, f64); they compare what their optimizers are set to."""
-        group = self._mesh.dp_shard_group
+        """What the ranks that share the optimizer count together (0-d, f64); they compare its settings, and weights."""
+        group, zero = self._mesh.dp_shard_group, self.replicas.zero
         if group is None:
             return power
-        mine = torch.stack([power, torch.full_like(power, self.settings.word())])
-        rows = rows_of_ranks(mine, group)
-        self.settings.arrived(rows[:, 1], group)
+        words = [self.settings.word(), 0 if zero is None else digest_of_weights(zero)]
+        rows = rows_of_ranks(torch.stack([power, *(torch.as_tensor(word).to(power) for word in words)]), group)
+        told = self._told.swap(rows[:, 1:])
+        if told:
+            self.settings.refuse_unlike_parts([setting for setting, _ in told], group)
+            refuse_unlike_weights([weights for _, weights in told], group)
         return rows[:, 0].amax() if infinite else rows[:, 0].sum()
 
     def _gradients_beside_parts(self) -> list[torch.Tensor]:

@@ -111,21 +111,14 @@ class _Slot:
             self._look(places)
         if not self._views:
             return 1
-        some = torch.cat(self._views)
-        if some.device.type == "cpu":  # hashing costs less there than a dozen operations
-            state = hashlib.blake2b(bytes_of(some), digest_size=8)
-            return int.from_bytes(state.digest(), "big") & ((1 << BITS) - 1) | 1
-        total = (bits_of(some) * self._weights).sum()
-        return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1
+        return digest_of(torch.cat(self._views), self._weights)
 
     def _look(self, places: list[int]) -> None:
         self._places = places
         found = (_some(parameter) for parameter in self._held)
         self._views = [view for view in found if view is not None]
         if self._views:
-            device, count = self._views[0].device, sum(map(len, self._views))
-            numbers = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(1))
-            self._weights = (numbers * 2 + 1).to(device)
+            self._weights = factors(sum(map(len, self._views)), self._views[0].device)
 
 
 def _some(parameter: nn.Parameter) -> Tensor | None:
@@ -135,6 +128,21 @@ def _some(parameter: nn.Parameter) -> Tensor | None:
         return None
     flat = values.view(-1)
     return flat[:: max(1, len(flat) // ELEMENTS)][:ELEMENTS]
+
+
+def factors(count: int, device: torch.device) -> Tensor:
+    """Odd numbers i64[count], the same on every rank, by which `digest_of` tells places apart."""
+    numbers = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(1))
+    return (numbers * 2 + 1).to(device)
+
+
+def digest_of(some: Tensor, weights: Tensor) -> Tensor | int:
+    """A number for the bits of a tensor [N], never zero: a 0-d i64 of one on a GPU, without waiting for it."""
+    if some.device.type == "cpu":  # hashing costs less there than a dozen operations
+        state = hashlib.blake2b(bytes_of(some), digest_size=8)
+        return int.from_bytes(state.digest(), "big") & ((1 << BITS) - 1) | 1
+    total = (bits_of(some) * weights).sum()
+    return ((total ^ (total >> 23)) & ((1 << BITS) - 1)) | 1
 
 
 def bits_of(value: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -59,7 +58,6 @@ class OptimizerSettings:
         self._last = NONE
         self._used = NONE  # in the last step, where callbacks may change them for this one step
         self._stages_differ = False  # by what user code has made: groups of single blocks, say
-        self._under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def add(self, optimizer: Optimizer) -> None:
         """From now on its groups count."""
@@ -99,8 +97,8 @@ class OptimizerSettings:
         ranks = self._mesh.copy_ranks[self._mesh.place_in_copy % size :: size]
         self._compare(words, ranks, self._mesh.pp_group, 1)
 
-    def arrived(self, words: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Those of the ranks that share an optimizer, f64[n]; collective. A GPU is not waited for: the next call judges them.
+    def refuse_unlike_parts(self, words: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Compare those of the ranks that share an optimizer; collective if they differ.
 
         Args:
             words: Of the ranks of `group`.
@@ -109,17 +107,7 @@ class OptimizerSettings:
         Raises:
             RankMismatchError: On each of these ranks, with a setting that differs.
         """
-        before = self._under_way
-        if words.device.type == "cuda":
-            here = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-            here.copy_(words, non_blocking=True)
-            self._under_way = here, torch.cuda.current_stream(words.device).record_event()
-            if before is None:
-                return
-            before[1].synchronize()
-            words = before[0]
-        told = [int(word) for word in words.tolist()]
-        self._compare(told, dist.get_process_group_ranks(group), group, len(told))
+        self._compare(words, dist.get_process_group_ranks(group), group, len(words))
 
     def _compare(self, words: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup | None, size: int) -> None:
         """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them."""

@@ -116,7 +116,7 @@ def differing(numbers: Sequence[int | None], group: dist.ProcessGroup | None) ->
     """
     if not numbers:
         return []
-    device = _wire_device(group)
+    device = wire_device(group)
     least, most = (
         torch.tensor([neutral if n is None else n for n in numbers], dtype=torch.int64, device=device)
         for neutral in (MOST, LEAST)
@@ -195,7 +195,7 @@ def _is_quantised(tensor: Tensor) -> bool:
 
 def _send(tensor: Tensor) -> None:
     """Overwrite a tensor with that of world rank 0; collective."""
-    device = _wire_device(None)
+    device = wire_device(None)
     arriving = _plain(tensor).to(device, copy=True).contiguous()
     if arriving.dtype == torch.bool:
         arriving = arriving.view(torch.uint8)
@@ -208,7 +208,7 @@ def _send(tensor: Tensor) -> None:
         _plain(tensor).copy_(values)
 
 
-def _wire_device(group: dist.ProcessGroup | None) -> torch.device:
+def wire_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group can send from: the GPU for NCCL, the CPU for gloo."""
     nccl = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

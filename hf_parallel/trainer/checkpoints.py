@@ -92,6 +92,7 @@ class CheckpointMixin(RestartMixin):
         with overlooked() if self._hf_parallel_checkpoints else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish_saving()
+        self._refuse_drift()
         self._end_run()
         return output
 
@@ -179,6 +180,7 @@ class CheckpointMixin(RestartMixin):
         """On disk, or in a folder in memory, which has one at a time."""
         self._finish_saving()
         self._synchronise()
+        self._refuse_drift()
         self._hf_parallel_saved = self.state.global_step
         run_dir = Path(super()._get_output_dir(trial)) if memory is None else memory
         staging, name = run_dir / STAGING, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -18,6 +18,7 @@ from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
+from hf_parallel.guards.drift import refuse_drift
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.trainer.flags import agree_on_flags
 from hf_parallel.trainer.model_folder import is_whole, state_to_write
@@ -37,6 +38,7 @@ else:
 
 
 ARGUMENTS = "training_args.json"
+logger = logging.get_logger(__name__)
 
 
 class SavingMixin(Base):
@@ -44,6 +46,7 @@ class SavingMixin(Base):
 
     accelerator: HFParallelAccelerator
     model: PreTrainedModel
+    _hf_parallel_said_drift: bool = False  # once a run
     _hf_parallel_alone: bool = False  # one process, whose checkpoints are to fit any layout
 
     @property
@@ -96,6 +99,26 @@ class SavingMixin(Base):
         """Replicas that train by themselves become equal before the model is looked at."""
         if self._engine is not None:
             self._engine.gradients.replicas.synchronise()
+
+    def _refuse_drift(self) -> None:
+        """Refuse weights that the replicas changed differently; collective. Parts of weights are on one rank only."""
+        engine = self._engine
+        if (
+            engine is None
+            or engine.gradients.replicas.sharded is not None
+            or engine.gradients.replicas.local is not None
+        ):
+            return
+        self._synchronise()
+        attachment, mesh = engine.attachment, engine.mesh
+        entries, has_experts = attachment.ledger.entries, mesh.shape.ep_size > 1
+        experts = {n: p for n, p in attachment.parameters.items() if has_experts and entries[n].spec is not None}
+        common = {n: p for n, p in attachment.parameters.items() if n not in experts}
+        with self._waiting("waits for the other replicas to compare weights"):
+            said = refuse_drift(common, mesh.copies_group) or refuse_drift(experts, mesh.expert_group)
+        if said and not self._hf_parallel_said_drift:
+            self._hf_parallel_said_drift = True
+            logger.warning("hf_parallel: %s", said)
 
     # -- weights -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+"""Replicas whose weights are no longer the same: they train several models, and rank 0's is the one that is saved.
+
+Code that changes weights, gradients or an optimizer on some ranks only does this, and DDP would not say so. The weights are
+compared whenever a checkpoint is written and when training ends, by a number each. Kernels of unlike GPUs may round
+differently, so what differs is also measured: a little is said, much is refused. With ZeRO 1 and 2 each rank's update
+overwrites what the others have of its part, so that nothing is left to compare later: there a few elements are compared in
+every step, in the message that adds up the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.data_parallel.zero import ZeroPartition
+from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.alike import digest_of, factors
+from hf_parallel.guards.start import WRAPS, differing, fingerprints, wire_device
+
+
+MEASURED = 8  # of the tensors that differ
+ROUNDING = 1e-3  # of a tensor's norm
+BUFFERS, ELEMENTS = 16, 1024  # that are looked at in every step, and of each
+_FACTORS: dict[torch.device, Tensor] = {}
+
+
+@torch.no_grad()
+def digest_of_weights(zero: ZeroPartition) -> Tensor | int:
+    """A number for some elements of the buffers that all replicas hold; zero if there are none. A GPU is not waited for."""
+    flats = [shard.flat for shard in zero.shards if shard.sharers is zero.shard_group]
+    if not flats:
+        return 0
+    if zero.late is not None:
+        zero.late.wait_for_all()
+    device, dtype = flats[0].device, flats[0].dtype
+    alike = [flat for flat in flats[:: -(-len(flats) // BUFFERS)] if flat.dtype == dtype and flat.device == device]
+    some = torch.cat([flat[:: -(-len(flat) // ELEMENTS)] for flat in alike])
+    if device not in _FACTORS:
+        _FACTORS[device] = factors(BUFFERS * ELEMENTS, device)
+    return digest_of(some, _FACTORS[device][: len(some)])
+
+
+def refuse_unlike_weights(words: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Compare the digests of the ranks of a group.
+
+    Raises:
+        RankMismatchError: They differ; the same on every rank.
+    """
+    if len(set(words)) == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    first = next(rank for rank, word in zip(ranks, words, strict=True) if word != words[0])
+    raise RankMismatchError(
+        f"the weights of rank {first} are not those of rank {ranks[0]}, and with ZeRO each rank updates a part of them for all: "
+        "what others changed of it would be lost. Code changed weights on some ranks only (`if state.is_world_process_zero`?), "
+        "or with random numbers of each rank's own. Do it on every rank, with the same numbers."
+    )
+
+
+@torch.no_grad()
+def refuse_drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str:
+    """Compare the trained parameters of replicas; collective over `group`.
+
+    Args:
+        parameters: Name -> this rank's parameter; the same names on all ranks of the group.
+        group: Who holds the same parameters; None if nobody else does.
+
+    Returns:
+        What to say of small differences, "" if there are none.
+
+    Raises:
+        RankMismatchError: Names the tensor that differs most; on every rank of the group.
+    """
+    if group is None:
+        return ""
+    trained = [
+        name
+        for name, p in parameters.items()
+        if p.requires_grad and p.is_floating_point() and not (p.is_meta or WRAPS(p) or isinstance(p, DTensor))
+    ]
+    numbers = dict(zip(trained, fingerprints(parameters[name] for name in trained), strict=True))
+    names = list(parameters)
+    odd = [names[index] for index in differing([numbers.get(name) for name in names], group)]
+    if not odd:
+        return ""
+    apart = {name: _apart(parameters[name], group) for name in odd[:MEASURED]}
+    worst = max(apart, key=lambda name: apart[name])
+    found = (
+        f"parameter {worst} differs between the replicas by {apart[worst]:.1e} of its norm "
+        f"({len(odd)} of {len(names)} parameters differ)"
+    )
+    if apart[worst] > ROUNDING:
+        raise RankMismatchError(
+            f"{found}: each replica trains another model, and that of rank 0 would be saved. Code changed weights, gradients or "
+            "the optimizer on some ranks only (`if state.is_world_process_zero`?). Do it on every rank."
+        )
+    return f"{found}: GPUs of unlike kinds, or noise that each rank draws for itself. Rank 0's weights are saved."
+
+
+def _apart(tensor: Tensor, group: dist.ProcessGroup) -> float:
+    """The largest distance of a rank's tensor from that of the group's first, as a share of that one's norm; collective."""
+    device, ranks = wire_device(group), dist.get_process_group_ranks(group)
+    mine = tensor.detach().to(device, torch.float32, copy=True).contiguous()
+    first = mine.clone()
+    dist.broadcast(first, src=ranks[0], group=group)
+    distance = (mine - first).norm() / first.norm().clamp(min=torch.finfo(torch.float32).tiny)
+    distance.nan_to_num_(nan=float("inf"))
+    dist.all_reduce(distance, op=dist.ReduceOp.MAX, group=group)
+    return float(distance)

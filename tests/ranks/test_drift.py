@@ -1,0 +1,100 @@
+"""Replicas that user code made unlike: noticed when a checkpoint is written, and at the end of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rank_runner import run_ranks
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hf_parallel import HFParallelCallback
+from hf_parallel.guards.drift import refuse_drift
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Changes(TrainerCallback):
+    """Changes weights after the second step, on some ranks."""
+
+    def __init__(self, ranks: list[int], factor: float) -> None:
+        self.ranks, self.factor = ranks, factor
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 2 and args.process_index in self.ranks:
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(self.factor)
+
+
+def drift_main(
+    rank: int, world_size: int, folder: str, ranks: list[int], factor: float, save: bool, config: dict[str, Any]
+) -> str:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        save_strategy="steps" if save else "no",
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callbacks = [Changes(ranks, factor), HFParallelCallback(config)]
+    trainer = Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+    try:
+        trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dp2": {"pp_size": 1},
+    "zero1": {"zero": {"stage": 1}},
+    "zero2": {"zero": {"stage": 2}},
+}
+
+
+@pytest.mark.parametrize("save", [True, False], ids=["saved", "ended"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_weights_changed_on_one_rank_are_refused(settings: str, save: bool, tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0], 0.5, save, SETTINGS[settings])
+    said = run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90)
+    assert len(set(said)) == 1, said
+    wanted = (
+        "the weights of rank 1"
+        if settings != "dp2" and not save
+        else "parameter model.layers.0.mlp.up_proj.weight differs"
+    )
+    assert said[0].startswith(f"RankMismatchError: {wanted}"), said[0]
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_weights_changed_on_all_ranks_are_not(tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0, 1], 0.5, True, SETTINGS["zero1"])
+    assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def measure_main(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    weights = {"a": torch.nn.Parameter(torch.randn(30, 3)), "b": torch.nn.Parameter(torch.randn(7).bfloat16())}
+    weights["frozen"] = torch.nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    group = torch.distributed.group.WORLD
+    assert refuse_drift(weights, group) == ""
+    with torch.no_grad():
+        weights["a"].mul_(1 + 1e-5 * rank)
+    return refuse_drift(weights, group)
+
+
+def test_differences_of_rounding_are_said(tmp_path: Path) -> None:
+    said = run_ranks(measure_main, 2, tmp_path=tmp_path)
+    assert said[0] == said[1]
+    assert said[0].startswith(
+        "parameter a differs between the replicas by 1.0e-05 of its norm (1 of 3 parameters differ)"
+    )
