@@ -158,12 +158,14 @@ class ShardedModel:
         model.register_forward_hook(
             self._after_forward
         )  # behind that of `fully_shard`, which keeps the root's gathered
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._replaced = {id(old): (weakref.ref(old), after[name]) for name, old in before.items()}
         weakref.finalize(
             self, register_optimizer_step_pre_hook(_calling(weakref.WeakMethod(self._refuse_replaced))).remove
         )
         self._parameters = list(after.values())
+        self._has_gathered = False
         self._hooks = HookCarrier(self.parts)
         self._gathered = Gathered(self._hooks)
         for parameter in self._parameters:
@@ -195,6 +197,15 @@ class ShardedModel:
     def begin_backward(self) -> None:
         """Backward passes begin: gradients of gathered parameters are those that arrive."""
         self._gathered.hide()
+
+    def _before_forward(self, model: nn.Module, args: object) -> None:
+        """Make the memory of gathers outside of `inference_mode`, whose tensors autograd refuses; `fully_shard` keeps the first."""
+        if torch.is_inference_mode_enabled() and not self._has_gathered:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for part in self.parts:
+                    part.unshard()
+                    part.reshard()
+        self._has_gathered = True
 
     def _after_forward(self, model: nn.Module, args: object, output: object) -> None:
         """Give `model.parameters()` the sharded parameters again after an evaluation, and what is gathered its gradient."""

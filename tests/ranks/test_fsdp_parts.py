@@ -329,3 +329,30 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path) -> None:
         assert "copy.deepcopy of a parallelized model" in found["copy"]
         assert "optimizer Adafactor of transformers.optimization with zero.stage above 0" in found["adafactor"]
         assert "frozen or unfrozen after zero.stage=3" in found["frozen"]
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def inference_rank(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = tiny.llama(layers=2)
+    accelerator = make_accelerator()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(2):
+        model.eval()
+        with torch.inference_mode():
+            losses.append(float(model(**batch(step, rank)).loss))
+        model.train()
+        loss = model(**batch(step, rank)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(tmp_path: Path) -> None:
+    for losses in run_ranks(inference_rank, 2, tmp_path=tmp_path, timeout=90, env=ENV):
+        assert losses[::2] == pytest.approx(losses[1::2])
