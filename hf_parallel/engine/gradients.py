@@ -318,7 +318,9 @@ class GradientSync:
         if group is None:
             return power
         words = [self.settings.word(), 0 if zero is None else digest_of_weights(zero)]
-        rows = rows_of_ranks(torch.stack([power, *(torch.as_tensor(word).to(power) for word in words)]), group)
+        # A number is written on the device: copying it there would wait.
+        mine = [word.to(power) if isinstance(word, torch.Tensor) else torch.full_like(power, word) for word in words]
+        rows = rows_of_ranks(torch.stack([power, *mine]), group)
         told = self._told.swap(rows[:, 1:])
         if told:
             self.settings.refuse_unlike_parts([setting for setting, _ in told], group)
