@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.guards.awaited import Awaited
 
 
 class ChangedParts:
@@ -23,7 +23,7 @@ class ChangedParts:
     def __init__(self, power: Callable[[], Tensor], tp_size: int) -> None:
         self._power, self._tp_size = power, tp_size
         self._known: Tensor | None = None
-        self._unjudged: tuple[Tensor, torch.cuda.Event] | None = None
+        self._changed = Awaited(self._judge)
 
     def remember(self) -> None:
         """The gradients are as they should be."""
@@ -44,13 +44,7 @@ class ChangedParts:
         known, self._known = self._known, None
         if known is None:
             return
-        changed = (known == known) & (known != self._power())  # NaN is no change
-        if changed.device.type != "cuda":
-            self._judge(changed)
-            return
-        here = torch.empty((), dtype=torch.bool, pin_memory=True)
-        here.copy_(changed, non_blocking=True)
-        self._unjudged = here, torch.cuda.current_stream(changed.device).record_event()
+        self._changed.give((known == known) & (known != self._power()))  # NaN is no change
 
     def judge(self) -> None:
         """Judge a step that is not judged yet; before its weights are evaluated or saved.
@@ -58,10 +52,7 @@ class ChangedParts:
         Raises:
             UnsupportedError: Its gradients were changed.
         """
-        before, self._unjudged = self._unjudged, None
-        if before is not None:
-            before[1].synchronize()
-            self._judge(before[0])
+        self._changed.settle()
 
     def _judge(self, changed: Tensor) -> None:
         if changed:

@@ -83,13 +83,13 @@ class GradientSync:
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
-        self._told = Awaited()
+        self._told = Awaited(self._judge_told)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting, self.settings)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
-        self.replicas.before_reading += [self.settle_states, self._parts.judge]
+        self.replicas.before_reading += [self.settle_states, self._parts.judge, self._told.settle]
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -321,11 +321,14 @@ class GradientSync:
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, torch.Tensor) else torch.full_like(power, word) for word in words]
         rows = rows_of_ranks(torch.stack([power, *mine]), group)
-        told = self._told.swap(rows[:, 1:])
-        if told:
+        self._told.give(rows[:, 1:])
+        return rows[:, 0].amax() if infinite else rows[:, 0].sum()
+
+    def _judge_told(self, words: torch.Tensor) -> None:
+        group, told = self._mesh.dp_shard_group, [[int(word) for word in row] for row in words.tolist()]
+        if group is not None:
             self.settings.refuse_unlike_parts([setting for setting, _ in told], group)
             refuse_unlike_weights([weights for _, weights in told], group)
-        return rows[:, 0].amax() if infinite else rows[:, 0].sum()
 
     def _gradients_beside_parts(self) -> list[torch.Tensor]:
         """What this rank counts of the gradients that are not partitioned."""

@@ -1,25 +1,37 @@
-"""Numbers that ranks tell each other, read without waiting for a GPU: those of one step are judged in the next."""
+"""Numbers that a step is judged by, read without waiting for a GPU: there they are judged when the next step comes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 
 class Awaited:
-    """Numbers that are on their way to the CPU."""
+    """Numbers that are on their way to the CPU.
 
-    def __init__(self) -> None:
-        self._under_way: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    Args:
+        judge: Given them there, raises what is wrong with the step.
+    """
 
-    def swap(self, numbers: torch.Tensor) -> list[list[int]]:
-        """What can be read now: `numbers` i or f[N M] themselves, or from a GPU those of the call before; then [] at first."""
-        before = self._under_way
-        if numbers.device.type == "cuda":
-            here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            here.copy_(numbers, non_blocking=True)
-            self._under_way = here, torch.cuda.current_stream(numbers.device).record_event()
-            if before is None:
-                return []
+    def __init__(self, judge: Callable[[Tensor], None]) -> None:
+        self._judge = judge
+        self._under_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def give(self, numbers: Tensor) -> None:
+        """Judge the step before, if it is not judged yet, and this one at once if `numbers` are not on a GPU."""
+        self.settle()
+        if numbers.device.type != "cuda":
+            self._judge(numbers)
+            return
+        here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        here.copy_(numbers, non_blocking=True)
+        self._under_way = here, torch.cuda.current_stream(numbers.device).record_event()
+
+    def settle(self) -> None:
+        """Judge a step that is not judged yet; before its weights are evaluated or saved. Waits for the device."""
+        before, self._under_way = self._under_way, None
+        if before is not None:
             before[1].synchronize()
-            numbers = before[0]
-        return [[int(number) for number in row] for row in numbers.tolist()]
+            self._judge(before[0])
