@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 BEST = {**SAVES, "load_best_model_at_end": True}
 REGROUPED = tuple({"per_device_train_batch_size": 8 // n, "gradient_accumulation_steps": n} for n in (1, 4, 8))
-CLOCKS = ("runtime", "per_second", "_mem_", "total_flos")
+CLOCKS = ("runtime", "per_second", "_mem_", "total_flos", "monitor/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +270,7 @@ def trainer_of(row: Row, model: str, parallel: dict[str, Any] | None, world_size
 
 
 def logged(trainer: Trainer) -> list[dict[str, Any]]:
-    """The history of a run without its clocks."""
+    """The history of a run without its clocks, and what a parallel run measures of itself."""
     return [
         {key: value for key, value in entry.items() if not any(clock in key for clock in CLOCKS)}
         for entry in trainer.state.log_history
