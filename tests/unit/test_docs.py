@@ -123,6 +123,16 @@ def test_the_page_of_the_examples_has_each_of_them_and_a_test_launches_it() -> N
     assert not [name for name in scripts if f'"{name}"' not in tests and f'"{Path(name).stem}"' not in tests]
 
 
+@each_page
+def test_what_is_inside_of_a_list_is_so_on_the_site(page: Path) -> None:
+    """Python-Markdown, which makes the site, wants four spaces where GitHub takes two, and a space after an item with several parts."""
+    lines = page.read_text().splitlines()
+    assert not [number for number, line in enumerate(lines, 1) if re.match(r" {1,3}([-*] |[0-9]+\. |```)", line)]
+    assert not re.search(
+        r"^ {4,}\S.*\n(?:[-*]|[0-9]+\.) ", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), flags=re.M
+    )
+
+
 def test_no_page_has_the_marks_of_a_merge() -> None:
     assert not [page.name for page in PAGES if re.search(r"^(?:<{7}|>{7}) ", page.read_text(), flags=re.MULTILINE)]
 
