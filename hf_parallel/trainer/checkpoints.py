@@ -92,7 +92,6 @@ class CheckpointMixin(RestartMixin):
         with overlooked() if self._hf_parallel_checkpoints else nullcontext():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._finish_saving()
-        self._refuse_drift()
         self._end_run()
         return output
 

@@ -129,6 +129,8 @@ class HFParallelTrainerMixin(CheckpointMixin):
         self._hf_parallel_following = deque()
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._agree_on_flags("should_training_stop", "should_epoch_stop")
+        if self.control.should_training_stop:
+            self._refuse_drift()  # before `on_train_end`, where a callback may give rank 0 what is to be saved
         self._hf_parallel_following.clear()
         if self._pipeline is not None and self._pipeline.ahead is not None:
             self._pipeline.ahead.give_up()

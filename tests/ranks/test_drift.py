@@ -26,12 +26,33 @@ class Changes(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 2 and args.process_index in self.ranks:
-            with torch.no_grad():
-                model.model.layers[0].mlp.up_proj.weight.mul_(self.factor)
+            self.change(model)
+
+    def change(self, model: Any) -> None:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(self.factor)
+
+
+class ChangesLate(Changes):
+    """Gives rank 0 other weights when training has ended: what is to be saved."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if args.process_index in self.ranks:
+            self.change(model)
 
 
 def drift_main(
-    rank: int, world_size: int, folder: str, ranks: list[int], factor: float, save: bool, config: dict[str, Any]
+    rank: int,
+    world_size: int,
+    folder: str,
+    ranks: list[int],
+    factor: float,
+    save: bool,
+    config: dict[str, Any],
+    late: bool = False,
 ) -> str:
     torch.manual_seed(0)
     arguments = TrainingArguments(
@@ -44,7 +65,8 @@ def drift_main(
         use_cpu=True,
         disable_tqdm=True,
     )
-    callbacks = [Changes(ranks, factor), HFParallelCallback(config)]
+    kind = ChangesLate if late else Changes
+    callbacks = [kind(ranks, factor), HFParallelCallback(config)]
     trainer = Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
     try:
         trainer.train()
@@ -79,6 +101,11 @@ def test_weights_changed_on_all_ranks_are_not(tmp_path: Path) -> None:
     given = (str(tmp_path / "run"), [0, 1], 0.5, True, SETTINGS["zero1"])
     assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
     assert list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_what_rank_0_is_given_for_saving_when_training_has_ended_is_its_own(tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0], 0.5, False, SETTINGS["dp2"], True)
+    assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
 
 
 def measure_main(rank: int, world_size: int) -> str:
