@@ -29,7 +29,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.crossing import keeps_by_place
-from hf_parallel.guards.drift import digest_of_weights, refuse_unlike_weights
+from hf_parallel.guards.drift import digests_of_weights, refuse_unlike_weights
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
@@ -298,37 +298,48 @@ class GradientSync:
             return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
         total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.model_group
+        told, unlike = None, torch.zeros_like(total)
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
                 parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
                 group = self._mesh.mp_group
-            parts = self._over_parts(parts, infinite=infinite)
+            parts, told, unlike = self._over_parts(parts, infinite=infinite)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
-            total = self._over_parts(total, infinite=infinite)
+            total, told, unlike = self._over_parts(total, infinite=infinite)
         if group is not None:
-            totals = rows_of_ranks(total, group)
-            total = totals.amax() if infinite else totals.sum()
+            totals, others = rows_of_ranks(torch.stack([total, unlike]), group).unbind(1)
+            total, unlike = totals.amax() if infinite else totals.sum(), others.amax()
+        if told is not None:
+            self._told.give(torch.cat([told, unlike.view(1)]))
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
-    def _over_parts(self, power: torch.Tensor, *, infinite: bool) -> torch.Tensor:
-        """What the ranks that share the optimizer count together (0-d, f64); they compare its settings, and weights."""
-        group, zero = self._mesh.dp_shard_group, self.replicas.zero
+    def _over_parts(
+        self, power: torch.Tensor, *, infinite: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """What the ranks that share the optimizer count together (0-d, f64); they compare its settings, and weights.
+
+        Returns:
+            The sum, a word of each rank's settings, and a rank whose weights are not those of the first (0: none).
+        """
+        group, zero, shape = self._mesh.dp_shard_group, self.replicas.zero, self._mesh.shape
         if group is None:
-            return power
-        words = [self.settings.word(), 0 if zero is None else digest_of_weights(zero)]
+            return power, None, torch.zeros_like(power)
+        digests = [0, 0] if zero is None else digests_of_weights(zero)
+        words = [self.settings.word(), self._mesh.rank, *digests]
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, torch.Tensor) else torch.full_like(power, word) for word in words]
-        rows = rows_of_ranks(torch.stack([power, *mine]), group)
-        self._told.give(rows[:, 1:])
-        return rows[:, 0].amax() if infinite else rows[:, 0].sum()
+        powers, settings, ranks, weights, experts = rows_of_ranks(torch.stack([power, *mine]), group).unbind(1)
+        experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
+        unlike = (weights != weights[0]) | (experts != experts[:1, :, :1]).flatten()
+        return powers.amax() if infinite else powers.sum(), settings, (ranks * unlike).amax()
 
-    def _judge_told(self, words: torch.Tensor) -> None:
-        group, told = self._mesh.dp_shard_group, [[int(word) for word in row] for row in words.tolist()]
-        if group is not None:
-            self.settings.refuse_unlike_parts([setting for setting, _ in told], group)
-            refuse_unlike_weights([weights for _, weights in told], group)
+    def _judge_told(self, numbers: torch.Tensor) -> None:
+        *settings, unlike = map(int, numbers.tolist())
+        if self._mesh.dp_shard_group is not None:
+            self.settings.refuse_unlike_parts(settings, self._mesh.dp_shard_group)
+        refuse_unlike_weights(unlike)
 
     def _gradients_beside_parts(self) -> list[torch.Tensor]:
         """What this rank counts of the gradients that are not partitioned."""

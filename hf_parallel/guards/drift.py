@@ -9,7 +9,9 @@ every step, in the message that adds up the norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +31,21 @@ _FACTORS: dict[torch.device, Tensor] = {}
 
 
 @torch.no_grad()
-def digest_of_weights(zero: ZeroPartition) -> Tensor | int:
-    """A number for some elements of the buffers that all replicas hold; zero if there are none. A GPU is not waited for."""
-    flats = [shard.flat for shard in zero.shards if shard.sharers is zero.shard_group]
-    if not flats:
-        return 0
+def digests_of_weights(zero: ZeroPartition) -> list[Tensor | int]:
+    """Numbers for some elements of what all replicas hold, and of experts that some of them hold; zero if there are none.
+
+    A GPU is not waited for.
+    """
     if zero.late is not None:
         zero.late.wait_for_all()
+    shared = [shard for shard in zero.shards if shard.sharers is not None]
+    common = [shard.flat for shard in shared if shard.sharers is zero.shard_group]
+    return [_digest(common), _digest([shard.flat for shard in shared if shard.sharers is not zero.shard_group])]
+
+
+def _digest(flats: Sequence[Tensor]) -> Tensor | int:
+    if not flats:
+        return 0
     device, dtype = flats[0].device, flats[0].dtype
     alike = [flat for flat in flats[:: -(-len(flats) // BUFFERS)] if flat.dtype == dtype and flat.device == device]
     some = torch.cat([flat[:: -(-len(flat) // ELEMENTS)] for flat in alike])
@@ -44,39 +54,55 @@ def digest_of_weights(zero: ZeroPartition) -> Tensor | int:
     return digest_of(some, _FACTORS[device][: len(some)])
 
 
-def refuse_unlike_weights(words: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Compare the digests of the ranks of a group.
+def refuse_unlike_weights(rank: int) -> None:
+    """Refuse weights that a message with digests has shown to differ.
+
+    Args:
+        rank: Whose weights are not those of the first rank that should have the same; 0 if there is none.
 
     Raises:
-        RankMismatchError: They differ; the same on every rank.
+        RankMismatchError: There is one.
     """
-    if len(set(words)) == 1:
-        return
-    ranks = dist.get_process_group_ranks(group)
-    first = next(rank for rank, word in zip(ranks, words, strict=True) if word != words[0])
-    raise RankMismatchError(
-        f"the weights of rank {first} are not those of rank {ranks[0]}, and with ZeRO each rank updates a part of them for all: "
-        "what others changed of it would be lost. Code changed weights on some ranks only (`if state.is_world_process_zero`?), "
-        "or with random numbers of each rank's own. Do it on every rank, with the same numbers."
-    )
+    if rank:
+        raise RankMismatchError(
+            f"the weights of rank {rank} are not those of the other replicas, and with ZeRO each rank updates a part of them for "
+            "all: what others changed of it would be lost. Code changed weights on some ranks only (`if "
+            "state.is_world_process_zero`?), or with random numbers of each rank's own. Do it on every rank, with the same numbers."
+        )
 
 
 @torch.no_grad()
-def refuse_drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> str:
-    """Compare the trained parameters of replicas; collective over `group`.
+def refuse_drift(held: Iterable[tuple[Mapping[str, Tensor], dist.ProcessGroup | None]]) -> str:
+    """Compare the trained parameters of replicas; collective over the world, which hears of what any of its ranks finds.
 
     Args:
-        parameters: Name -> this rank's parameter; the same names on all ranks of the group.
-        group: Who holds the same parameters; None if nobody else does.
+        held: Name -> this rank's parameter, the same names on all ranks of a group, and the group of those that hold the same
+            parameters; None if nobody else does.
 
     Returns:
         What to say of small differences, "" if there are none.
 
     Raises:
-        RankMismatchError: Names the tensor that differs most; on every rank of the group.
+        RankMismatchError: Names the tensor that differs most; on every rank of the world.
     """
-    if group is None:
+    mine = max((_drift(parameters, group) for parameters, group in held), key=itemgetter(0))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    share, found = max(everyone, key=itemgetter(0))
+    if share > ROUNDING:
+        raise RankMismatchError(
+            f"{found}: each replica trains another model, and that of rank 0 would be saved. Code changed weights, gradients or "
+            "the optimizer on some ranks only (`if state.is_world_process_zero`?). Do it on every rank."
+        )
+    if not found:
         return ""
+    return f"{found}: GPUs of unlike kinds, or noise that each rank draws for itself. Rank 0's weights are saved."
+
+
+def _drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[float, str]:
+    """How far the parameter that differs most is apart, and its name in words; collective over the group."""
+    if group is None:
+        return -1.0, ""
     trained = [
         name
         for name, p in parameters.items()
@@ -86,19 +112,13 @@ def refuse_drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | No
     names = list(parameters)
     odd = [names[index] for index in differing([numbers.get(name) for name in names], group)]
     if not odd:
-        return ""
+        return -1.0, ""
     apart = {name: _apart(parameters[name], group) for name in odd[:MEASURED]}
     worst = max(apart, key=lambda name: apart[name])
-    found = (
+    return apart[worst], (
         f"parameter {worst} differs between the replicas by {apart[worst]:.1e} of its norm "
         f"({len(odd)} of {len(names)} parameters differ)"
     )
-    if apart[worst] > ROUNDING:
-        raise RankMismatchError(
-            f"{found}: each replica trains another model, and that of rank 0 would be saved. Code changed weights, gradients or "
-            "the optimizer on some ranks only (`if state.is_world_process_zero`?). Do it on every rank."
-        )
-    return f"{found}: GPUs of unlike kinds, or noise that each rank draws for itself. Rank 0's weights are saved."
 
 
 def _apart(tensor: Tensor, group: dist.ProcessGroup) -> float:

@@ -105,6 +105,7 @@ class SavingMixin(Base):
         engine = self._engine
         if (
             engine is None
+            or engine.mesh.copies_group is None
             or engine.gradients.replicas.sharded is not None
             or engine.gradients.replicas.local is not None
         ):
@@ -115,7 +116,7 @@ class SavingMixin(Base):
         experts = {n: p for n, p in attachment.parameters.items() if has_experts and entries[n].spec is not None}
         common = {n: p for n, p in attachment.parameters.items() if n not in experts}
         with self._waiting("waits for the other replicas to compare weights"):
-            said = refuse_drift(common, mesh.copies_group) or refuse_drift(experts, mesh.expert_group)
+            said = refuse_drift([(common, mesh.copies_group), (experts, mesh.expert_group)])
         if said and not self._hf_parallel_said_drift:
             self._hf_parallel_said_drift = True
             logger.warning("hf_parallel: %s", said)

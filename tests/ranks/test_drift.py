@@ -29,8 +29,9 @@ class Changes(TrainerCallback):
             self.change(model)
 
     def change(self, model: Any) -> None:
+        mlp = model.model.layers[0].mlp
         with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight.mul_(self.factor)
+            (mlp.experts.gate_up_proj if hasattr(mlp, "experts") else mlp.up_proj.weight).mul_(self.factor)
 
 
 class ChangesLate(Changes):
@@ -67,7 +68,8 @@ def drift_main(
     )
     kind = ChangesLate if late else Changes
     callbacks = [kind(ranks, factor), HFParallelCallback(config)]
-    trainer = Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+    model = tiny.mixtral_plain() if "ep_size" in config else tiny.llama(layers=2)
+    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
     try:
         trainer.train()
     except Exception as error:
@@ -97,6 +99,27 @@ def test_weights_changed_on_one_rank_are_refused(settings: str, save: bool, tmp_
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+OTHERS = {  # settings, and what is said
+    "pp2": (
+        {"pp_size": 2, "pipeline": {"num_microbatches": 2}},
+        "parameter model.layers.0.mlp.up_proj.weight differs",
+    ),
+    "tp2": ({"tp_size": 2}, "parameter model.layers.0.mlp.up_proj.weight differs"),
+    "ep2": ({"ep_size": 2}, "parameter model.layers.0.mlp.experts.gate_up_proj differs"),
+    "tp2-zero1": ({"tp_size": 2, "zero": {"stage": 1}}, "the weights of rank 2"),
+    "ep2-zero1": ({"ep_size": 2, "zero": {"stage": 1}}, "the weights of rank 2"),
+}
+
+
+@pytest.mark.parametrize("settings", OTHERS)
+def test_ranks_that_hold_something_else_hear_of_it(settings: str, tmp_path: Path) -> None:
+    config, wanted = OTHERS[settings]
+    given = (str(tmp_path / "run"), [0], 0.5, "zero" not in config, config)
+    said = run_ranks(drift_main, 4, *given, tmp_path=tmp_path, timeout=90)
+    assert len(set(said)) == 1, said
+    assert said[0].startswith(f"RankMismatchError: {wanted}"), said[0]
+
+
 def test_weights_changed_on_all_ranks_are_not(tmp_path: Path) -> None:
     given = (str(tmp_path / "run"), [0, 1], 0.5, True, SETTINGS["zero1"])
     assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
@@ -113,10 +136,10 @@ def measure_main(rank: int, world_size: int) -> str:
     weights = {"a": torch.nn.Parameter(torch.randn(30, 3)), "b": torch.nn.Parameter(torch.randn(7).bfloat16())}
     weights["frozen"] = torch.nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
     group = torch.distributed.group.WORLD
-    assert refuse_drift(weights, group) == ""
+    assert refuse_drift([(weights, group)]) == ""
     with torch.no_grad():
         weights["a"].mul_(1 + 1e-5 * rank)
-    return refuse_drift(weights, group)
+    return refuse_drift([(weights, group)])
 
 
 def test_differences_of_rounding_are_said(tmp_path: Path) -> None:
