@@ -49,6 +49,8 @@ def _digest(flats: Sequence[Tensor]) -> Tensor | int:
     device, dtype = flats[0].device, flats[0].dtype
     alike = [flat for flat in flats[:: -(-len(flats) // BUFFERS)] if flat.dtype == dtype and flat.device == device]
     some = torch.cat([flat[:: -(-len(flat) // ELEMENTS)] for flat in alike])
+    if type(some) is not Tensor:  # of a dry run, without values
+        return 0
     if device not in _FACTORS:
         _FACTORS[device] = factors(BUFFERS * ELEMENTS, device)
     return digest_of(some, _FACTORS[device][: len(some)])
