@@ -298,34 +298,34 @@ class GradientSync:
             return foreseen.sqrt().float()
         infinite = norm_type == float("inf")
         total, group = self._power_sum(self._gradients_beside_parts(), norm_type), self._mesh.model_group
-        told, unlike = None, torch.zeros_like(total)
+        told: torch.Tensor | None = None
         if self.replicas.zero is not None:
             parts = self._power_sum(self.replicas.zero.gradients(), norm_type)
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
                 parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
                 group = self._mesh.mp_group
-            parts, told, unlike = self._over_parts(parts, infinite=infinite)
+            parts, told = self._over_parts(parts, infinite=infinite)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
-            total, told, unlike = self._over_parts(total, infinite=infinite)
+            total, told = self._over_parts(total, infinite=infinite)
         if group is not None:
-            totals, others = rows_of_ranks(torch.stack([total, unlike]), group).unbind(1)
-            total, unlike = totals.amax() if infinite else totals.sum(), others.amax()
+            rows = rows_of_ranks(total.view(1) if told is None else torch.stack([total, told[-1]]), group)
+            total = rows[:, 0].amax() if infinite else rows[:, 0].sum()
+            if told is not None:
+                told[-1] = rows[:, 1].amax()
         if told is not None:
-            self._told.give(torch.cat([told, unlike.view(1)]))
+            self._told.give(told)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
 
-    def _over_parts(
-        self, power: torch.Tensor, *, infinite: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def _over_parts(self, power: torch.Tensor, *, infinite: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the ranks that share the optimizer count together (0-d, f64); they compare its settings, and weights.
 
         Returns:
-            The sum, a word of each rank's settings, and a rank whose weights are not those of the first (0: none).
+            The sum; a word of each rank's settings and, last, a rank whose weights are not those of the first (0: none).
         """
         group, zero, shape = self._mesh.dp_shard_group, self.replicas.zero, self._mesh.shape
         if group is None:
-            return power, None, torch.zeros_like(power)
+            return power, None
         digests = [0, 0] if zero is None else digests_of_weights(zero)
         words = [self.settings.word(), self._mesh.rank, *digests]
         # A number is written on the device: copying it there would wait.
@@ -333,7 +333,8 @@ class GradientSync:
         powers, settings, ranks, weights, experts = rows_of_ranks(torch.stack([power, *mine]), group).unbind(1)
         experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
         unlike = (weights != weights[0]) | (experts != experts[:1, :, :1]).flatten()
-        return powers.amax() if infinite else powers.sum(), settings, (ranks * unlike).amax()
+        told = torch.cat([settings, (ranks * unlike).amax().view(1)])
+        return powers.amax() if infinite else powers.sum(), told
 
     def _judge_told(self, numbers: torch.Tensor) -> None:
         *settings, unlike = map(int, numbers.tolist())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.checkpoints.weights.unread import Unread, unread_of
@@ -17,6 +18,7 @@ from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.errors import PlanError
 from hf_parallel.guards.start import Start, begin_alike, refuse_unlike_parts
 from hf_parallel.ledger import Ledger
+from hf_parallel.mesh import Mesh
 from hf_parallel.model.meta import off_meta
 from hf_parallel.model.narrow import with_fewer_words
 from hf_parallel.tensor_parallel.plan.plan_for import (
@@ -154,15 +156,24 @@ def _batch_for(narrow: Blueprint, sample: Mapping[str, Any]) -> dict[str, Any]:
     return with_fewer_words(sample, narrow.config.get_text_config().vocab_size)
 
 
+def alike_on_replicas(
+    mesh: Mesh, ledger: Ledger, names: Iterable[str]
+) -> dict[str, tuple[dist.ProcessGroup | None, list[str]]]:
+    """Who holds the same -> its group (None: nobody else does), and which of the names of a rank's tensors it holds alike."""
+    names = list(names)
+    spread = {name for name in names if mesh.shape.ep_size > 1 and ledger.entries[name].spec is not None}
+    return {
+        "the replicas": (mesh.copies_group, [name for name in names if name not in spread]),
+        "the replicas with the same experts": (mesh.expert_group, list(filter(spread.__contains__, names))),
+    }
+
+
 def _refuse_unlike_files(setup: Setup, ledger: Ledger) -> None:
     """Refuse weights that ranks have read from files that differ; collective."""
     mesh = setup.mesh
     parameters, buffers = held_tensors(setup.model, ledger, mesh.pp_rank)
     held: dict[str, torch.Tensor] = {**parameters, **buffers}
-    experts = {name for name in held if mesh.shape.ep_size > 1 and ledger.entries[name].spec is not None}
-    shared = {
-        "the replicas": (mesh.copies_group, [name for name in held if name not in experts]),
-        "the replicas with the same experts": (mesh.expert_group, list(filter(experts.__contains__, held))),
+    shared = alike_on_replicas(mesh, ledger, held) | {
         "the tensor-parallel ranks": (mesh.tp_group, [name for name in held if ledger.entries[name].spec is None]),
         "the stages that share it": (mesh.pp_group, [entry.name for entry in ledger if len(entry.holders) > 1]),
     }

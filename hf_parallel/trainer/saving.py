@@ -18,6 +18,7 @@ from hf_parallel.checkpoints.agree import together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
+from hf_parallel.engine.weights import alike_on_replicas
 from hf_parallel.guards.drift import refuse_drift
 from hf_parallel.mesh import Mesh, MeshShape
 from hf_parallel.trainer.flags import agree_on_flags
@@ -111,12 +112,10 @@ class SavingMixin(Base):
         ):
             return
         self._synchronise()
-        attachment, mesh = engine.attachment, engine.mesh
-        entries, has_experts = attachment.ledger.entries, mesh.shape.ep_size > 1
-        experts = {n: p for n, p in attachment.parameters.items() if has_experts and entries[n].spec is not None}
-        common = {n: p for n, p in attachment.parameters.items() if n not in experts}
+        held, mesh = engine.attachment.parameters, engine.mesh
+        alike = alike_on_replicas(mesh, engine.attachment.ledger, held).values()
         with self._waiting("waits for the other replicas to compare weights"):
-            said = refuse_drift([(common, mesh.copies_group), (experts, mesh.expert_group)])
+            said = refuse_drift([({name: held[name] for name in names}, group) for group, names in alike])
         if said and not self._hf_parallel_said_drift:
             self._hf_parallel_said_drift = True
             logger.warning("hf_parallel: %s", said)
