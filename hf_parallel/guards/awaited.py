@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 
+def on_its_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy on the CPU of numbers of a GPU, and the event after which it has their values."""
+    here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    here.copy_(numbers, non_blocking=True)
+    return here, torch.cuda.current_stream(numbers.device).record_event()
+
+
 class Awaited:
     """Numbers that are on their way to the CPU.
 
@@ -25,9 +32,7 @@ class Awaited:
         if numbers.device.type != "cuda":
             self._judge(numbers)
             return
-        here = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        here.copy_(numbers, non_blocking=True)
-        self._under_way = here, torch.cuda.current_stream(numbers.device).record_event()
+        self._under_way = on_its_way(numbers)
 
     def settle(self) -> None:
         """Judge a step that is not judged yet; before its weights are evaluated or saved. Waits for the device."""

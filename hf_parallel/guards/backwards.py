@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_parallel.errors import RankMismatchError, UnsupportedError
+from hf_parallel.guards.awaited import on_its_way
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
@@ -110,9 +111,7 @@ class Backwards:
         if values.device.type != "cuda":
             self._judge(values, on_logits)
             return
-        here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        here.copy_(values, non_blocking=True)
-        self._under_way = here, torch.cuda.current_stream(values.device).record_event(), on_logits
+        self._under_way = *on_its_way(values), on_logits
 
     def settle(self) -> None:
         """Judge a step that is not judged yet; before its weights are evaluated or saved. Waits for the device.

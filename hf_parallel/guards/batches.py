@@ -20,6 +20,7 @@ from hf_parallel.batches import RandomCheck, bytes_of, refuse_unlike
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import CommonWeights, bits_of
+from hf_parallel.guards.awaited import on_its_way
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.mesh import Mesh
 
@@ -228,9 +229,7 @@ class SharedBatch:
             values = torch.zeros(size, len(numbers), dtype=torch.int64, device=self._device)
             _write(values[rank], numbers)
             dist.all_reduce(values, group=group)  # a row each: cheaper than gathering a list
-            here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            here.copy_(values, non_blocking=True)
-            self._under_way = here, torch.cuda.current_stream(values.device).record_event()
+            self._under_way = on_its_way(values)
             return
         if self._message.shape[1] != len(numbers):
             self._message = torch.empty(size, len(numbers), dtype=torch.int64)

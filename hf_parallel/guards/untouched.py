@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_parallel.compat.private_torch import version_of
 from hf_parallel.compat.torch_tools import flattened
+from hf_parallel.guards.awaited import on_its_way
 
 
 Table: TypeAlias = dict[str, Tensor | None]
@@ -81,9 +82,7 @@ class Untouched:
             flags = [
                 _differ(then, flattened(t)).to(on_gpu[0]) for then, t in zip(self._values, self._small, strict=True)
             ]
-            flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-            flag.copy_(torch.stack(flags).any(), non_blocking=True)
-            self._asked = flag, torch.cuda.current_stream(on_gpu[0]).record_event()
+            self._asked = on_its_way(torch.stack(flags).any())
             if asked is None:
                 return []
             asked[1].synchronize()
