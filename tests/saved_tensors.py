@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def saved_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
-    """Bytes of distinct storages that one training forward saves for its backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Bytes of distinct storages that one training forward saves for its backward, parameters and buffers left out."""
+    own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

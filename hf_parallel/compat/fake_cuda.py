@@ -233,6 +233,7 @@ def _stubs(on_sync: Callable[[str], None]) -> Iterator[tuple[Any, dict[str, Any]
         },
     )
     yield torch, {"tensor": _tensor(torch.tensor)}
+    yield Tensor, {"__getitem__": _indexed(Tensor.__getitem__)}
     yield functional, {"scaled_dot_product_attention": _attention(functional.scaled_dot_product_attention)}
 
 
@@ -254,17 +255,36 @@ def _attention(stock: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             query, key, value = (one.to(dtype) for one in (query, key, value))
-        if attn_mask is None and query.dtype.itemsize == 2:
+        broadcasts = not enable_gqa and key.shape[1] != query.shape[1]
+        if attn_mask is None and query.dtype.itemsize == 2 and not broadcasts:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        if enable_gqa:  # which this kernel does not know
+        if enable_gqa or broadcasts:  # which the kernels below do not know
             key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        if broadcasts:  # nor does any that stores no scores
+            stores = torch.ops.aten._scaled_dot_product_attention_math
+            return stores(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = attn_mask.to(query.dtype)  # what is added to the scores
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
     return attend
+
+
+def _indexed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Indexing with lists, of which torch makes tensors on the device below every dispatch mode."""
+
+    def getitem(self: Tensor, index: Any) -> Any:
+        if self.device.type == "cuda":
+            index = tuple(torch.tensor(one) if isinstance(one, list) else one for one in _parts(index))
+        return stock(self, index)
+
+    return getitem
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _tensor(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,9 @@ def with_layers(config: Any, layers: int) -> Any:
     """The same config with so many blocks."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
-    kinds = vars(text).get("layer_types")
+    before = text.num_hidden_layers
     text.num_hidden_layers = layers
-    if kinds:
-        text.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
+    for name, kinds in list(vars(text).items()):  # layer_types, attention_layers
+        if "layer" in name and isinstance(kinds, list) and kinds and len(kinds) == before:
+            setattr(text, name, [kinds[index % len(kinds)] for index in range(layers)])
     return changed
