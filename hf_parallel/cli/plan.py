@@ -113,7 +113,7 @@ def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, globa
     """One layout; micro-batches that are not given make up the global batch."""
     from hf_parallel.planner.layout import layout_of
     from hf_parallel.planner.links import traffic
-    from hf_parallel.planner.predict import predict
+    from hf_parallel.planner.predict import placed, predict
     from hf_parallel.planner.profile import profile_of
     from hf_parallel.planner.search import Plan
 
@@ -127,8 +127,10 @@ def _alone(model: str, cluster: Any, layout: dict[str, Any], seq_len: int, globa
             )
         layout = layout | {"num_microbatches": passes}
         spec = layout_of(layout, cluster)
-    found = predict(model, cluster, layout, seq_len=seq_len)
-    return Plan(layout, found, cluster, spec, links=traffic(profile_of(model), cluster, spec, seq_len))
+    profile, found = profile_of(model), predict(model, cluster, layout, seq_len=seq_len)
+    spec = placed(profile, cluster, spec, seq_len)
+    layout = layout | ({"dp_inside": spec.dp_inside} if spec.dp_inside else {})
+    return Plan(layout, found, cluster, spec, links=traffic(profile, cluster, spec, seq_len))
 
 
 def _write(path: Path, model: str, plan: Plan, seq_len: int) -> None:

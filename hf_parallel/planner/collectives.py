@@ -37,16 +37,28 @@ def group_of(size: int, stride: int, cluster: Cluster) -> Group:
 
 
 def groups_of(spec: LayoutSpec, cluster: Cluster) -> dict[str, Group]:
-    """The groups of each axis: tp ranks are neighbours, then sp.
-
-    This package has the stages of a copy next, and its copies across nodes; others have replicas next, and stages across nodes.
-    """
-    apart = spec.tp * (spec.pp if spec.is_copy_contiguous else 1)
+    """The groups of each axis: tp ranks are neighbours, then sp, then so many replicas of a stage, its stages, other replicas."""
     return {
         "tp": group_of(spec.tp, 1, cluster),
         "sp": group_of(spec.sp, spec.tp, cluster),
-        "dp": group_of(spec.dp * spec.sp, apart, cluster),  # ranks of a sequence hold the same parameters
+        "dp": Group(spec.dp * spec.sp, _copies_on_node(spec, cluster)),
     }
+
+
+def _copies_on_node(spec: LayoutSpec, cluster: Cluster) -> int:
+    """Of a stage's parameters, which ranks of a sequence hold too."""
+    copies = spec.neighbours * spec.sp
+    stage = spec.tp * copies  # ranks that are neighbours
+    if cluster.gpus_per_node <= stage:
+        return max(1, cluster.gpus_per_node // spec.tp)
+    return min(spec.dp * spec.sp, copies * max(1, cluster.gpus_per_node // (stage * spec.pp)))
+
+
+def orders_of(spec: LayoutSpec, cluster: Cluster) -> tuple[int, ...]:
+    """Numbers of neighbours among which a layout has a choice: a replica's stages side by side, or a stage's replicas on a node."""
+    if spec.dp_inside or not spec.places_replicas or 1 in (spec.pp, spec.dp, cluster.nodes):
+        return (spec.dp_inside,)
+    return tuple({1: None, math.gcd(spec.dp, max(1, cluster.gpus_per_node // (spec.tp * spec.sp))): None})
 
 
 def bytes_s(group: Group, cluster: Cluster, c: Constants) -> float:
@@ -95,20 +107,24 @@ def _ring_latency(group: Group, c: Constants) -> float:
 
 def stays_on_node(spec: LayoutSpec, cluster: Cluster) -> bool:
     """Whether no stage sends to another node."""
-    if spec.is_copy_contiguous:
-        return cluster.nodes == 1 or cluster.gpus_per_node % (spec.tp * spec.pp) == 0
+    if spec.places_replicas:
+        return cluster.nodes == 1 or cluster.gpus_per_node % (spec.tp * spec.neighbours * spec.pp) == 0
     return 2 * spec.tp * spec.sp * spec.dp <= cluster.gpus_per_node
+
+
+def senders(spec: LayoutSpec, cluster: Cluster) -> int:
+    """Ranks of a node that send to the next stage on another node at once."""
+    return min(spec.tp * spec.neighbours, cluster.gpus_per_node)
 
 
 def hop(size: float, spec: LayoutSpec, cluster: Cluster, c: Constants) -> float:
     """Seconds of the slowest message of `size` bytes to the next stage.
 
-    Where stages lie across nodes all ranks of a node send at once. Of a copy whose ranks are neighbours those of one stage do,
-    each over one link at most.
+    Where stages number last all ranks of a node send at once. In this package those of one stage do, each over one link at most.
     """
     if stays_on_node(spec, cluster):
         return size / (cluster.intra_bytes_s * c.c_intra) + c.a_intra
     rate = cluster.inter_bytes_s / cluster.gpus_per_node
-    if spec.is_copy_contiguous:
-        rate = min(cluster.inter_bytes_s / min(spec.tp, cluster.gpus_per_node), max(rate, LINK_BYTES_S))
+    if spec.places_replicas:
+        rate = min(cluster.inter_bytes_s / senders(spec, cluster), max(rate, LINK_BYTES_S))
     return size / (rate * c.c_inter) + c.a_inter

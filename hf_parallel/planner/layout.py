@@ -29,7 +29,7 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
 }
-OPTIONAL: Final = ("engine", "offload_param", "offload_optimizer", "compression", "loss", "param_dtype")
+OPTIONAL: Final = ("engine", "offload_param", "offload_optimizer", "compression", "loss", "param_dtype", "dp_inside")
 COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
@@ -89,6 +89,7 @@ class LayoutSpec:
         local_steps: Optimizer steps of a replica between two averages of the replicas' parameters.
         chunked_loss: Whether the loss is computed without logits.
         adapters: Parameters that are trained instead of the model's (LoRA); 0 trains the model.
+        dp_inside: Replicas of a stage that are neighbours, a divisor of dp; 0 is "auto", with which a step is shortest.
     """
 
     tp: int = 1
@@ -118,6 +119,7 @@ class LayoutSpec:
     local_steps: int = 1
     chunked_loss: bool = False
     adapters: int = 0
+    dp_inside: int = 0
 
     @property
     def states(self) -> tuple[float, float, float]:
@@ -131,9 +133,14 @@ class LayoutSpec:
         return all(getattr(self, key) == value for key, value in ONLY.items()) and self.dtype != "fp8"
 
     @property
-    def is_copy_contiguous(self) -> bool:
-        """Whether the ranks of a model copy are neighbours, as this package numbers them; others number stages last."""
+    def places_replicas(self) -> bool:
+        """Whether replicas may lie around stages or stages around replicas, as in this package; others number stages last."""
         return self.is_own and self.kernels != "fused"
+
+    @property
+    def neighbours(self) -> int:
+        """Replicas of a stage that are."""
+        return (self.dp_inside or 1) if self.places_replicas else self.dp
 
     @property
     def chunks_by_itself(self) -> bool:
@@ -221,6 +228,10 @@ def _checked(key: object, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={spelled(value)}: expected true or false. Correct {key}.")
         return value
+    if key == "dp_inside" and value not in ("auto", None):
+        return whole(key, value, 1)
+    if key == "dp_inside":
+        return 0
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in OPTIONAL:
@@ -268,6 +279,14 @@ def _conflicts(spec: LayoutSpec, cluster: Cluster | None) -> list[str]:
         )
     if spec.pp == 1 and spec.stages_per_rank != 1 and spec.schedule not in ("zbv_zero_bubble", "dualpipev"):
         found.append(f"stages_per_rank={spec.stages_per_rank}: with pp=1 there is one stage. Leave it out.")
+    if spec.dp_inside and spec.pp == 1:
+        found.append(f"dp_inside={spec.dp_inside}: with pp=1 replicas are neighbours in any case. Leave it out.")
+    elif spec.dp_inside and not spec.places_replicas:
+        found.append(f"dp_inside={spec.dp_inside}: other systems number stages last. Leave it out.")
+    elif spec.dp_inside and spec.dp % spec.dp_inside:
+        found.append(
+            f"dp_inside={spec.dp_inside}: every replica has as many neighbours. Set dp_inside to a divisor of dp={spec.dp}."
+        )
     if spec.local_steps > 1 and (spec.zero or spec.compression != "none"):
         found.append(
             f"local_steps={spec.local_steps}: replicas differ between averages, so that they cannot share an optimizer, and no "

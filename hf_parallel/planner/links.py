@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_parallel.planner.collectives import Group, groups_of, stays_on_node
+from hf_parallel.planner.collectives import Group, groups_of, senders, stays_on_node
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import parameters_of_ranks
@@ -35,7 +35,7 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
     Args:
         profile: The model.
         cluster: The machines.
-        spec: The layout.
+        spec: The layout, as `placed` lays it on them.
         seq_len: Tokens of a row.
     """
     groups, sent = groups_of(spec, cluster), sent_of_ranks(profile, cluster, spec, seq_len)
@@ -130,9 +130,7 @@ def _of_stages(sent: float, cluster: Cluster, spec: LayoutSpec) -> Traffic:
         return Traffic(0.0, 0.0)
     if stays_on_node(spec, cluster):
         return Traffic(sent, 0.0)
-    if not spec.is_copy_contiguous:
+    if not spec.places_replicas:
         return Traffic(0.0, sent * cluster.gpus_per_node)
-    own = min(
-        spec.tp, cluster.gpus_per_node
-    )  # what the last stage of a node sends forward, and its first one backward
+    own = senders(spec, cluster)  # what the last stage of a node sends forward, and its first one backward
     return Traffic(sent if cluster.gpus_per_node > own else 0.0, sent * own)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import all_of, whole
-from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way
+from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way, orders_of
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
 from hf_parallel.planner.hardware import Cluster
@@ -151,6 +151,7 @@ def estimate(
 ) -> Estimate:
     """`predict` of a checked layout; ``roomy`` leaves fragments the room they take where there is any."""
     c = c or cluster.constants(spec.micro_batch * seq_len / spec.sp)
+    spec = placed(profile, cluster, spec, seq_len)
     step = step_of(profile, cluster, spec, seq_len, c, exact=exact)
     total, tokens = step.total, spec.global_batch * seq_len
     low, high = BAND if _is_fitted(profile, cluster, spec) else WIDE
@@ -173,6 +174,15 @@ def _is_fitted(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec) -> boo
     experts = any(kind.routed for kind in profile.kinds)
     other = offloads or experts or spec.sp > 1 or spec.adapters
     return cluster.gpu in FITTED and cluster.has_nvlink and not other
+
+
+def placed(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> LayoutSpec:
+    """The layout with as many replicas next to each other as make a step shortest, unless it says how many."""
+    c = cluster.constants(spec.micro_batch * seq_len / spec.sp)
+    found = [replace(spec, dp_inside=count) for count in orders_of(spec, cluster)]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda one: step_of(profile, cluster, one, seq_len, c, exact=False).total)
 
 
 def step_of(

@@ -53,6 +53,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "offload_optimizer": zero.offload_optimizer,
         "compression": config.gradient_compression.method,
         "local_steps": config.local_sgd.sync_every,
+        "dp_inside": config.topology.dp_inside,
     }
 
 
@@ -93,6 +94,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
     settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
     settings["local_sgd"] = {} if spec.local_steps == 1 else {"sync_every": spec.local_steps}
+    settings["topology"] = {"dp_inside": spec.dp_inside} if spec.dp_inside else {}
     if spec.chunked_loss != spec.chunks_by_itself:
         settings["chunked_loss"] = spec.chunked_loss
     return HFParallelConfig.from_mapping(settings, source="plan")

@@ -12,7 +12,7 @@ from hf_parallel.planner.checks import all_of, choose, whole
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import KEYS, LayoutSpec, layout_of
 from hf_parallel.planner.links import Traffic, traffic
-from hf_parallel.planner.predict import Estimate, estimate, step_of
+from hf_parallel.planner.predict import Estimate, estimate, placed, step_of
 from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.remedies import fits_nowhere
 from hf_parallel.settings.values import spelled
@@ -123,13 +123,13 @@ def _fitting(request: Request, objective: Objective, most: int) -> list[Plan]:
         size = even_bytes(request, spec)
         if size <= limit:
             c = cluster.constants(spec.micro_batch * seq_len / spec.sp)
-            step = step_of(profile, cluster, spec, seq_len, c, exact=False).total if by_time else size
-            fitting.append((step, spec))
+            own = placed(profile, cluster, spec, seq_len)
+            fitting.append((step_of(profile, cluster, own, seq_len, c, exact=False).total if by_time else size, own))
     fitting.sort(key=lambda pair: pair[0])
     plans: list[Plan] = []
     for _, spec in fitting:
-        own = Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len, roomy=True), cluster, spec)
-        plans += [own] if own.fits else []  # under its real cut
+        found = Plan(_mapping(spec), estimate(profile, cluster, spec, seq_len, roomy=True), cluster, spec)
+        plans += [found] if found.fits else []  # under its real cut
         if len(plans) >= max(most, SIMULATED):
             break
     if not plans:

@@ -68,7 +68,8 @@ def plan_layout(
     beside = {
         key: value for key, value in config.to_yaml_section().items() if key in ("checkpoint", "monitor", "topology")
     }
-    return HFParallelConfig.from_mapping(chosen.section | beside, source="the plan of layout=auto"), chosen.words
+    section = chosen.section | beside | {"topology": chosen.section.get("topology", {}) | beside.get("topology", {})}
+    return HFParallelConfig.from_mapping(section, source="the plan of layout=auto"), chosen.words
 
 
 def _explained(what: str) -> ConfigError:

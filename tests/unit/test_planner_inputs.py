@@ -198,6 +198,7 @@ def test_a_block_a_stage_is_predicted() -> None:
         ("offload_optimizer", ("none", "cpu", "nvme", None), ("disk", True)),
         ("compression", (*get_args(Method), None), ("zip", 1)),
         ("local_steps", (1, 8), (0, -1, "8", None)),
+        ("dp_inside", ("auto", None), (0, -1, "8", True)),
     ],
 )
 def test_every_key_takes_its_values_and_no_others(key: str, good: tuple[object, ...], bad: tuple[object, ...]) -> None:

@@ -15,8 +15,11 @@ from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import Traffic, traffic
+from hf_parallel.planner.predict import predict
 from hf_parallel.planner.profile import profile_of
+from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
 from hf_parallel.planner.scaling import scaling
+from hf_parallel.planner.search import plan
 
 
 CONFIG = LlamaConfig(
@@ -121,3 +124,55 @@ def test_one_stage_of_a_node_sends_to_the_next_node() -> None:
     found = sent(Cluster(2, 2, "h100"), pp=4)["pp"]
     assert found.gpu == found.node == pytest.approx(2 * passed)
     assert sent(Cluster(2, 2, "h100"), pp=2, tp=2)["pp"].node == pytest.approx(2 * 2 * passed)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tp", "pp", "dp"), [(4, 1, 2, 8), (4, 2, 2, 4), (8, 1, 4, 8), (2, 1, 2, 4), (4, 1, 8, 2)]
+)
+def test_a_stage_lies_on_the_nodes_that_the_mesh_gives_it(gpus: int, tp: int, pp: int, dp: int) -> None:
+    for inside in (count for count in range(1, dp + 1) if dp % count == 0):
+        layout = {"tp": tp, "pp": pp, "dp": dp, "dp_inside": inside}
+        cluster = Cluster(tp * pp * dp // gpus, gpus, "rtx3090")
+        spec, shape = layout_of(layout, cluster), MeshShape(dp, pp, tp, dp_inside=inside)
+        nodes = [[shape.rank_at(one, stage, 0) // gpus for one in range(dp)] for stage in range(pp)]
+        assert groups_of(spec, cluster)["dp"].on_node == max(own.count(node) for own in nodes for node in own)
+        stays = all(len(set(own)) == 1 for own in zip(*nodes, strict=True))
+        assert stays_on_node(spec, cluster) == stays
+
+
+SLOW = Cluster(2, 4, "rtx3090", inter_gbit_s=1)
+
+
+def test_replicas_are_neighbours_where_the_network_is_too_slow_for_gradients() -> None:
+    best = plan(CONFIG, SLOW, seq_len=128, global_batch=32, layout={"pp": 2, "dp": 4})[0]
+    assert best.spec.dp_inside == best.layout["dp_inside"] == 4
+    assert "dp" not in best.links or best.links["dp"].node == 0
+    apart = predict(CONFIG, SLOW, {**best.layout, "dp_inside": 1}, seq_len=128)
+    left = predict(CONFIG, SLOW, {key: value for key, value in best.layout.items() if key != "dp_inside"}, seq_len=128)
+    assert best.estimate.step_s == left.step_s < apart.step_s
+    assert settings_of(best.spec).topology.dp_inside == 4
+    assert mapping_of(settings_of(best.spec), 8, rows_of(best.spec))["dp_inside"] == 4
+
+
+def test_where_replicas_lie_is_not_said_where_it_does_not_matter() -> None:
+    for cluster, layout in (
+        (Cluster(1, 8, "rtx3090"), {"pp": 2, "dp": 4}),
+        (SLOW, {"dp": 8}),
+        (SLOW, {"tp": 4, "dp": 2}),
+    ):
+        best = plan(CONFIG, cluster, seq_len=128, global_batch=32, layout=layout)[0]
+        assert "dp_inside" not in best.layout
+        assert settings_of(best.spec).topology.dp_inside == "auto"
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"pp": 2, "dp": 4, "dp_inside": 3}, "dp_inside=3: .*Set dp_inside to a divisor of dp=4"),
+        ({"dp": 4, "dp_inside": 2}, "dp_inside=2: with pp=1 .*Leave it out"),
+        ({"pp": 2, "dp": 4, "dp_inside": 2, "kernels": "fused"}, "dp_inside=2: .*other systems.*Leave it out"),
+    ],
+)
+def test_neighbours_that_cannot_be_are_refused(layout: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        layout_of(layout)
