@@ -25,7 +25,7 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.engine.optimizer_rules import cut_states, refuse_crossing_updates, refuse_whole_tensor_updates
-from hf_parallel.engine.told import ToldOverParts
+from hf_parallel.engine.told import SPREAD, ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.crossing import keeps_by_place
@@ -35,6 +35,7 @@ from hf_parallel.guards.optimizer_parts import ShownOptimizer
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks, clears_both
+from hf_parallel.guards.trained import SameChange
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -87,7 +88,8 @@ class GradientSync:
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
-        self.told = ToldOverParts(mesh, self.settings, self.replicas)
+        self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
+        self._same_change = SameChange(mesh, settings.waiting)
         self.replicas.before_reading += [self.settle_states, self._parts.judge, self.told.settle]
         self._lay_out()
 
@@ -112,6 +114,7 @@ class GradientSync:
             self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:
+            self.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
     def _before_gathering(self, model: torch.nn.Module, inputs: object) -> None:
@@ -255,6 +258,8 @@ class GradientSync:
             return
         now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
         changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
+        if self.replicas.zero is None and self.replicas.sharded is None:  # else a norm tells, or it is refused
+            self._same_change.meet(changed)
         self.replicas.relay(
             [name for name, is_trained in changed if not is_trained],
             [name for name, is_trained in changed if is_trained],
@@ -308,10 +313,11 @@ class GradientSync:
         if self.replicas.sharded is not None:
             total, told = self.told.sum(total, infinite=infinite)
         if group is not None:
-            rows = rows_of_ranks(total.view(1) if told is None else torch.stack([total, told[-1]]), group)
+            mine = total.view(1) if told is None else torch.cat([total.view(1), told[-SPREAD:]])
+            rows = rows_of_ranks(mine, group)
             total = rows[:, 0].amax() if infinite else rows[:, 0].sum()
             if told is not None:
-                told[-1] = rows[:, 1].amax()
+                told[-SPREAD:] = rows[:, 1:].amax(0)
         if told is not None:
             self.told.give(told)
         return (total if infinite else total.pow(1.0 / norm_type)).float()

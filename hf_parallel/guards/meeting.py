@@ -77,7 +77,25 @@ class Meeting:
         Raises:
             RankMismatchError: Some came with others, or not in time.
         """
-        what = f"{flags} after step {step}"
+        self.agree_on(
+            f"{flags} after step {step}",
+            "all ranks must log, evaluate, save and stop at the same step. A "
+            "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
+            "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them.",
+            "TrainerControl has ",
+        )
+
+    def agree_on(self, what: str, rule: str, before: str = "") -> None:
+        """Wait until every rank has come with the same words.
+
+        Args:
+            what: They.
+            rule: Why they must be the same, and what to do.
+            before: Said before them.
+
+        Raises:
+            RankMismatchError: Some came with others, or not in time.
+        """
         told = self._told(what, alike=True)
         if told is None:
             return
@@ -88,11 +106,7 @@ class Meeting:
             text, rank = next(iter(others.items()))
             here = ", ".join(self._names[one] for one, said in told.items() if said == what)
             beside = f"{text} on {self._names[rank]}"
-        raise RankMismatchError(
-            f"TrainerControl has {what} on {here} and {beside}: all ranks must log, evaluate, save and stop at the same step. A "
-            "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
-            "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them."
-        )
+        raise RankMismatchError(f"{before}{what} on {here} and {beside}: {rule}")
 
     def _told(self, what: str, *, alike: bool) -> dict[int, str] | None:
         """What those who have come said; None if all have, and have said the same if they must."""
