@@ -49,12 +49,15 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(self, what: str, advice: str | None = None) -> None:
+    def meet(
+        self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model"
+    ) -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
             what: What is called, in words.
             advice: What to do if not all do; None for that of all calls.
+            reason: Why all must.
 
         Raises:
             UnsupportedError: Some did not come in time.
@@ -63,7 +66,7 @@ class Meeting:
         if told is not None:
             here, missing = self._here_and_missing(told)
             raise UnsupportedError(
-                f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: each rank holds a part of the model, so "
+                f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: {reason}, so "
                 f"all must call it. {advice or self._advice}"
             )
 

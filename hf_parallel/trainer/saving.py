@@ -121,11 +121,17 @@ class SavingMixin(Base):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete."""
+        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete.
+
+        Raises:
+            UnsupportedError: Only some ranks called it.
+        """
         if self.hf_parallel_session is None:
             super().save_model(output_dir, _internal_call)
             return
         self.accelerator.attach_model(self.model)
+        if not _internal_call:  # else all ranks have agreed to save
+            self.hf_parallel_session.meeting.meet("trainer.save_model()", reason="the ranks write the model together")
         self._synchronise()
         if self._engine is not None:
             self._engine.complete_config()
