@@ -49,9 +49,7 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(
-        self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model"
-    ) -> None:
+    def meet(self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model") -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
@@ -80,28 +78,27 @@ class Meeting:
         Raises:
             RankMismatchError: Some came with others, or not in time.
         """
-        self.agree_on(
-            f"{flags} after step {step}",
-            "all ranks must log, evaluate, save and stop at the same step. A "
-            "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
-            "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them.",
-            "TrainerControl has ",
-        )
+        what = f"{flags} after step {step}"
+        apart = self.differences(what)
+        if apart:
+            raise RankMismatchError(
+                f"TrainerControl has {what} on {apart}: all ranks must log, evaluate, save and stop at the same step. A "
+                "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
+                "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them."
+            )
 
-    def agree_on(self, what: str, rule: str, before: str = "") -> None:
+    def differences(self, what: str) -> str:
         """Wait until every rank has come with the same words.
 
         Args:
             what: They.
-            rule: Why they must be the same, and what to do.
-            before: Said before them.
 
-        Raises:
-            RankMismatchError: Some came with others, or not in time.
+        Returns:
+            "" if all came with them; else who did, and what others came with, or who did not come in time.
         """
         told = self._told(what, alike=True)
         if told is None:
-            return
+            return ""
         here, missing = self._here_and_missing(told)
         others = {text: rank for rank, text in told.items() if text != what}
         beside = f"for {self._bound_s:g} s not on {missing}" if missing else "not on the others"
@@ -109,7 +106,7 @@ class Meeting:
             text, rank = next(iter(others.items()))
             here = ", ".join(self._names[one] for one, said in told.items() if said == what)
             beside = f"{text} on {self._names[rank]}"
-        raise RankMismatchError(f"{before}{what} on {here} and {beside}: {rule}")
+        return f"{here} and {beside}"
 
     def _told(self, what: str, *, alike: bool) -> dict[int, str] | None:
         """What those who have come said; None if all have, and have said the same if they must."""

@@ -92,6 +92,8 @@ class SameChange:
             return
         name, is_trained = changed[0]
         digest = hashlib.blake2b(repr(changed).encode(), digest_size=4).hexdigest()
-        what = f"requires_grad of {name} ({len(changed)} parameters, {digest}) set to {is_trained}"
-        with self._waiting(f"waits for the other replicas, because it has {what}"):
-            self._meeting.agree_on(what, RULE)
+        what = f"{name} ({len(changed)} parameters, {digest}) set to {is_trained}"
+        with self._waiting(f"waits for the other replicas, because it has requires_grad of {what}"):
+            apart = self._meeting.differences(what)
+        if apart:
+            raise RankMismatchError(f"requires_grad of {what} on {apart}: {RULE}")

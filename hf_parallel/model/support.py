@@ -7,8 +7,8 @@ from typing import Any, Final
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model, is_mixed, tuner_layers, why_not_low_rank
-from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.private_torch import own_parameters
+from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
 

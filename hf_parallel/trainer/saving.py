@@ -131,7 +131,7 @@ class SavingMixin(Base):
             return
         self.accelerator.attach_model(self.model)
         if not _internal_call:  # else all ranks have agreed to save
-            self.hf_parallel_session.meeting.meet("trainer.save_model()", reason="the ranks write the model together")
+            self.hf_parallel_session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
         self._synchronise()
         if self._engine is not None:
             self._engine.complete_config()
