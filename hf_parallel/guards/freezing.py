@@ -142,12 +142,12 @@ class Freezing:
             return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
-        words = [int(bool(self._asked)), int(bool(changed)), int(self._replicas.partitions or not all(now.values()))]
+        words = [2 if self._asked else int(bool(changed)), int(self._replicas.partitions or not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
-        elsewhere, anywhere, self._asks, *states = said.tolist()
-        if elsewhere:
+        anywhere, self._asks, *states = said.tolist()
+        if anywhere == 2:
             self._refuse_unlike(now)
         if not anywhere:
             return
