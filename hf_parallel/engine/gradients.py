@@ -25,17 +25,17 @@ from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.engine.changed_parts import ChangedParts
 from hf_parallel.engine.counted import Counted
 from hf_parallel.engine.optimizer_rules import cut_states, refuse_crossing_updates, refuse_whole_tensor_updates
+from hf_parallel.engine.told import SPREAD, ToldOverParts
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.arrivals import Arrivals
-from hf_parallel.guards.awaited import Awaited
 from hf_parallel.guards.crossing import keeps_by_place
-from hf_parallel.guards.drift import digests_of_weights, refuse_unlike_weights
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.optimizer_parts import ShownOptimizer
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.guards.states import guard_states, shown_states
 from hf_parallel.guards.stepping import OwnHooks, clears_both
+from hf_parallel.guards.trained import SameChange
 from hf_parallel.guards.weights import WeightGuard
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
@@ -83,13 +83,14 @@ class GradientSync:
         self.before_write: Callable[[], None] | None = None
         self._parts = ChangedParts(self._power_of_parts, mesh.shape.tp_size)
         self.settings = OptimizerSettings(mesh, parameters)
-        self._told = Awaited(self._judge_told)
         self.shown = ShownGradients(ledger, parameters, mesh, self._counted.of_stage, settings.waiting, self.settings)
         self.hooks = HookGuard(ledger, parameters, mesh, self.shown.shards.assemble)
         groups = {holders: mesh.holders_group(holders) for holders in ledger.shared_holders()}
         self.groups = {holders: group for holders, group in groups.items() if mesh.pp_rank in holders}
         self.replicas = Replicas(ledger, parameters, mesh, settings, self._counted.of_model)
-        self.replicas.before_reading += [self.settle_states, self._parts.judge, self._told.settle]
+        self.told = ToldOverParts(mesh, self._parameters.values(), self.settings, self.replicas)
+        self._same_change = SameChange(mesh, settings.waiting)
+        self.replicas.before_reading += [self.settle_states, self._parts.judge, self.told.settle]
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -113,6 +114,7 @@ class GradientSync:
             self._weights.check()
         self.hooks.check()
         if self.replicas.sharded is not None:
+            self.follow_freezing()  # before messages of which `fully_shard` would send others
             self.replicas.sharded.begin_forward()
 
     def _before_gathering(self, model: torch.nn.Module, inputs: object) -> None:
@@ -256,6 +258,8 @@ class GradientSync:
             return
         now = zip(self._parameters, self._trained, self._now_trained(), strict=True)
         changed = [(name, is_trained) for name, was_trained, is_trained in now if was_trained != is_trained]
+        if self.replicas.zero is None and self.replicas.sharded is None:  # else a norm tells, or it is refused
+            self._same_change.meet(changed)
         self.replicas.relay(
             [name for name, is_trained in changed if not is_trained],
             [name for name, is_trained in changed if is_trained],
@@ -304,43 +308,19 @@ class GradientSync:
             if self._mesh.shape.ep_size > 1:  # the replicas that share experts share the optimizer too
                 parts, total = torch.maximum(total, parts) if infinite else total + parts, torch.zeros_like(total)
                 group = self._mesh.mp_group
-            parts, told = self._over_parts(parts, infinite=infinite)
+            parts, told = self.told.sum(parts, infinite=infinite)
             total = torch.maximum(total, parts) if infinite else total + parts
         if self.replicas.sharded is not None:
-            total, told = self._over_parts(total, infinite=infinite)
+            total, told = self.told.sum(total, infinite=infinite)
         if group is not None:
-            rows = rows_of_ranks(total.view(1) if told is None else torch.stack([total, told[-1]]), group)
+            mine = total.view(1) if told is None else torch.cat([total.view(1), told[-SPREAD:]])
+            rows = rows_of_ranks(mine, group)
             total = rows[:, 0].amax() if infinite else rows[:, 0].sum()
             if told is not None:
-                told[-1] = rows[:, 1].amax()
+                told[-SPREAD:] = rows[:, 1:].amax(0)
         if told is not None:
-            self._told.give(told)
+            self.told.give(told)
         return (total if infinite else total.pow(1.0 / norm_type)).float()
-
-    def _over_parts(self, power: torch.Tensor, *, infinite: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the ranks that share the optimizer count together (0-d, f64); they compare its settings, and weights.
-
-        Returns:
-            The sum; a word of each rank's settings and, last, a rank whose weights are not those of the first (0: none).
-        """
-        group, zero, shape = self._mesh.dp_shard_group, self.replicas.zero, self._mesh.shape
-        if group is None:
-            return power, None
-        digests = [0, 0] if zero is None else digests_of_weights(zero)
-        words = [self.settings.word(), self._mesh.rank, *digests]
-        # A number is written on the device: copying it there would wait.
-        mine = [word.to(power) if isinstance(word, torch.Tensor) else torch.full_like(power, word) for word in words]
-        powers, settings, ranks, weights, experts = rows_of_ranks(torch.stack([power, *mine]), group).unbind(1)
-        experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
-        unlike = (weights != weights[0]) | (experts != experts[:1, :, :1]).flatten()
-        told = torch.cat([settings, (ranks * unlike).amax().view(1)])
-        return powers.amax() if infinite else powers.sum(), told
-
-    def _judge_told(self, numbers: torch.Tensor) -> None:
-        *settings, unlike = map(int, numbers.tolist())
-        if self._mesh.dp_shard_group is not None:
-            self.settings.refuse_unlike_parts(settings, self._mesh.dp_shard_group)
-        refuse_unlike_weights(unlike)
 
     def _gradients_beside_parts(self) -> list[torch.Tensor]:
         """What this rank counts of the gradients that are not partitioned."""
@@ -500,5 +480,6 @@ class GradientSync:
                 "no_sync(). For steps that replicas take by themselves set local_sgd.sync_every."
             )
         self.arrivals.put_back()  # of a forward pass without a backward pass
+        self.told.updates()
         if self.before_write is not None:
             self.before_write()

@@ -82,7 +82,14 @@ def parallelize(
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
     shape, shares = mesh.shape, config.zero.shards_parameters
-    refuse_model(model, shape.mp_size, tp_size=shape.tp_size, sp_size=shape.sp_size, shares_parameters=shares)
+    refuse_model(
+        model,
+        shape.mp_size,
+        tp_size=shape.tp_size,
+        sp_size=shape.sp_size,
+        shares_parameters=shares,
+        num_copies=shape.num_copies,
+    )
     keep_trainable(model)
     watchdog.runs("plans the stages and shards")
     started = time.monotonic()

@@ -84,7 +84,9 @@ class PipelineEngine(Engine):
         runtime.before = self.seeds.set
         runtime.stages = {index: self.under_autocast(stage) for index, stage in runtime.stages.items()}
         self._freezing = Freezing(
-            *(self.model, attachment.ledger, attachment.parameters, self.mesh), self.gradients.replicas
+            *(self.model, attachment.ledger, attachment.parameters, self.mesh),
+            self.gradients.replicas,
+            self._running.asked,
         )
         self._programs = programs
         shifted, fills_up = loss_shifts_labels(self.model), attachment.mesh.shape.ep_size > 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_parallel.batches import bytes_of
 from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 
@@ -22,6 +23,7 @@ from hf_parallel.mesh import Mesh
 ELEMENTS = 64  # of a parameter
 COPIES = 4  # parameters held by every tensor-parallel rank
 BITS = 48  # exact as a float64, and never zero
+TRAINED = "requires_grad"
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -36,7 +38,8 @@ class CommonWeights:
         arriving: Whether updated parameters may be on their way, so that they cannot be looked at.
 
     Attributes:
-        names: The slots: parameters that several stages hold, then one name for those that all ranks of a stage hold.
+        names: The slots: parameters that several stages hold, then one name for those that all ranks of a stage hold, and one
+            for which parameters these ranks train.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class CommonWeights:
         held = [[parameters[name]] if name in parameters else [] for name in self.names]
         copies = [name for name in parameters if mesh.shape.stage_size > 1 and ledger.entries[name].spec is None]
         if mesh.shape.stage_size > 1:
-            self.names.append(copies[-1] if copies else "")
+            self.names += [copies[-1] if copies else "", TRAINED]
             held.append([parameters[name] for name in copies[-COPIES:]])
         self._slots = [_Slot(parameters) for parameters in held]
+        self._trained = [TrainedWord(parameters.values())] if mesh.shape.stage_size > 1 else []
 
     def digests(self) -> list[Tensor | int]:
         """A number of each slot (a 0-d i64 where the weights are on a GPU): zero where this rank holds nothing.
@@ -62,7 +66,7 @@ class CommonWeights:
         """
         if self._arriving():
             return [0 for _ in self.names]
-        return [slot.digest() for slot in self._slots]
+        return [*(slot.digest() for slot in self._slots), *(word.now() for word in self._trained)]
 
     def refuse_unlike(self, slots: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks of this model copy hold.
@@ -74,7 +78,7 @@ class CommonWeights:
             RankMismatchError: Names a parameter and the ranks that differ; on every rank.
         """
         for index, name in enumerate(self.names):
-            is_copy = self._mesh.shape.stage_size > 1 and index == len(self.names) - 1
+            is_copy = self._mesh.shape.stage_size > 1 and index >= len(self.names) - 2
             size = self._mesh.shape.stage_size
             for one in range(len(slots) // size if is_copy else size):
                 # Copies: the ranks of a stage. Else: the stages of a tensor-parallel rank.
@@ -85,6 +89,8 @@ class CommonWeights:
 
     def _refuse(self, name: str, ranks: Sequence[int]) -> None:
         names = [self._mesh.shape.describe(rank) for rank in self._mesh.copy_ranks]
+        if name == TRAINED:
+            refuse_unlike_trained([names[rank] for rank in ranks])
         raise RankMismatchError(
             f"parameter {name} is held by {' and '.join(names[rank] for rank in ranks)}, and its values "
             "differ there: code between two steps changed it differently on each rank (noise drawn for one parameter after "

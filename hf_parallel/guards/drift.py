@@ -3,8 +3,8 @@
 Code that changes weights, gradients or an optimizer on some ranks only does this, and DDP would not say so. The weights are
 compared whenever a checkpoint is written and when training ends, by a number each. Kernels of unlike GPUs may round
 differently, so what differs is also measured: a little is said, much is refused. With ZeRO 1 and 2 each rank's update
-overwrites what the others have of its part, so that nothing is left to compare later: there a few elements are compared in
-every step, in the message that adds up the norm.
+overwrites what the others have of its part, so that nothing is left to compare later: there a few elements are looked at in
+every norm and before every update, and compared in the message that adds up the norm, and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from hf_parallel.data_parallel.fsdp import local_of
 from hf_parallel.data_parallel.zero import ZeroPartition
 from hf_parallel.errors import RankMismatchError
-from hf_parallel.guards.alike import digest_of, factors
+from hf_parallel.guards.alike import BITS, digest_of, factors
 from hf_parallel.guards.start import WRAPS, differing, fingerprints, wire_device
 
 
@@ -30,17 +30,43 @@ BUFFERS, ELEMENTS = 16, 1024  # that are looked at in every step, and of each
 _FACTORS: dict[torch.device, Tensor] = {}
 
 
-@torch.no_grad()
-def digests_of_weights(zero: ZeroPartition) -> list[Tensor | int]:
-    """Numbers for some elements of what all replicas hold, and of experts that some of them hold; zero if there are none.
+class WeightsOfSteps:
+    """Numbers for some elements of what all replicas hold, and of experts that some of them hold.
 
-    A GPU is not waited for.
+    A number has those of earlier updates in it: what was changed after the norm and overwritten by the update still tells.
+
+    Args:
+        zero: The partition.
     """
-    if zero.late is not None:
-        zero.late.wait_for_all()
-    shared = [shard for shard in zero.shards if shard.sharers is not None]
-    common = [shard.flat for shard in shared if shard.sharers is zero.shard_group]
-    return [_digest(common), _digest([shard.flat for shard in shared if shard.sharers is not zero.shard_group])]
+
+    def __init__(self, zero: ZeroPartition) -> None:
+        self._zero = zero
+        self._before: list[Tensor | int] = [1, 1]
+
+    def update(self) -> None:
+        """An optimizer is about to overwrite what other ranks have of its part."""
+        self._before = self.digests()
+
+    @torch.no_grad()
+    def digests(self) -> list[Tensor | int]:
+        """Zero where nothing is held alike. A GPU is not waited for."""
+        zero = self._zero
+        if zero.late is not None:
+            zero.late.wait_for_all()
+        for shard in zero.shards:
+            shard.return_to_buffer()  # where `p.data = ...` has put a parameter elsewhere
+        shared = [shard for shard in zero.shards if shard.sharers is not None]
+        common = [shard.flat for shard in shared if shard.sharers is zero.shard_group]
+        experts = [shard.flat for shard in shared if shard.sharers is not zero.shard_group]
+        now = _digest(common), _digest(experts)
+        return [_joined(before, one) for before, one in zip(self._before, now, strict=True)]
+
+
+def _joined(before: Tensor | int, now: Tensor | int) -> Tensor | int:
+    """A number for two, never zero: products of 48 bits and 15 bits are the same in Python and in i64."""
+    if isinstance(now, int) and not now:
+        return 0
+    return ((before * 0x6C8F ^ now) & ((1 << BITS) - 1)) | 1
 
 
 def _digest(flats: Sequence[Tensor]) -> Tensor | int:
@@ -108,14 +134,14 @@ def _drift(parameters: Mapping[str, Tensor], group: dist.ProcessGroup | None) ->
     trained = [
         name
         for name, p in parameters.items()
-        if p.requires_grad and p.is_floating_point() and not (p.is_meta or WRAPS(p) or isinstance(p, DTensor))
+        if p.requires_grad and p.is_floating_point() and not (p.is_meta or WRAPS(local_of(p)))
     ]
-    numbers = dict(zip(trained, fingerprints(parameters[name] for name in trained), strict=True))
+    numbers = dict(zip(trained, fingerprints(local_of(parameters[name]) for name in trained), strict=True))
     names = list(parameters)
     odd = [names[index] for index in differing([numbers.get(name) for name in names], group)]
     if not odd:
         return -1.0, ""
-    apart = {name: _apart(parameters[name], group) for name in odd[:MEASURED]}
+    apart = {name: _apart(local_of(parameters[name]), group) for name in odd[:MEASURED]}
     worst = max(apart, key=lambda name: apart[name])
     return apart[worst], (
         f"parameter {worst} differs between the replicas by {apart[worst]:.1e} of its norm "

@@ -13,12 +13,15 @@ do: its gradients are in parts by the time that the others know.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.errors import RankMismatchError
+from hf_parallel.guards.trained import RULE
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh, new_group_of
 
@@ -36,6 +39,7 @@ class Freezing:
         mesh: This rank's mesh.
         replicas: Their buffers may be laid out for what was trained at the start. With ZeRO stages ask each other before each
             schedule even if everything is trained, because gradients that are made cannot be dropped.
+        asked: Name of a parameter of another stage -> whether user code on this rank wants it trained; emptied when it is compared.
 
     Attributes:
         group: The stages, for messages over host memory.
@@ -48,8 +52,10 @@ class Freezing:
         parameters: Mapping[str, nn.Parameter],
         mesh: Mesh,
         replicas: Replicas,
+        asked: dict[str, bool],
     ) -> None:
         self._model, self._parameters, self._replicas = model, dict(parameters), replicas
+        self._ledger, self._mesh, self._asked = ledger, mesh, asked
         # A tied parameter may have been changed under a name that only one of its stages has.
         self._shared = [entry.name for entry in ledger if entry.kind == "param" and len(entry.holders) > 1]
         self.group = mesh.pp_group
@@ -98,7 +104,7 @@ class Freezing:
 
     def put(self, slot: Tensor) -> None:
         """Write whether this rank has something to freeze into what will be summed over the ranks (one element)."""
-        slot.fill_(float(bool(self._to_freeze)))
+        slot.fill_(float(bool(self._to_freeze or self._asked)))
 
     def arrived(self, slot: Tensor) -> None:
         """The sum over the ranks; read when the schedule's gradients are finished."""
@@ -136,11 +142,13 @@ class Freezing:
             return
         now = self._now()
         changed = {name: value for name, value in now.items() if value != self._trained[name]}
-        words = [int(bool(changed)), int(self._replicas.partitions or not all(now.values()))]
+        words = [2 if self._asked else int(bool(changed)), int(self._replicas.partitions or not all(now.values()))]
         words += [UNFROZEN if changed.get(name) else FROZEN if name in changed else SAME for name in self._shared]
         said = torch.tensor(words, dtype=torch.int32)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
         anywhere, self._asks, *states = said.tolist()
+        if anywhere == 2:
+            self._refuse_unlike(now)
         if not anywhere:
             return
         for name, state in zip(self._shared, states, strict=True):
@@ -150,6 +158,27 @@ class Freezing:
         self._refuse_fixed()
         self._trained = self._now()
         self._forget = True
+
+    def _refuse_unlike(self, now: Mapping[str, bool]) -> None:
+        """Refuse what user code set of a parameter of another stage, and not on that one; collective over the pipeline.
+
+        Raises:
+            RankMismatchError: On every stage.
+        """
+        group = self.group
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        asked = {self._ledger.find(name).name: value for name, value in self._asked.items()}
+        self._asked.clear()
+        dist.all_gather_object(everyone, (asked, dict(now)), group=group)
+        stages = [self._mesh.shape.describe(rank) for rank in dist.get_process_group_ranks(self._mesh.pp_group)]
+        for stage, (wanted, _) in zip(stages, everyone, strict=True):
+            for other, (_, held) in zip(stages, everyone, strict=True):
+                name = next((name for name, value in wanted.items() if held.get(name, value) != value), None)
+                if name is not None:
+                    raise RankMismatchError(
+                        f"requires_grad of {name} was set to {wanted[name]} on {stage} and is {held[name]} on {other}, whose stage has it: "
+                        f"{RULE}"
+                    )
 
     def _refuse_fixed(self) -> None:
         """Refuse changes that come too late, on every stage alike; collective over the pipeline."""

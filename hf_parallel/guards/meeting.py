@@ -49,12 +49,13 @@ class Meeting:
         self._store: Store | None = None
         self._calls = 0
 
-    def meet(self, what: str, advice: str | None = None) -> None:
+    def meet(self, what: str, advice: str | None = None, reason: str = "each rank holds a part of the model") -> None:
         """Wait until every rank has called this as often; nothing without other ranks.
 
         Args:
             what: What is called, in words.
             advice: What to do if not all do; None for that of all calls.
+            reason: Why all must.
 
         Raises:
             UnsupportedError: Some did not come in time.
@@ -63,7 +64,7 @@ class Meeting:
         if told is not None:
             here, missing = self._here_and_missing(told)
             raise UnsupportedError(
-                f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: each rank holds a part of the model, so "
+                f"{what} was called by {here} and for {self._bound_s:g} s not by {missing}: {reason}, so "
                 f"all must call it. {advice or self._advice}"
             )
 
@@ -78,9 +79,26 @@ class Meeting:
             RankMismatchError: Some came with others, or not in time.
         """
         what = f"{flags} after step {step}"
+        apart = self.differences(what)
+        if apart:
+            raise RankMismatchError(
+                f"TrainerControl has {what} on {apart}: all ranks must log, evaluate, save and stop at the same step. A "
+                "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
+                "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them."
+            )
+
+    def differences(self, what: str) -> str:
+        """Wait until every rank has come with the same words.
+
+        Args:
+            what: They.
+
+        Returns:
+            "" if all came with them; else who did, and what others came with, or who did not come in time.
+        """
         told = self._told(what, alike=True)
         if told is None:
-            return
+            return ""
         here, missing = self._here_and_missing(told)
         others = {text: rank for rank, text in told.items() if text != what}
         beside = f"for {self._bound_s:g} s not on {missing}" if missing else "not on the others"
@@ -88,11 +106,7 @@ class Meeting:
             text, rank = next(iter(others.items()))
             here = ", ".join(self._names[one] for one, said in told.items() if said == what)
             beside = f"{text} on {self._names[rank]}"
-        raise RankMismatchError(
-            f"TrainerControl has {what} on {here} and {beside}: all ranks must log, evaluate, save and stop at the same step. A "
-            "callback sets it on some ranks only (`if state.is_world_process_zero:`, a clock, a number of one replica). Set it on every "
-            "rank; accelerator.set_trigger() on one and check_trigger() on all of them tell them."
-        )
+        return f"{here} and {beside}"
 
     def _told(self, what: str, *, alike: bool) -> dict[int, str] | None:
         """What those who have come said; None if all have, and have said the same if they must."""

@@ -60,9 +60,11 @@ def begin_alike(model: nn.Module) -> Start:
 
     Raises:
         UnsupportedError: Quantised weights differ: what belongs to them is not in the tensor alone.
+        RankMismatchError: Some ranks have frozen what others train; on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Start()
+    _refuse_unlike_freezing(model)
     packed = dict(_packed(model))
     tensors = dict(_tensors(model)) | packed
     structure = hashlib.sha256(str([(n, tuple(t.shape), t.dtype) for n, t in tensors.items()]).encode())
@@ -80,6 +82,21 @@ def begin_alike(model: nn.Module) -> Start:
     for index in odd:
         _send(tensors[names[index]])
     return Start(tuple(names[i] for i in odd), len(names))
+
+
+def _refuse_unlike_freezing(model: nn.Module) -> None:
+    """Refuse parameters that are frozen on some ranks only: which ones are laid out, cut and sent must be known to all; collective."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    names = hashlib.sha256("\n".join(trained).encode()).digest()
+    if differing([int.from_bytes(names[:8], "big", signed=True)], None):
+        return  # `begin_alike` says so
+    odd = differing([int(is_trained) for is_trained in trained.values()], None)
+    if odd:
+        raise RankMismatchError(
+            f"{list(trained)[odd[0]]} ({len(odd)} of {len(trained)} parameters) is frozen (requires_grad=False) on some ranks and "
+            "trained on others: all train one model. Code before the Trainer or accelerator.prepare() freezes it on some ranks only "
+            "(`if rank == 0:`, `if accelerator.is_main_process:`). Do it on every rank."
+        )
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model, is_mixed, tuner_layers, why_not_low_rank
+from hf_parallel.compat.private_torch import own_parameters
 from hf_parallel.compat.private_transformers import other_task
 from hf_parallel.compat.torch_tools import sharing_memory
 from hf_parallel.errors import UnsupportedError
@@ -17,7 +18,13 @@ ON_STAGES: Final = ("SequenceClassification", "TokenClassification")
 
 
 def refuse_model(
-    model: nn.Module, mp_size: int, *, tp_size: int = 1, sp_size: int = 1, shares_parameters: bool = False
+    model: nn.Module,
+    mp_size: int,
+    *,
+    tp_size: int = 1,
+    sp_size: int = 1,
+    shares_parameters: bool = False,
+    num_copies: int = 1,
 ) -> None:
     """Refuse models that would train wrong or crash late.
 
@@ -27,6 +34,7 @@ def refuse_model(
         tp_size: Ranks that each of its layers is sharded over.
         sp_size: Ranks that each row is shared over.
         shares_parameters: Whether replicas shard its parameters (ZeRO 3).
+        num_copies: Copies of its weights, of replicas and of ranks that share rows.
 
     Raises:
         UnsupportedError: The model is dispatched, or quantised or wrapped in a way that cannot be cut or sharded.
@@ -55,6 +63,7 @@ def refuse_model(
             "dtype. Set zero.stage to 2 or less, or load it without quantization_config."
         )
     _refuse_parted(model, name)
+    _refuse_renormed(model, num_copies, mp_size)
     if shares_parameters:
         _refuse_prompts(model, name)
     if mp_size > 1:
@@ -96,6 +105,23 @@ def _refuse_parted(model: Any, name: str) -> None:
                 "(LoraConfig.ensure_weight_tying=True) by memory that they share. A Trainer of several processes moves the model to its "
                 "device, which parts them, and each would be trained alone. Take one of the two out of target_modules, "
                 "set ensure_weight_tying to False, or train both layers with modules_to_save."
+            )
+
+
+def _refuse_renormed(model: nn.Module, num_copies: int, mp_size: int) -> None:
+    """Refuse embeddings whose forward rescales the rows that a batch looks up, where others have another batch, or the table too."""
+    holders = [id(p) for module in model.modules() for p in own_parameters(module).values()]
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or module.max_norm is None:
+            continue
+        is_tied = mp_size > 1 and holders.count(id(module.weight)) > 1
+        if num_copies > 1 or is_tied:
+            where = "another module that has the same parameter" if is_tied else f"{num_copies} copies of the weights"
+            raise UnsupportedError(
+                f"{name} has max_norm={module.max_norm:g} with {where}: its forward rescales the rows that this rank's batch looks up, in "
+                "place, so that what other ranks have of the table drifts apart (as under DDP, which does not say so). Set max_norm to "
+                "None and rescale all rows on every rank after each step (on_step_end: weight.renorm_(2, 0, max_norm)), or train "
+                "with one copy and an embedding that is not tied (pp_size, tp_size)."
             )
 
 

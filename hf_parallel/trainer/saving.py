@@ -104,18 +104,16 @@ class SavingMixin(Base):
     def _refuse_drift(self) -> None:
         """Refuse weights that the replicas changed differently; collective. Parts of weights are on one rank only."""
         engine = self._engine
-        if (
-            engine is None
-            or engine.mesh.copies_group is None
-            or engine.gradients.replicas.sharded is not None
-            or engine.gradients.replicas.local is not None
-        ):
+        if engine is None or engine.mesh.copies_group is None or engine.gradients.replicas.local is not None:
             return
         self._synchronise()
         held, mesh = engine.attachment.parameters, engine.mesh
-        alike = alike_on_replicas(mesh, engine.attachment.ledger, held).values()
+        alike = list(alike_on_replicas(mesh, engine.attachment.ledger, held).values())
+        if engine.gradients.replicas.sharded is not None:
+            alike = [(mesh.dp_replicate_group, list(held))]  # the parts of one copy are all others
         with self._waiting("waits for the other replicas to compare weights"):
             said = refuse_drift([({name: held[name] for name in names}, group) for group, names in alike])
+            engine.gradients.told.compare_weights(engine.attachment.device)  # and what updates have overwritten
         if said and not self._hf_parallel_said_drift:
             self._hf_parallel_said_drift = True
             logger.warning("hf_parallel: %s", said)
@@ -123,11 +121,17 @@ class SavingMixin(Base):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete."""
+        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete.
+
+        Raises:
+            UnsupportedError: Only some ranks called it.
+        """
         if self.hf_parallel_session is None:
             super().save_model(output_dir, _internal_call)
             return
         self.accelerator.attach_model(self.model)
+        if not _internal_call:  # else all ranks have agreed to save
+            self.hf_parallel_session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
         self._synchronise()
         if self._engine is not None:
             self._engine.complete_config()

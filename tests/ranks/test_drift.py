@@ -1,4 +1,4 @@
-"""Replicas that user code made unlike: noticed when a checkpoint is written, and at the end of training."""
+"""Replicas that user code made unlike: noticed when a checkpoint is written, and at the end of training; with ZeRO in every step."""
 
 from __future__ import annotations
 
@@ -34,6 +34,24 @@ class Changes(TrainerCallback):
             (mlp.experts.gate_up_proj if hasattr(mlp, "experts") else mlp.up_proj.weight).mul_(self.factor)
 
 
+class Rebinds(Changes):
+    """Gives a parameter other memory."""
+
+    def change(self, model: Any) -> None:
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.data = weight.data * self.factor
+
+
+class ChangesBeforeUpdates(Changes):
+    """Changes weights after the norm, just before the third update, which overwrites what other ranks have of its part."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, model, **kwargs)
+
+
 class ChangesLate(Changes):
     """Gives rank 0 other weights when training has ended: what is to be saved."""
 
@@ -45,6 +63,9 @@ class ChangesLate(Changes):
             self.change(model)
 
 
+KINDS = {"": Changes, "late": ChangesLate, "rebinds": Rebinds, "before_updates": ChangesBeforeUpdates}
+
+
 def drift_main(
     rank: int,
     world_size: int,
@@ -53,7 +74,7 @@ def drift_main(
     factor: float,
     save: bool,
     config: dict[str, Any],
-    late: bool = False,
+    kind: str = "",
 ) -> str:
     torch.manual_seed(0)
     arguments = TrainingArguments(
@@ -66,8 +87,7 @@ def drift_main(
         use_cpu=True,
         disable_tqdm=True,
     )
-    kind = ChangesLate if late else Changes
-    callbacks = [kind(ranks, factor), HFParallelCallback(config)]
+    callbacks = [KINDS[kind](ranks, factor), HFParallelCallback(config)]
     model = tiny.mixtral_plain() if "ep_size" in config else tiny.llama(layers=2)
     trainer = Trainer(model=model, args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
     try:
@@ -99,6 +119,39 @@ def test_weights_changed_on_one_rank_are_refused(settings: str, save: bool, tmp_
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("kind", ["rebinds", "before_updates"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_weights_that_an_update_overwrites_are_refused(settings: str, kind: str, tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0], 0.5, False, SETTINGS[settings], kind)
+    said = run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90)
+    assert len(set(said)) == 1, said
+    wanted = "parameter model.layers.0.mlp.up_proj.weight differs" if settings == "dp2" else "the weights of rank 1"
+    assert said[0].startswith(f"RankMismatchError: {wanted}"), said[0]
+
+
+@pytest.mark.parametrize("kind", ["rebinds", "before_updates"])
+def test_what_all_ranks_do_to_weights_is_not(kind: str, tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0, 1], 0.5, True, SETTINGS["zero2"], kind)
+    assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
+
+
+COPIES = {  # of the state: stage, who changes weights, and what is said
+    "zero1": (1, [0], "the weights of rank 1"),
+    "zero2": (2, [3], "the weights of rank 3"),
+    "zero1-one copy": (1, [2, 3], "parameter model.layers.0.mlp.up_proj.weight differs"),
+    "zero3": (3, [0], "parameter model.layers.0.mlp.up_proj.weight differs"),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_all_copies_of_a_partitioned_state_hear_of_it(name: str, tmp_path: Path) -> None:
+    stage, ranks, wanted = COPIES[name]
+    given = (str(tmp_path / "run"), ranks, 0.5, False, {"zero": {"stage": stage, "dp_shard_size": 2}})
+    said = run_ranks(drift_main, 4, *given, tmp_path=tmp_path, timeout=90)
+    assert len(set(said)) == 1, said
+    assert said[0].startswith(f"RankMismatchError: {wanted}"), said[0]
+
+
 OTHERS = {  # settings, and what is said
     "pp2": (
         {"pp_size": 2, "pipeline": {"num_microbatches": 2}},
@@ -127,7 +180,7 @@ def test_weights_changed_on_all_ranks_are_not(tmp_path: Path) -> None:
 
 
 def test_what_rank_0_is_given_for_saving_when_training_has_ended_is_its_own(tmp_path: Path) -> None:
-    given = (str(tmp_path / "run"), [0], 0.5, False, SETTINGS["dp2"], True)
+    given = (str(tmp_path / "run"), [0], 0.5, False, SETTINGS["dp2"], "late")
     assert run_ranks(drift_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended", "ended"]
 
 

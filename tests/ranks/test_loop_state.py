@@ -6,6 +6,7 @@ If a row fails, a script as accelerate's documentation has it dies, or goes on f
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from rank_runner import run_ranks
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
+from trainer_cases import Case, make_trainer
 
 
 pytestmark = pytest.mark.long
@@ -368,6 +370,29 @@ def alone_main(rank: int, world_size: int, call: str, folder: str) -> str:
 def test_a_save_on_rank_0_alone_ends_with_what_to_do(call: str, tmp_path: Path) -> None:
     text = run_ranks(alone_main, 2, call, str(tmp_path / "x"), tmp_path=tmp_path, env=ENV)[0]
     assert "was called by rank 0 (pp 0 of 2) and for 2 s not by rank 1 (pp 1 of 2)" in text
+    assert "Take it out of `if accelerator.is_main_process:`" in text
+
+
+def trainer_alone_main(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> str:
+    from hf_parallel import ParallelError
+
+    monitor = {"hang_timeout_s": 3.0}
+    trainer = make_trainer(Case("alone", steps=1, parallel={**parallel, "monitor": monitor}), Path(folder), world_size)
+    trainer.train()
+    text = ""
+    if trainer.is_world_process_zero():
+        try:
+            trainer.save_model()
+        except ParallelError as error:
+            text = str(error)
+    trainer.accelerator.hf_parallel.watchdog.stop()
+    return text
+
+
+@pytest.mark.parametrize("parallel", [{"pp_size": 1}, PP2], ids=["dp2", "pp2"])
+def test_a_trainer_that_saves_on_rank_0_alone_is_told_what_to_do(parallel: dict[str, Any], tmp_path: Path) -> None:
+    text = run_ranks(trainer_alone_main, 2, parallel, str(tmp_path / "x"), tmp_path=tmp_path, env=ENV)[0]
+    assert re.match(r"trainer.save_model\(\) was called by rank 0 .* and for 2.7 s not by rank 1", text), text
     assert "Take it out of `if accelerator.is_main_process:`" in text
 
 

@@ -83,6 +83,12 @@ def guard_main(rank: int, world_size: int) -> dict[str, Any]:
     wrapped.register_parameter("weight", nn.Parameter(pair, requires_grad=False))
     with pytest.raises(UnsupportedError, match=r"weight\.b \(1 of 2 tensors\) has quantised values"):
         begin_alike(wrapped)
+    frozen = Mixed()
+    frozen.weight.requires_grad_(rank != 1)
+    with pytest.raises(
+        RankMismatchError, match=r"weight \(1 of \d+ parameters\) is frozen .* on some ranks.*every rank"
+    ):
+        begin_alike(frozen)
     held = {"a": torch.ones(3), "b": torch.full((2,), float(rank))}
     if rank == 0:
         held["here"] = torch.zeros(2)

@@ -93,3 +93,19 @@ def test_causal_language_models_are_taken_whatever_their_class_is_called() -> No
 
     for model in (LlamaForCausalLM(CONFIG), Mine(CONFIG), tiny.gpt2()):
         refuse_model(model, 4)
+
+
+def test_an_embedding_that_rescales_what_a_batch_looks_up_is_named_where_others_have_the_table_too() -> None:
+    model, tied = tiny.llama(), tiny.llama(tied=True)
+    for one in (model, tied):
+        one.get_input_embeddings().max_norm = 1.0
+    refuse_model(model, 4, tp_size=2)
+    refuse_model(tied, 1)
+    with pytest.raises(
+        UnsupportedError, match=r"model.embed_tokens has max_norm=1 with 2 copies.*Set max_norm to None"
+    ):
+        refuse_model(model, 1, num_copies=2)
+    with pytest.raises(
+        UnsupportedError, match=r"model.embed_tokens has max_norm=1 with another module that has the same"
+    ):
+        refuse_model(tied, 2)

@@ -45,10 +45,12 @@ class Running:
 
     Attributes:
         depth: Calls under way; 1 and more also until somebody hands the model to user code.
+        asked: Name of a weight that is not here -> whether it is to be trained, as user code has set on this rank.
     """
 
     def __init__(self) -> None:
         self.depth = 1
+        self.asked: dict[str, bool] = {}
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -109,7 +111,11 @@ class _Placeholder(Uncopyable, Tensor):
         if name.endswith("_") and not name.endswith("__") and isinstance(written, cls):
             if name in DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
                 written._draw(func, args, kwargs or {})
+            if name == "requires_grad_":
+                written._freeze((*args[1:], *(kwargs or {}).values(), True)[0])
             return written
+        if name == "__set__" and func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+            args[0]._freeze(args[1])
         with no_torch_function():
             result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
@@ -118,6 +124,11 @@ class _Placeholder(Uncopyable, Tensor):
                     if isinstance(item, cls):
                         item._running.require(item._full_name)
         return result
+
+    def _freeze(self, trained: bool) -> None:
+        """The rank that has the weight must be told the same."""
+        if not self._running.depth:
+            self._running.asked[self._full_name] = bool(trained)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
         """The draws of the rank that has the weight: what is drawn next, for a weight of this rank, follows them."""

@@ -1,0 +1,108 @@
+"""What the ranks that share an optimizer tell each other beside the numbers that they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_parallel.compat.private_collectives import rows_of_ranks
+from hf_parallel.data_parallel.replicas import Replicas
+from hf_parallel.guards.awaited import Awaited
+from hf_parallel.guards.drift import WeightsOfSteps, refuse_unlike_weights
+from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.trained import TrainedWord, refuse_unlike_trained
+from hf_parallel.mesh import Mesh
+
+
+SPREAD = 2  # numbers, the last ones, of which the other ranks of a model copy hear, too
+
+
+class ToldOverParts:
+    """Their settings, which parameters are trained, and weights that each of them updates a part of.
+
+    Args:
+        mesh: This rank's mesh.
+        parameters: Of this rank.
+        settings: Of this rank's optimizers.
+        replicas: Which of them share an optimizer.
+    """
+
+    def __init__(
+        self, mesh: Mesh, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, replicas: Replicas
+    ) -> None:
+        self._mesh, self._settings, self._replicas = mesh, settings, replicas
+        self._weights: WeightsOfSteps | None = None
+        self._trained = TrainedWord(parameters)
+        self._awaited = Awaited(self._judge)
+        # If the optimizer's state is in several copies, each hears of what is wrong in the others.
+        self._group = mesh.dp_shard_group if mesh.dp_replicate_group is None else mesh.copies_group
+
+    def updates(self) -> None:
+        """An optimizer is about to overwrite what other ranks have of its part."""
+        weights = self._weights_of_steps()
+        if weights is not None:
+            weights.update()
+
+    def sum(self, power: Tensor, *, infinite: bool) -> tuple[Tensor, Tensor | None]:
+        """What the ranks that share the optimizer count together (0-d, f64); collective over all copies of its state.
+
+        Returns:
+            The sum; a word of each rank's settings and, last (`SPREAD`), a rank that trains other parameters than the first one,
+            and a rank whose weights are not those of the first (0: none).
+        """
+        shard_group, shape = self._mesh.dp_shard_group, self._mesh.shape
+        if shard_group is None or self._group is None:
+            return power, None
+        weights = self._weights_of_steps()
+        digests = [0, 0] if weights is None else weights.digests()
+        words = [self._settings.word(), self._mesh.rank, self._trained.now(), *digests]
+        # A number is written on the device: copying it there would wait.
+        mine = [word.to(power) if isinstance(word, Tensor) else torch.full_like(power, word) for word in words]
+        rows = rows_of_ranks(torch.stack([power, *mine]), self._group)
+        powers, settings, ranks, trained, common, experts = rows.unbind(1)
+        # Copies of the state may be on unlike GPUs, which round differently: weights are compared within each.
+        common = common.view(-1, shard_group.size())
+        experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
+        unlike = (common != common[:, :1]).flatten() | (experts != experts[:1, :, :1]).flatten()
+        told = torch.cat([settings, torch.stack([ranks * (trained != trained[0]), ranks * unlike]).amax(1)])
+        first = self._mesh.copy_rank // shard_group.size() * shard_group.size()
+        powers = powers[first : first + shard_group.size()]
+        return powers.amax() if infinite else powers.sum(), told
+
+    def give(self, told: Tensor) -> None:
+        """Judge what `sum` returned, at once or when the next comes."""
+        self._awaited.give(told)
+
+    def settle(self) -> None:
+        """Judge what is not judged yet."""
+        self._awaited.settle()
+
+    def compare_weights(self, device: torch.device) -> None:
+        """As a norm does, without one; collective over the world.
+
+        Args:
+            device: Where the ranks send from.
+
+        Raises:
+            RankMismatchError: They differ; on every rank.
+        """
+        self.settle()
+        told = self.sum(torch.zeros((), dtype=torch.float64, device=device), infinite=False)[1]
+        if told is not None and dist.group.WORLD is not None:
+            refuse_unlike_weights(int(rows_of_ranks(told[-1:], dist.group.WORLD).amax()))
+
+    def _weights_of_steps(self) -> WeightsOfSteps | None:
+        if self._weights is None and self._replicas.zero is not None:
+            self._weights = WeightsOfSteps(self._replicas.zero)
+        return self._weights
+
+    def _judge(self, numbers: Tensor) -> None:
+        *settings, frozen, unlike = map(int, numbers.tolist())
+        if self._group is not None:
+            self._settings.refuse_unlike_parts(settings, self._group)
+        describe = self._mesh.shape.describe
+        refuse_unlike_trained([describe(frozen), "the first replica"] if frozen else [])
+        refuse_unlike_weights(unlike)
