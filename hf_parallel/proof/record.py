@@ -56,14 +56,17 @@ class Recorder(TrainerCallback):
 
     Attributes:
         trainer: The Trainer that it belongs to.
+        trained: Optimizer steps so far.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
+        self.trained = 0
         self.trainer: Trainer | None = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The gradients are reduced and clipped."""
+        self.trained += 1
         holdings = self._holdings()
         if holdings is None:
             self._write_whole(f"{GRADIENTS}-{state.global_step}", {n: p.grad for n, p in self._named()})

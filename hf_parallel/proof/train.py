@@ -17,6 +17,7 @@ from hf_parallel.proof.watch import EPS, Watch, perturb
 
 CLIP = 0.1  # below the norms of a model that has not converged, so that clipping is in effect
 RATE = 1e-3
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size")
 # Adam divides a gradient by its own size, and so steps by the sign of what is rounding noise, unless epsilon is larger than that.
 ADAM_EPSILON = {"fp32": 1e-6, "bf16": 1e-4, "fp16": 1e-4}
 
@@ -50,6 +51,7 @@ def build_model(job: Job) -> nn.Module:
     """The model in fp32, without dropout: masks are drawn otherwise in a layout, as they are in data parallelism."""
     config = config_of(job.model, trains=True)
     _without_dropout(config)
+    _with_short_windows(config, job.length)
     if job.layers is not None:
         _cut(config, job.layers)
     torch.manual_seed(job.seed)
@@ -67,6 +69,15 @@ def _without_dropout(config: Any) -> None:
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
+
+
+def _with_short_windows(config: Any, length: int) -> None:
+    """A window that is longer than the rows hides nothing, and so neither does one that a layout loses."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in WINDOWS:
+            value = vars(part).get(name)
+            if type(value) is int and value >= length:
+                setattr(part, name, length // 2)
 
 
 def _cut(config: Any, layers: int) -> None:
@@ -92,13 +103,20 @@ def _enliven(model: nn.Module) -> None:
 
 
 def batches_of(job: Job, model: nn.Module) -> list[dict[str, Tensor]]:
-    """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left."""
+    """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left.
+
+    One of the tokens at the ends of the vocabulary, and that of padding, is read in each row and a label too: what is wrong in one row
+    of an embedding or a head shows if that row is used, and few of a large vocabulary are.
+    """
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
+    padder = getattr(config.get_text_config(), "pad_token_id", None)
+    edges = [vocabulary - 1, 0, *([padder] if isinstance(padder, int) and 0 < padder < vocabulary - 1 else [])]
     generator = torch.Generator().manual_seed(job.seed + 1)
     rows = []
     for row in range(job.replicas * job.rows * job.accumulation * job.steps):
         ids = torch.randint(0, vocabulary, (job.length,), generator=generator)
+        ids[-2] = edges[row % len(edges)]  # the last one is a label and never read
         padding = (row % 2) * (1 + row % max(1, job.length // 4))
         mask = (torch.arange(job.length) >= padding).long()
         prompt = padding + int(torch.randint(0, job.length // 2, (), generator=generator))
