@@ -84,10 +84,10 @@ class Comparison:
         """Whether everything is where it should be."""
         return not self.missing and all(each.excess <= 1 for each in self.differences)
 
-    def largest(self, *what: str) -> float:
-        """The largest relative difference of a kind; 0.0 if there is none."""
+    def largest(self, *what: str) -> float | None:
+        """The largest relative difference of a kind; None if nothing of it was compared."""
         found = [each.relative for each in self.differences if each.what in what]
-        return max(found, default=0.0, key=lambda value: float("inf") if value != value else value)
+        return max(found, default=None, key=lambda value: float("inf") if value != value else value)
 
 
 def compare(job: Job, folder: Path) -> Comparison:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,8 +64,17 @@ class Verdict:
     first_divergence: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As written by `--json`."""
-        return dataclasses.asdict(self)
+        """As written by `--json`; JSON has no numbers that are not finite, so they are None."""
+        found: dict[str, Any] = _finite(dataclasses.asdict(self))
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(  # noqa: PLR0913 - each is an option of the command
