@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.memory.shape import config_of
 from hf_parallel.proof.in_parts import compute_in_parts, sees_parts
 from hf_parallel.proof.job import Job
@@ -82,10 +83,19 @@ def _with_short_windows(config: Any, length: int) -> None:
 
 def _cut(config: Any, layers: int) -> None:
     text = config.get_text_config()
-    text.num_hidden_layers = min(layers, text.num_hidden_layers)
-    for name, value in vars(text).items():  # a list with an entry for each block
-        if name.endswith("_types") and isinstance(value, list) and len(value) > text.num_hidden_layers:
-            setattr(text, name, value[: text.num_hidden_layers])
+    # Of an encoder and a decoder `num_hidden_layers` is the encoder's, which is not trained here.
+    names = [name for name in ("decoder_layers", "num_decoder_layers", "num_blocks") if name in vars(text)]
+    names = names or ["num_hidden_layers"]
+    before = getattr(text, names[0], None)
+    if before is None:
+        raise UnsupportedError(
+            f"layers={layers}: a config of type {config.model_type} has no number of blocks that could be made smaller. Leave it out."
+        )
+    for name in {*names, *({"num_hidden_layers"} & vars(text).keys())}:
+        setattr(text, name, min(layers, before))
+    for name, value in list(vars(text).items()):  # a list with an entry for each block
+        if name.endswith(("_types", "_type")) and isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
 
 
 @torch.no_grad()

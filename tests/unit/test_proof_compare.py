@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config
 
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.proof.compare import EXACT, MARGIN, Comparison, Difference, _numbers
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.ties import Ties, noise_of
-from hf_parallel.proof.train import batches_of, build_model
-from hf_parallel.proof.verify import Verdict
+from hf_parallel.proof.train import _cut, batches_of, build_model
+from hf_parallel.proof.verify import Verdict, job_of
 from hf_parallel.proof.watch import clipping_exactly
 
 
@@ -113,6 +114,31 @@ def test_the_ends_of_the_vocabulary_are_read_and_are_labels(tmp_path: Path) -> N
     rows = batches_of(job, build_model(job))
     read = {token for row in rows[: job.rows] for token in row["input_ids"][:-1][row["labels"][:-1] >= 0].tolist()}
     assert {0, 7, 31999} <= read
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "wanted"),
+    [
+        (BartConfig, {"d_model": 16, "decoder_layers": 4, "encoder_layers": 2}, "decoder_layers"),
+        (Zamba2Config, {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}, "num_hidden_layers"),
+    ],
+)
+def test_of_each_kind_of_config_the_first_blocks_are_left(kind: Any, more: dict[str, Any], wanted: str) -> None:
+    config = kind(**more)
+    _cut(config, 2)
+    assert getattr(config, wanted) == 2
+    assert len(getattr(config, "layers_block_type", "ab")) == 2
+
+
+def test_a_config_without_a_number_of_blocks_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"layers=2: a config of type blt has no number of blocks"):
+        _cut(BltConfig(), 2)
+
+
+def test_few_steps_are_too_few_in_half_precision(tmp_path: Path) -> None:
+    config = MistralConfig(num_hidden_layers=2)
+    for dtype, steps, wanted in (("bf16", 1, 3), ("fp16", 4, 4), ("fp32", 1, 1)):
+        assert job_of(config, {"pp_size": 2}, tmp_path, dtype=dtype, steps=steps).steps == wanted
 
 
 def test_a_number_that_is_not_finite_is_none_in_json() -> None:
