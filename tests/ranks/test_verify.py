@@ -99,19 +99,24 @@ def test_a_bug_is_found_and_its_module_named() -> None:
 def decay_of_one_rank(trainer: Any) -> None:
     """A bug that hf_parallel notices by itself, before the first step is over."""
     if trainer.accelerator.hf_parallel.mesh.rank == 1:
-        for group in trainer.optimizer.param_groups:
-            group["weight_decay"] = 0.5
+        trainer.optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("bugs")
 def test_what_a_rank_notices_in_the_first_step_is_a_verdict() -> None:
-    verdict = verify(CONFIG, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:decay_of_one_rank")
+    config = LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 4}
+    )  # two blocks a stage: their groups are known to be the same
+    verdict = verify(config, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:decay_of_one_rank")
     assert not verdict.ok
     assert verdict.refused is None
     assert verdict.stopped is not None
     assert "weight_decay of parameter group 0" in verdict.stopped
-    assert verdict.grad_max_rel is None  # nothing was compared
+    assert verdict.grad_max_rel is None  # none was compared
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence["kind"] == "optimizer"
+    assert verdict.worst[0]["what"] == "weight_decay"
 
 
 @pytest.mark.long
