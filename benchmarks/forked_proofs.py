@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -49,7 +50,9 @@ class Prover:
         with tempfile.TemporaryDirectory(prefix="hf-parallel-verify-") as temporary:
             place = folder or Path(temporary)
             try:
-                return prove(job_of(model, settings, place, **more), place, self._run)
+                job = job_of(model, settings, place, **more)
+                # Each rank in its own folder, not in the user's: bugs note there that they ran.
+                return prove(dataclasses.replace(job, home=None), place, self._run)
             finally:
                 for noted in place.glob("compared/rank*/imports"):
                     IMPORTED.parent.mkdir(parents=True, exist_ok=True)

@@ -190,7 +190,7 @@ BUGS = (
         (WEIGHT,),
     ),
     Bug("all-reduce of a row in bf16", "forward_sum_in_bf16", TP2, "layers.0.self_attn", (FORWARD,)),
-    Bug("learning rate scheduler stepped twice", "scheduler_stepped_twice", DP2, "", (OPTIMIZER,)),
+    Bug("learning rate scheduler of a replica stepped twice", "scheduler_stepped_twice", DP2, "*", (OPTIMIZER,)),
     Bug("a weight of a replica differs", "one_weight_differs", DP2, "layers.1.mlp.up_proj", (FORWARD,)),
     Bug(
         "the last microbatch's gradient divided twice",

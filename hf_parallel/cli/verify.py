@@ -58,6 +58,7 @@ def verify(  # noqa: PLR0913 - each is an option
 
     Starts processes of its own, on the CPU. Exit codes: 0 they agree, 1 they differ, 3 the layout is refused.
     """
+    from hf_parallel.proof.verify import Verdict
     from hf_parallel.proof.verify import verify as prove
 
     sizes = {"tp_size": tp, "pp_size": pp, "sp_size": sp, "ep_size": ep}
@@ -69,8 +70,10 @@ def verify(  # noqa: PLR0913 - each is an option
         "zero": zero_stage,
     }
     try:
-        if json_file is not None and not json_file.parent.is_dir():  # before minutes of work
-            raise ConfigError(f"{json_file}: there is no such folder. Name a file in a folder that exists.")
+        if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):  # before minutes of work
+            raise ConfigError(
+                f"{json_file}: there is no such folder, or it is one. Name a file in a folder that exists."
+            )
         settings, processes = _layout(config_file, {k: v for k, v in given.items() if v is not None}, dp)
         verdict = prove(
             model,
@@ -84,19 +87,37 @@ def verify(  # noqa: PLR0913 - each is an option
             layers=layers,
             random_weights=random_weights,
             script=script,
-            script_arguments=shlex.split(script_args),
+            script_arguments=_words(script_args),
         )
     except ParallelError as error:
+        refused, stopped = (str(error), None) if isinstance(error, ConfigError) else (None, str(error))
         typer.echo(str(error), err=True)
-        raise typer.Exit(REFUSED if isinstance(error, ConfigError) else 2) from None
-    text = json.dumps(verdict.to_json(), indent=2)
-    if json_file is not None and str(json_file) != "-":
-        json_file.write_text(text + "\n")
-    if str(json_file) == "-":
-        typer.echo(text)
-    else:
+        _write(json_file, Verdict("", "", refused=refused, stopped=stopped))
+        raise typer.Exit(2 if refused is None else REFUSED) from None
+    _write(json_file, verdict)
+    if str(json_file) != "-":
         _show(verdict)
     raise typer.Exit(REFUSED if verdict.refused else 0 if verdict.ok else DIFFERS)
+
+
+def _words(script_args: str) -> list[str]:
+    """The arguments of a script.
+
+    Raises:
+        ConfigError: A quotation mark without another one.
+    """
+    try:
+        return shlex.split(script_args)
+    except ValueError as error:
+        raise ConfigError(f"--script-args {script_args}: {error}. Quote it as a shell would need it.") from error
+
+
+def _write(json_file: Path | None, verdict: Verdict) -> None:
+    text = json.dumps(verdict.to_json(), indent=2, allow_nan=False)
+    if str(json_file) == "-":
+        typer.echo(text)
+    elif json_file is not None and json_file.parent.is_dir() and not json_file.is_dir():
+        json_file.write_text(text + "\n")
 
 
 def _layout(config_file: str | None, given: dict[str, Any], dp: int | None) -> tuple[dict[str, Any], int | None]:
@@ -140,11 +161,9 @@ def _show(verdict: Verdict) -> None:
         numbers = f"{each['relative']:.1e}", f"{each['allowed']:.1e}"
         table.add_row(each["what"], str(each["step"]), each["name"], str(each["rank"]), *numbers)
     console.print(table)
-    console.print(
-        f"largest relative difference: loss {verdict.loss_max_rel:.1e}, gradients {verdict.grad_max_rel:.1e}, "
-        f"parameters {verdict.param_max_rel:.1e}",
-        markup=False,
-    )
+    largest = {"loss": verdict.loss_max_rel, "gradients": verdict.grad_max_rel, "parameters": verdict.param_max_rel}
+    told = ", ".join(f"{name} {'not compared' if size is None else f'{size:.1e}'}" for name, size in largest.items())
+    console.print(f"largest relative difference: {told}", markup=False)
     if verdict.stopped:
         console.print(f"the run was stopped: {verdict.stopped}", markup=False)
     for name in verdict.missing_gradients:

@@ -56,8 +56,10 @@ def first_divergence(job: Job, found: Comparison, traced: Path | None) -> dict[s
         return _of_gradients(job, found.shared, gradients, [e for e in found.differences if e.what == "gradient"])
     if gradients or any(each.what == "grad_norm" for each in beyond):
         return _at("", "clipping")
-    if any(each.what in ("parameter", "learning_rate") for each in beyond):
-        worst = next((each for each in beyond if each.name), beyond[0])
+    updates = [each for each in beyond if each.what != "loss"]
+    if updates:
+        settings = [each for each in updates if each.what != "parameter"]
+        worst = next((each for each in settings if each.name), (settings or updates)[0])
         return _at(module_of(worst.name), "optimizer")
     return _at("loss", "forward") if beyond or found.missing else None
 

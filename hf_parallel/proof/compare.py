@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_parallel.proof.job import Job
+from hf_parallel.proof.optimizer_settings import ALIKE, settings_apart
 from hf_parallel.proof.record import GRADIENTS, LOGGED, PARAMETERS, RUN
 
 
@@ -31,7 +32,7 @@ class Difference:
     """How far a tensor, or a logged number, of one rank is from the reference.
 
     Args:
-        what: loss, grad_norm, learning_rate, gradient or parameter.
+        what: loss, grad_norm, learning_rate, gradient, parameter, or what the optimizer is set to, such as weight_decay.
         step: Of the optimizer, from 1.
         name: Of the parameter; empty for a number.
         rank: The rank that differs most.
@@ -84,10 +85,10 @@ class Comparison:
         """Whether everything is where it should be."""
         return not self.missing and all(each.excess <= 1 for each in self.differences)
 
-    def largest(self, *what: str) -> float:
-        """The largest relative difference of a kind; 0.0 if there is none."""
+    def largest(self, *what: str) -> float | None:
+        """The largest relative difference of a kind; None if nothing of it was compared."""
         found = [each.relative for each in self.differences if each.what in what]
-        return max(found, default=0.0, key=lambda value: float("inf") if value != value else value)
+        return max(found, default=None, key=lambda value: float("inf") if value != value else value)
 
 
 def compare(job: Job, folder: Path) -> Comparison:
@@ -96,14 +97,17 @@ def compare(job: Job, folder: Path) -> Comparison:
     steps = [step for step in range(job.steps) if all((rank / f"{GRADIENTS}-{step}.json").exists() for rank in ranks)]
     has_ended = all((rank / RUN).exists() for rank in ranks)
     differences = list(_numbers(job, folder)) if has_ended else []
+    for step in range(job.steps):
+        found = settings_apart(step, folder / REFERENCE, ranks)
+        differences += [Difference(each.key, step + 1, each.name, each.rank, each.relative, ALIKE) for each in found]
     missing: list[str] = []
     for step in steps:
-        found, absent = compare_tensors(job, folder, f"{GRADIENTS}-{step}", step + 1)
-        differences += found
+        apart, absent = compare_tensors(job, folder, f"{GRADIENTS}-{step}", step + 1)
+        differences += apart
         missing += absent
     if has_ended:
-        found, absent = compare_tensors(job, folder, PARAMETERS, job.steps)
-        differences += found
+        apart, absent = compare_tensors(job, folder, PARAMETERS, job.steps)
+        differences += apart
         missing += absent
     shared = json.loads((folder / "rank0" / RUN).read_text())["shared"] if has_ended else []
     return Comparison(sorted(differences, key=lambda each: -each.excess), missing, frozenset(shared))

@@ -20,6 +20,7 @@ from hf_parallel.compat.private_torch import no_torch_function_modes
 from hf_parallel.data_parallel.flat import FlatShard
 from hf_parallel.data_parallel.fsdp import first_row_of, local_of
 from hf_parallel.guards.shown import plain_of
+from hf_parallel.proof.optimizer_settings import file_of, settings_of
 from hf_parallel.trainer.loop_state import holdings_of
 
 
@@ -56,20 +57,33 @@ class Recorder(TrainerCallback):
 
     Attributes:
         trainer: The Trainer that it belongs to.
+        trained: Optimizer steps so far.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps
+        self.trained = 0
         self.trainer: Trainer | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The rate is that of the step."""
+        holdings, optimizer = self._holdings(), self._optimizer
+        if holdings is None:
+            names = {id(parameter): name for name, parameter in self._named()}
+            inside = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+        else:
+            inside = holdings.view(optimizer).group_names
+        found = settings_of(optimizer.param_groups, inside)
+        (self.folder / file_of(state.global_step)).write_text(json.dumps(found))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The gradients are reduced and clipped."""
+        self.trained += 1
         holdings = self._holdings()
         if holdings is None:
             self._write_whole(f"{GRADIENTS}-{state.global_step}", {n: p.grad for n, p in self._named()})
         else:
-            optimizer: Any = self.trainer.optimizer  # type: ignore[union-attr]
-            runs = gradients_of(holdings, getattr(optimizer, "optimizer", optimizer))
+            runs = gradients_of(holdings, self._optimizer)
             self._write_pieces(f"{GRADIENTS}-{state.global_step}", holdings, runs)
 
     def write_parameters(self, what: str) -> None:
@@ -103,6 +117,12 @@ class Recorder(TrainerCallback):
         shared = [entry.name for entry in holdings.ledger if len(entry.holders) > 1]
         axes = {"rank": mesh.rank, "dp": mesh.dp_rank, "pp": mesh.pp_rank, "tp": mesh.tp_rank, "sp": mesh.sp_rank}
         return {**axes, "sharded": sharded, "shared": shared}
+
+    @property
+    def _optimizer(self) -> Any:
+        """The one inside of accelerate's."""
+        optimizer: Any = self.trainer.optimizer  # type: ignore[union-attr]
+        return getattr(optimizer, "optimizer", optimizer)
 
     def _holdings(self) -> Holdings | None:
         accelerator: Any = self.trainer.accelerator  # type: ignore[union-attr]

@@ -106,6 +106,11 @@ class _Run:
         args.logging_strategy, args.logging_steps, args.logging_nan_inf_filter = "steps", 1, False
         args.save_strategy, args.eval_strategy, args.load_best_model_at_end = "no", "no", False
         args.report_to, args.disable_tqdm, args.push_to_hub = [], True, False
+        args.neftune_noise_alpha = None  # drawn otherwise in a layout, as dropout is
+        args.warmup_steps = 0  # in which weights hardly move, so that an optimizer that goes wrong would not show
+        args.dataloader_drop_last = (
+            True  # replicas fill up a last batch with rows that one process does not train again
+        )
         args.output_dir = str(self.folder / "output")
         if not self.layout:
             args.per_device_train_batch_size *= self.job.replicas
@@ -161,7 +166,8 @@ def _watched(run: _Run) -> Iterator[None]:
 
 def _without_dropout(model: nn.Module) -> None:
     """Masks are drawn otherwise in a layout, as they are in data parallelism."""
-    for module in model.modules():
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for module in [*model.modules(), *configs.values()]:  # some forwards read the rate from the config
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and any(part in name for part in DROPS):
                 setattr(module, name, 0.0)

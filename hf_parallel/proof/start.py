@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_parallel.errors import ConfigError, PlanError, UnsupportedError
+from hf_parallel.errors import ConfigError, PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.proof.bisect import first_divergence, first_step
 from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, compare
 from hf_parallel.proof.job import Job
@@ -31,6 +31,7 @@ from hf_parallel.proof.train import train
 
 
 JOB, ERROR, LOG, JUDGED, PLACE = "job.json", "error.json", "output.log", "judged.json", "place.json"
+REFUSED, NOTICED = "refused", "noticed"  # how a rank failed
 COMPARED, TRACED, JUDGE = "compared", "traced", "judge"
 SILENT = "ended and left no report"
 GRACE = 3.0  # s, for the others of a layout in which a rank failed
@@ -50,14 +51,14 @@ def main(folder: Path, kept: Path | None = None) -> None:
     if not _references(job, compared, kept):
         return
     ended = _layout(job, compared)
-    if not ended and (_is_refused(compared) or not (compared / "rank0" / "gradients-0.json").exists()):
+    if not ended and (_is(REFUSED, compared) or not _can_judge(compared)):
         return
     if not _run_all(folder, {JUDGE: lambda: compare(job, compared).dump(folder / JUDGED)}):
         return
     found = Comparison.load(folder / JUDGED)
     if ended and found.ok:
         return
-    again = dataclasses.replace(_as_it_ran(job, compared), steps=first_step(found), trace=True)
+    again = _to_trace(job, compared, first_step(found))
     is_traced = _references(again, traced, kept)
     if is_traced:
         _layout(again, traced)  # what a rank noted before it failed counts as well
@@ -69,12 +70,13 @@ def main(folder: Path, kept: Path | None = None) -> None:
     _run_all(folder, {PLACE.removesuffix(".json"): place})
 
 
-def _as_it_ran(job: Job, folder: Path) -> Job:
-    """With the sizes of the batches that a script chose."""
-    if job.script is None:
-        return job
-    run = json.loads((folder / REFERENCE / RUN).read_text())
-    return dataclasses.replace(job, rows=run["rows"] // job.replicas, accumulation=run["accumulation"])
+def _to_trace(job: Job, folder: Path, steps: int) -> Job:
+    """The job that finds where the runs part, with the sizes of the batches that a script chose."""
+    sizes = {}
+    if job.script is not None:
+        run = json.loads((folder / REFERENCE / RUN).read_text())
+        sizes = {"rows": run["rows"] // job.replicas, "accumulation": run["accumulation"]}
+    return dataclasses.replace(job, steps=steps, trace=True, **sizes)
 
 
 def _references(job: Job, folder: Path, kept: Path | None) -> bool:
@@ -103,8 +105,14 @@ def _layout(job: Job, folder: Path) -> bool:
     return _run_all(folder, {f"rank{r}": _rank(job, folder, r, job.processes) for r in range(job.processes)}, job.home)
 
 
-def _is_refused(folder: Path) -> bool:
-    return any(json.loads(path.read_text())["refused"] for path in folder.glob(f"rank*/{ERROR}"))
+def _is(what: str, folder: Path) -> bool:
+    """Whether a rank of the layout failed so."""
+    return any(json.loads(path.read_text()).get(what) for path in folder.glob(f"rank*/{ERROR}"))
+
+
+def _can_judge(folder: Path) -> bool:
+    """Whether a layout that failed left something to compare, or noticed by itself, in the first step, that it goes wrong."""
+    return (folder / "rank0" / "gradients-0.json").exists() or _is(NOTICED, folder)
 
 
 def _perturbed(job: Job, folder: Path, number: int) -> Callable[[], None]:
@@ -170,16 +178,17 @@ def _fork(folder: Path, run: Callable[[], None], home: str | None = None) -> int
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent reads it
         traceback.print_exc()
         refused = isinstance(error, (ConfigError, PlanError, UnsupportedError))
-        _leave(folder, type(error).__name__, str(error), refused=refused)
+        _leave(folder, type(error).__name__, str(error), refused=refused, noticed=isinstance(error, RankMismatchError))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _leave(folder: Path, kind: str, text: str, *, refused: bool = False) -> None:
+def _leave(folder: Path, kind: str, text: str, **how: bool) -> None:
     if not (folder / ERROR).exists():
-        (folder / ERROR).write_text(json.dumps({"kind": kind, "text": text, "refused": refused}))
+        how = {REFUSED: False, NOTICED: False} | how
+        (folder / ERROR).write_text(json.dumps({"kind": kind, "text": text, **how}))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.memory.shape import config_of
 from hf_parallel.proof.in_parts import compute_in_parts, sees_parts
 from hf_parallel.proof.job import Job
@@ -17,6 +18,7 @@ from hf_parallel.proof.watch import EPS, Watch, perturb
 
 CLIP = 0.1  # below the norms of a model that has not converged, so that clipping is in effect
 RATE = 1e-3
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size")
 # Adam divides a gradient by its own size, and so steps by the sign of what is rounding noise, unless epsilon is larger than that.
 ADAM_EPSILON = {"fp32": 1e-6, "bf16": 1e-4, "fp16": 1e-4}
 
@@ -50,6 +52,7 @@ def build_model(job: Job) -> nn.Module:
     """The model in fp32, without dropout: masks are drawn otherwise in a layout, as they are in data parallelism."""
     config = config_of(job.model, trains=True)
     _without_dropout(config)
+    _with_short_windows(config, job.length)
     if job.layers is not None:
         _cut(config, job.layers)
     torch.manual_seed(job.seed)
@@ -69,12 +72,30 @@ def _without_dropout(config: Any) -> None:
                 setattr(part, name, 0.0)
 
 
+def _with_short_windows(config: Any, length: int) -> None:
+    """A window that is longer than the rows hides nothing, and so neither does one that a layout loses."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name in WINDOWS:
+            value = vars(part).get(name)
+            if type(value) is int and value >= length:
+                setattr(part, name, length // 2)
+
+
 def _cut(config: Any, layers: int) -> None:
     text = config.get_text_config()
-    text.num_hidden_layers = min(layers, text.num_hidden_layers)
-    for name, value in vars(text).items():  # a list with an entry for each block
-        if name.endswith("_types") and isinstance(value, list) and len(value) > text.num_hidden_layers:
-            setattr(text, name, value[: text.num_hidden_layers])
+    # Of an encoder and a decoder `num_hidden_layers` is the encoder's, which is not trained here.
+    names = [name for name in ("decoder_layers", "num_decoder_layers", "num_blocks") if name in vars(text)]
+    names = names or ["num_hidden_layers"]
+    before = getattr(text, names[0], None)
+    if before is None:
+        raise UnsupportedError(
+            f"layers={layers}: a config of type {config.model_type} has no number of blocks that could be made smaller. Leave it out."
+        )
+    for name in {*names, *({"num_hidden_layers"} & vars(text).keys())}:
+        setattr(text, name, min(layers, before))
+    for name, value in list(vars(text).items()):  # a list with an entry for each block
+        if name.endswith(("_types", "_type")) and isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
 
 
 @torch.no_grad()
@@ -92,13 +113,20 @@ def _enliven(model: nn.Module) -> None:
 
 
 def batches_of(job: Job, model: nn.Module) -> list[dict[str, Tensor]]:
-    """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left."""
+    """Rows of all steps: random tokens, unequal numbers of labels, and in every other row padding on the left.
+
+    One of the tokens at the ends of the vocabulary, and that of padding, is read in each row and a label too: what is wrong in one row
+    of an embedding or a head shows if that row is used, and few of a large vocabulary are.
+    """
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
+    padder = getattr(config.get_text_config(), "pad_token_id", None)
+    edges = [vocabulary - 1, 0, *([padder] if isinstance(padder, int) and 0 < padder < vocabulary - 1 else [])]
     generator = torch.Generator().manual_seed(job.seed + 1)
     rows = []
     for row in range(job.replicas * job.rows * job.accumulation * job.steps):
         ids = torch.randint(0, vocabulary, (job.length,), generator=generator)
+        ids[-2] = edges[row % len(edges)]  # the last one is a label and never read
         padding = (row % 2) * (1 + row % max(1, job.length // 4))
         mask = (torch.arange(job.length) >= padding).long()
         prompt = padding + int(torch.randint(0, job.length // 2, (), generator=generator))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.proof.compare import PERTURBED, REFERENCE
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import BEFORE, Recorder
@@ -21,6 +22,7 @@ from hf_parallel.trainer.callback import HFParallelCallback
 
 
 EPS = {"fp32": 2.0**-23, "bf16": 2.0**-8, "fp16": 2.0**-11}
+PIECE = 2**20  # elements of a gradient that are copied in fp64 at once
 LOSS_SCALE = 2.0**8  # fp16: gradients of a tiny model stay finite, so no run skips a step
 
 
@@ -49,7 +51,7 @@ class Watch:
         sample: Any = None,
         parts: int = 1,
     ) -> None:
-        self._folder, self._parts, self._model = folder, parts, model
+        self._folder, self._parts, self._model, self._is_layout = folder, parts, model, layout
         last = folder.name == f"perturbed{PERTURBED}"  # which is run again when the others have ended
         noise = noise_of(folder.parent / REFERENCE, folder.parent / "perturbed1") if last else ()
         self._ties = None if layout else Ties(noise)
@@ -81,17 +83,49 @@ class Watch:
         ):
             self._ties = None  # a choice that is made again in the backward pass must not be turned otherwise
         try:
-            with self._ties or nullcontext():
+            with self._ties or nullcontext(), nullcontext() if self._is_layout else clipping_exactly():
                 train()
         finally:
             if self._ties is not None:
                 self._ties.write(self._folder)
             if self._tracer is not None:
                 self._tracer.write(self._folder, {**self._recorder.place(), "parts": self._parts})
+        if not self._is_layout and self._recorder.trained < self._recorder.steps:
+            raise UnsupportedError(
+                f"verify: the run in one process took {self._recorder.trained} of the {self._recorder.steps} optimizer steps that are "
+                "compared: it goes on from a checkpoint, a callback ends it, or there are fewer rows than a step of all replicas takes. "
+                "Leave that out, or give a smaller --steps."
+            )
         self._recorder.finish()
         session = getattr(trainer.accelerator, "hf_parallel", None)
         if session is not None:
             session.watchdog.stop()
+
+
+@contextmanager
+def clipping_exactly() -> Iterator[None]:
+    """Inside, torch clips by a norm that is summed in fp64.
+
+    On a CPU its own sums the squares of a tensor in fp32, one after the other: 1e6 elements cost 1e-5 of the norm, 1e7 3e-4, in
+    all runs of one process alike. Then a sound layout of a model with an ordinary vocabulary would seem to clip otherwise.
+    """
+
+    def clip(
+        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, **_: Any
+    ) -> Any:
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        pieces = [piece for p in found if p.grad is not None for piece in p.grad.reshape(-1).split(PIECE)]
+        norms = [torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64) for piece in pieces]
+        norm = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]), norm_type).float()
+        torch.nn.utils.clip_grads_with_norm_(found, max_norm, norm)
+        return norm
+
+    before = torch.nn.utils.clip_grad_norm_
+    vars(torch.nn.utils)["clip_grad_norm_"] = clip
+    try:
+        yield
+    finally:
+        vars(torch.nn.utils)["clip_grad_norm_"] = before
 
 
 @torch.no_grad()

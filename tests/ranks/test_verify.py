@@ -96,6 +96,29 @@ def test_a_bug_is_found_and_its_module_named() -> None:
     assert verdict.first_divergence == place
 
 
+def decay_of_one_rank(trainer: Any) -> None:
+    """A bug that hf_parallel notices by itself, before the first step is over."""
+    if trainer.accelerator.hf_parallel.mesh.rank == 1:
+        trainer.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bugs")
+def test_what_a_rank_notices_in_the_first_step_is_a_verdict() -> None:
+    config = LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 4}
+    )  # two blocks a stage: their groups are known to be the same
+    verdict = verify(config, {"pp_size": 2, "num_microbatches": 2}, steps=1, tamper="test_verify:decay_of_one_rank")
+    assert not verdict.ok
+    assert verdict.refused is None
+    assert verdict.stopped is not None
+    assert "weight_decay of parameter group 0" in verdict.stopped
+    assert verdict.grad_max_rel is None  # none was compared
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence["kind"] == "optimizer"
+    assert verdict.worst[0]["what"] == "weight_decay"
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("bugs")
 def test_a_bug_in_a_part_of_each_row_is_found_and_its_module_named() -> None:
@@ -240,6 +263,17 @@ raise SystemExit("what comes after the training is not run")
 ROUTED_SCRIPT = SCRIPT.replace("Llama", "Mixtral").replace(
     "vocab_size=61", "vocab_size=61, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5"
 )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bugs")
+def test_where_a_script_parts_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    verdict = verify(script=script, script_arguments=["1e-3"], steps=1, tamper="test_verify:halve_a_weight")
+    assert not verdict.ok
+    assert verdict.first_divergence is not None
+    assert verdict.first_divergence["module"] == "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize(

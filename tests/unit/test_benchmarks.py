@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rank_runner import start_server
+from transformers import LlamaConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,16 @@ def test_the_benchmark_of_guards_runs(tmp_path: Path) -> None:
     report = run_alone("bench_guards.py", tmp_path / "report.json", "--layouts", "pp2", "zero1")
     assert [row["layout"] for row in report["rows"]] == ["pp2", "zero1"]
     assert all(row["inside_cpu_s"] > 0 for row in report["rows"]), "a guard that was renamed is not measured"
+
+
+def test_bugs_note_that_they_ran_in_the_folders_of_their_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proofs, jobs = importlib.import_module("forked_proofs"), []
+    monkeypatch.setattr(proofs, "prove", lambda job, *_: jobs.append(job))
+    prover = object.__new__(proofs.Prover)
+    prover.verify(LlamaConfig(num_hidden_layers=2), {"pp_size": 2}, tmp_path)
+    assert jobs[0].home is None  # nor is what they leave in the folder in which the suite is started
 
 
 def samples(foreign: list[float]) -> list[Sample]:

@@ -76,6 +76,8 @@ def test_the_output_of_a_sharded_embedding_is_whole_and_that_of_a_sharded_row_of
     [
         ([difference("grad_norm", 1, 1.0, "")], ("", "clipping")),
         ([difference("parameter", 1, 1.0)], ("a", "optimizer")),
+        ([difference("parameter", 1, 1.0), difference("weight_decay", 1, 0.1, "b.weight")], ("b", "optimizer")),
+        ([difference("parameter", 1, 1.0), difference("learning_rate", 1, 0.1, "")], ("", "optimizer")),
         ([difference("loss", 1, 1.0, "")], ("loss", "forward")),
     ],
 )

@@ -217,6 +217,7 @@ def test_init_writes_a_folder_that_can_be_launched(tmp_path: Path) -> None:
         ["config", "--yes", "--use-cpu", "--num-processes", "2", "--output", "FOLDER"],
         ["schedule", "--csv", "PLACE/new.csv"],
         ["verify", "nothing", "--json", "PLACE/new.json"],
+        ["verify", "nothing", "--json", "FOLDER"],
     ],
 )
 def test_a_place_that_cannot_be_written_is_named_without_a_traceback(arguments: list[str], tmp_path: Path) -> None:
@@ -229,6 +230,27 @@ def test_a_place_that_cannot_be_written_is_named_without_a_traceback(arguments: 
     assert result.exit_code != 0
     assert re.search("cannot be written|there is no such folder", result.output), result.output
     assert {path.name for path in tmp_path.rglob("*")} == {"file", "folder", "within"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nothing.json", "--pp", "2"], "nothing.json"),
+        (["--script", "nothing.py", "--dp", "2"], "there is no such file"),
+        (["--script", "nothing.py", "--script-args", "'half"], "No closing quotation"),
+        (["config.json", "--dtype", "fp8"], "expected one of fp32, bf16, fp16"),
+    ],
+)
+def test_arguments_that_cannot_be_verified_are_told_in_json_too(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("-", "verdict.json"):
+        result = invoke("verify", *arguments, "--json", place)
+        assert result.exit_code == 3, result.output
+        verdict = json.loads(result.stdout if place == "-" else Path(place).read_text())
+        assert told in verdict["refused"]
+        assert not verdict["ok"]
 
 
 @pytest.mark.parametrize(

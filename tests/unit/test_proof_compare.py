@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config
 
-from hf_parallel.proof.compare import EXACT, MARGIN, _numbers
+from hf_parallel.errors import UnsupportedError
+from hf_parallel.proof.compare import EXACT, MARGIN, Comparison, Difference, _numbers
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.ties import Ties, noise_of
+from hf_parallel.proof.train import _cut, batches_of, build_model
+from hf_parallel.proof.verify import Verdict, job_of
+from hf_parallel.proof.watch import clipping_exactly
 
 
 def test_choices_that_are_as_near_as_rounding_are_turned_and_others_stay(tmp_path: Path) -> None:
@@ -68,3 +73,79 @@ def test_what_a_number_may_differ_by_is_its_spread_over_all_steps(tmp_path: Path
     for place in ("perturbed1", "perturbed2"):
         (tmp_path / place / "run.json").write_text((tmp_path / "reference" / "run.json").read_text())
     assert {each.allowed for each in _numbers(Job("", steps=2), tmp_path)} == {EXACT}
+
+
+def test_one_process_clips_by_a_norm_that_is_right_for_large_tensors() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2**21))
+    weight.grad = 1e-4 * torch.randn(2**21, generator=torch.Generator().manual_seed(0))
+    bare = torch.nn.Parameter(torch.zeros(2))
+    wanted = weight.grad.double().norm().item()
+    own = torch.nn.utils.clip_grad_norm_
+    with clipping_exactly():
+        norm = torch.nn.utils.clip_grad_norm_(iter([weight, bare]), 0.01)
+    assert norm.item() == pytest.approx(wanted, rel=1e-7)
+    assert weight.grad.double().norm().item() == pytest.approx(0.01, rel=1e-4)  # clipped by norm + 1e-6
+    assert torch.nn.utils.clip_grad_norm_ is own
+    with clipping_exactly():
+        assert torch.nn.utils.clip_grad_norm_([bare], 0.01).item() == 0.0
+
+
+def windowed(folder: Path, **more: Any) -> Job:
+    MistralConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32000,
+        **more,
+    ).save_pretrained(folder)
+    return Job(str(folder / "config.json"), random_weights=True, length=12, rows=3)
+
+
+@pytest.mark.parametrize(("window", "wanted"), [(4096, 6), (12, 6), (5, 5), (None, None)])
+def test_windows_are_shorter_than_the_rows(window: int | None, wanted: int | None, tmp_path: Path) -> None:
+    config: Any = build_model(windowed(tmp_path, sliding_window=window)).config
+    assert config.sliding_window == wanted
+
+
+def test_the_ends_of_the_vocabulary_are_read_and_are_labels(tmp_path: Path) -> None:
+    job = windowed(tmp_path, pad_token_id=7)
+    rows = batches_of(job, build_model(job))
+    read = {token for row in rows[: job.rows] for token in row["input_ids"][:-1][row["labels"][:-1] >= 0].tolist()}
+    assert {0, 7, 31999} <= read
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "wanted"),
+    [
+        (BartConfig, {"d_model": 16, "decoder_layers": 4, "encoder_layers": 2}, "decoder_layers"),
+        (Zamba2Config, {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}, "num_hidden_layers"),
+    ],
+)
+def test_of_each_kind_of_config_the_first_blocks_are_left(kind: Any, more: dict[str, Any], wanted: str) -> None:
+    config = kind(**more)
+    _cut(config, 2)
+    assert getattr(config, wanted) == 2
+    assert len(getattr(config, "layers_block_type", "ab")) == 2
+
+
+def test_a_config_without_a_number_of_blocks_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"layers=2: a config of type blt has no number of blocks"):
+        _cut(BltConfig(), 2)
+
+
+def test_few_steps_are_too_few_in_half_precision(tmp_path: Path) -> None:
+    config = MistralConfig(num_hidden_layers=2)
+    for dtype, steps, wanted in (("bf16", 1, 3), ("fp16", 4, 4), ("fp32", 1, 1)):
+        assert job_of(config, {"pp_size": 2}, tmp_path, dtype=dtype, steps=steps).steps == wanted
+
+
+def test_a_number_that_is_not_finite_is_none_in_json() -> None:
+    found = Verdict("m", "pp2", loss_max_rel=float("nan"), worst=[{"relative": float("inf"), "step": 1}]).to_json()
+    assert (found["loss_max_rel"], found["worst"]) == (None, [{"relative": None, "step": 1}])
+
+
+def test_what_was_not_compared_has_no_largest_difference() -> None:
+    found = Comparison([Difference("gradient", 1, "a", 0, 1e-7, 1e-5)], [])
+    assert (found.largest("gradient"), found.largest("loss", "grad_norm")) == (1e-7, None)
