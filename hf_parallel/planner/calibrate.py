@@ -24,7 +24,7 @@ from hf_parallel.memory.layers import with_layers
 from hf_parallel.settings.file import parse_json, read_bounded
 
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_BYTES: Final = 1 << 20
 FASTEST: Final = 1e12  # bytes per second that no link exceeds: what a message that costs nothing is taken to reach
 TIMEOUT: Final = timedelta(seconds=120)  # of one message
@@ -43,6 +43,8 @@ BLOCK: Final[dict[str, Any]] = {
 }
 BLOCK_LENGTH: Final = 256
 BLOCK_ROWS: Final = (1, 2, 4, 8)  # what a small pass keeps in caches a large one does not
+HALF_ROWS: Final = BLOCK_ROWS[1]  # of a pass while half of the ranks wait, as stages do: few
+ROUNDS: Final = 4  # of computation and a message
 BLOCKS: Final = (1, 4)  # of the models whose difference is timed: the more blocks, the less noise in one
 
 
@@ -62,9 +64,10 @@ class Calibration:
         moved: Bytes per second that one operation on large tensors reads and writes.
         kernel_s: Of a small operation, its call from Python included.
         blocks_s: Forward and backward of one block of `model`, for each number of `BLOCK_ROWS`.
-        update_s: Of AdamW, for each parameter.
-        reduce_s: An all-reduce of next to nothing; 0 for one rank.
-        reduce_bytes_s: Of a large all-reduce, by the size of its tensor.
+        update_s: Of clipping and AdamW, for each parameter.
+        half_block_s: As `blocks_s` for `HALF_ROWS` while half of the ranks wait and leave the others what they share; 0 for one rank.
+        reduce_s: An all-reduce of next to nothing between two computations; 0 for one rank.
+        reduce_bytes_s: Of a large one, by the size of its tensor.
         hop_s: A message of next to nothing to another rank.
         hop_bytes_s: Of a large one, while both ranks compute.
         model: The transformers config of the block, as JSON.
@@ -83,6 +86,7 @@ class Calibration:
     blocks_s: tuple[float, ...]
     update_s: float = 0.0
     cores: int = 0
+    half_block_s: float = 0.0
     reduce_s: float = 0.0
     reduce_bytes_s: float = 0.0
     hop_s: float = 0.0
@@ -254,17 +258,23 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, mod
     for rows in BLOCK_ROWS:
         begin(f"measured a block with {rows} rows")
         blocks.append(_block_seconds(clock, model, rows, length))
+    half = 0.0
+    if ranks > 1:
+        begin("measured a block while half of the ranks wait")
+        half = _block_seconds(clock, model, HALF_ROWS, length, waits=rank >= ranks // 2)
     begin("wrote its report")
     name = torch.cuda.get_device_name(device) if on_gpu else ""
-    Calibration(
-        device.type, name, ranks, threads, **found, blocks_s=tuple(blocks), cores=cores(), model=model, length=length
-    ).write(Path(folder, f"{rank}.json"))
+    found |= {"blocks_s": tuple(blocks), "half_block_s": half, "cores": cores(), "model": model, "length": length}
+    Calibration(device.type, name, ranks, threads, **found).write(Path(folder, f"{rank}.json"))
     if ranks > 1:
         dist.destroy_process_group()
 
 
 class _Clock:
-    """Seconds of a piece of work, the least of some, which all ranks begin together: others disturb it, none hastens it."""
+    """Seconds of a piece of work that all ranks begin together until the last of them is done, the least of some.
+
+    Others disturb it, none hastens it. Where ranks share cores, one of them may be done early at the cost of the others.
+    """
 
     def __init__(self, device: Any, ranks: int) -> None:
         self.device, self.ranks = device, ranks
@@ -285,21 +295,22 @@ class _Clock:
                 torch.cuda.synchronize(self.device)
             times.append(time.perf_counter() - begun)
             if len(times) == REPEATS[0]:
-                repeats = self._repeats(min(times))
-        return min(times)
+                fewest = min(self._slowest(times))
+                repeats = min(REPEATS[1], max(REPEATS[0], int(REPEATS_S / max(fewest, 1e-9))))
+        return min(self._slowest(times))
 
-    def _repeats(self, seconds: float) -> int:
-        """As many as take `REPEATS_S`, the same on every rank: the slowest counts."""
+    def _slowest(self, times: list[float]) -> list[float]:
+        """Of all ranks."""
         import torch
         import torch.distributed as dist
 
-        slowest = torch.tensor(seconds, device=self.device)
+        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         if self.ranks > 1:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return min(REPEATS[1], max(REPEATS[0], int(REPEATS_S / max(float(slowest), 1e-9))))
+        return slowest.tolist()
 
 
-def _computation(clock: _Clock) -> dict[str, float]:
+def _computation(clock: _Clock) -> dict[str, Any]:
     import torch
     from torch.nn import functional
 
@@ -310,8 +321,9 @@ def _computation(clock: _Clock) -> dict[str, float]:
     for name, dtype in (("products", torch.float32), ("half_products", torch.bfloat16 if large else torch.float32)):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         found[name] = 2 * size**3 / clock(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-    wide = torch.randn(2**28 if large else 2**23, device=device)
-    found["moved"] = 3 * wide.nbytes / clock(lambda: wide + wide) * 2 / 3  # read once, written once
+    wide, other = (torch.randn(2**28 if large else 2**23, device=device) for _ in range(2))
+    # Gradients are summed in place: two are read, one is written.
+    found["moved"] = 3 * wide.nbytes / clock(lambda: wide.add_(other))
     rows, length, heads, width = (8, 2048, 16, 128) if large else (2, 512, 8, 64)
     q = torch.randn(rows, heads, length, width, device=device, dtype=torch.bfloat16 if large else torch.float32)
     seconds = clock(lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -328,11 +340,18 @@ def _computation(clock: _Clock) -> dict[str, float]:
     trained = [torch.zeros(size, size, device=device, requires_grad=True) for _ in range(4)]
     for one in trained:
         one.grad = torch.ones_like(one)
-    found["update_s"] = clock(torch.optim.AdamW(trained).step) / (4 * size**2)
+    optimizer = torch.optim.AdamW(trained)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+
+    found["update_s"] = clock(update) / (4 * size**2)
     return found
 
 
-def _block_seconds(clock: _Clock, model: str, rows: int, length: int) -> float:
+def _block_seconds(clock: _Clock, model: str, rows: int, length: int, *, waits: bool = False) -> float:
+    """Of one block, which a rank that waits does not compute."""
     import torch
     from transformers import AutoModel
 
@@ -345,7 +364,7 @@ def _block_seconds(clock: _Clock, model: str, rows: int, length: int) -> float:
             model.zero_grad()  # sums of gradients are counted apart
             model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
 
-        times.append(clock(train))
+        times.append(clock((lambda: None) if waits else train))
     return max((times[1] - times[0]) / (BLOCKS[1] - BLOCKS[0]), 1e-6)
 
 
@@ -362,7 +381,6 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
     import torch.distributed as dist
 
     small, large = (torch.zeros(n, device=clock.device) for n in (2, 2**24 if clock.device.type == "cuda" else 2**20))
-    latency, whole = (clock(lambda t=t: dist.all_reduce(t)) for t in (small, large))  # type: ignore[misc]
 
     def hop(tensor: Any) -> None:
         if rank > 1:
@@ -383,10 +401,19 @@ def _messages(clock: _Clock, rank: int, ranks: int) -> dict[str, float]:
         if way is not None:
             way.wait()
 
+    def between(tensor: Any = None) -> None:
+        """Sum a tensor after each of some computations, as ranks of tp do: none waits as it begins, all have done as much."""
+        for _ in range(ROUNDS):
+            square @ square
+            if tensor is not None:
+                dist.all_reduce(tensor)
+
+    computed = clock(between)
+    latency, whole = ((clock(lambda t=t: between(t)) - computed) / ROUNDS for t in (small, large))  # type: ignore[misc]
     there = clock(lambda: hop(small)) / 2
     far = max(clock(lambda: beside(large)) - clock(compute), large.nbytes / FASTEST) + there
     return {
-        "reduce_s": latency,
+        "reduce_s": max(latency, 1e-6),
         "reduce_bytes_s": large.nbytes / max(whole - latency, 1e-9),
         "hop_s": there,
         "hop_bytes_s": large.nbytes / max(far - there, 1e-9),

@@ -138,9 +138,9 @@ class Cluster:
         return constants()
 
     @property
-    def crowding(self) -> float:
-        """Ranks that share what computes: above 1, what waits leaves the others more."""
-        return 1.0
+    def regained(self) -> float:
+        """Of the time that ranks wait, the part by which what they leave to the others shortens a step; 0 where nothing is shared."""
+        return 0.0
 
     @property
     def num_gpus(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.memory.layers import with_layers
-from hf_parallel.planner.calibrate import BLOCK_ROWS, Calibration, config_of_text
+from hf_parallel.planner.calibrate import BLOCK_ROWS, HALF_ROWS, Calibration, config_of_text
 from hf_parallel.planner.constants import Constants, constants
 from hf_parallel.planner.cost import Place, block_pass
 from hf_parallel.planner.hardware import Cluster, Gpu
@@ -68,11 +68,11 @@ class MeasuredCluster(Cluster):
         )
 
     @property
-    def crowding(self) -> float:
-        """Threads of the ranks that were measured for each core."""
+    def regained(self) -> float:
+        """Of the time that half of the ranks wait, the part by which what they leave to the others shortens a step."""
         found = self.calibration
-        alone = found.device != "cpu" or not found.cores
-        return 1.0 if alone else max(1.0, found.ranks * found.threads / found.cores)
+        part = found.half_block_s / found.blocks_s[BLOCK_ROWS.index(HALF_ROWS)]
+        return min(1.0, max(0.0, 2 * (1 - part))) if part else 0.0
 
     def constants(self, tokens: float) -> Constants:
         """Those of the fit on published runs, with those that were measured in their place."""

@@ -204,8 +204,7 @@ def step_of(
     )
     busy = sum(forward) + sum(backward) + 2 * per_stage * len(forward)
     ideal = spec.num_microbatches * busy / spec.pp
-    if cluster.crowding > 1:  # rates were measured with all ranks at once
-        passes = max(ideal, passes / cluster.crowding)
+    passes -= cluster.regained * max(0.0, passes - ideal)  # rates were measured with all ranks at once
     messages = sum(stages) / spec.pp * spec.num_microbatches + 2 * (spec.pp > 1) * spec.stages_per_rank * (
         spec.num_microbatches * sent + way
     )

@@ -89,21 +89,21 @@ def test_every_rate_of_attention_is_the_measured_one() -> None:
     assert card.flash == card.attention != Cluster(1, 2, "cpu").card.flash
 
 
-def test_on_crowded_cores_waiting_leaves_the_others_more() -> None:
-    """Rates are measured with all ranks at once: twice as many ranks as cores hide a pipeline's waiting."""
+def test_ranks_that_wait_leave_the_others_what_they_share() -> None:
+    """Rates are measured with all ranks at once: where half of them compute twice as fast, a pipeline's waiting is hidden."""
     layout = {"pp": 2, "num_microbatches": 2, "dtype": "fp32"}
-    alone, crowded = (
+    alike, faster, twice = (
         predict(
             CONFIG,
-            MeasuredCluster(1, 2, "cpu", calibration=dataclasses.replace(REPORT, cores=cores)),
+            MeasuredCluster(1, 2, "cpu", calibration=dataclasses.replace(REPORT, half_block_s=seconds)),
             layout,
             seq_len=128,
         )
-        for cores in (2, 1)
+        for seconds in (0.25, 0.1875, 0.125)
     )
-    assert alone.bubble > 0.2
-    assert crowded.bubble == 0
-    assert crowded.step_s < alone.step_s
+    assert alike.bubble > 0.2
+    assert twice.bubble == pytest.approx(0, abs=1e-9)
+    assert faster.step_s == pytest.approx((alike.step_s + twice.step_s) / 2)
 
 
 def test_the_optimizer_takes_its_measured_time() -> None:
@@ -142,7 +142,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"version": 1}, "expected a report of version 2. Write one with `hf-parallel calibrate`"),
+        ({"version": 1}, "expected a report of version 3. Write one with `hf-parallel calibrate`"),
         ({"products": "fast"}, "products has an odd value. Measure again"),
         ({"moved": -1}, "moved has an odd value"),
         ({"blocks_s": [1.0]}, "blocks_s has an odd value. Measure again"),
