@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, Difference, compare_tensors
+from hf_parallel.proof.compare import REFERENCE, Comparison, Difference, compare_tensors, perturbed_of
 from hf_parallel.proof.in_parts import merged
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import BEFORE, GRADIENTS
@@ -162,7 +162,7 @@ class Pair:
 def first_apart(job: Job, folder: Path) -> dict[str, Any] | None:
     """The first module whose output, or whose gradient, differs in a traced step; None if all agree."""
     reference = Passages(folder / REFERENCE / TRACE)
-    others = [Passages(folder / f"perturbed{number}" / TRACE) for number in range(1, PERTURBED + 1)]
+    others = [Passages(place / TRACE) for place in perturbed_of(folder)]
     pairs = [
         pair
         for rank in range(job.processes)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hf_parallel.errors import ConfigError, PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.proof.bisect import first_divergence, first_step
-from hf_parallel.proof.compare import PERTURBED, REFERENCE, Comparison, compare
+from hf_parallel.proof.compare import AGAIN, PERTURBED, REFERENCE, Comparison, compare, perturbed_of
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.record import RUN
 from hf_parallel.proof.script import train_script
@@ -53,10 +53,10 @@ def main(folder: Path, kept: Path | None = None) -> None:
     ended = _layout(job, compared)
     if not ended and (_is(REFUSED, compared) or not _can_judge(compared)):
         return
-    if not _run_all(folder, {JUDGE: lambda: compare(job, compared).dump(folder / JUDGED)}):
-        return
-    found = Comparison.load(folder / JUDGED)
-    if ended and found.ok:
+    found = _judged(job, folder)
+    if found is not None and ended and not found.ok and found.is_near and _more_references(job, compared, kept):
+        found = _judged(job, folder)
+    if found is None or (ended and found.ok):
         return
     again = _to_trace(job, compared, first_step(found))
     is_traced = _references(again, traced, kept)
@@ -68,6 +68,12 @@ def main(folder: Path, kept: Path | None = None) -> None:
         (folder / PLACE).write_text(json.dumps(part))
 
     _run_all(folder, {PLACE.removesuffix(".json"): place})
+
+
+def _judged(job: Job, folder: Path) -> Comparison | None:
+    """What the comparison found; None if it failed."""
+    ended = _run_all(folder, {JUDGE: lambda: compare(job, folder / COMPARED).dump(folder / JUDGED)})
+    return Comparison.load(folder / JUDGED) if ended else None
 
 
 def _to_trace(job: Job, folder: Path, steps: int) -> Job:
@@ -97,6 +103,19 @@ def _references(job: Job, folder: Path, kept: Path | None) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     for place in places:
         (folder / place).symlink_to(home / place)
+    return ended
+
+
+def _more_references(job: Job, folder: Path, kept: Path | None) -> bool:
+    """Train in one process with weights perturbed in other ways; whether all ended well."""
+    home = folder if kept is None else kept / job.reference_key
+    numbers = [n for n in range(PERTURBED + 1, AGAIN + 1) if not (home / f"perturbed{n}" / RUN).exists()]
+    ended = all(
+        _run_all(home, {f"perturbed{n}": _perturbed(job, home / f"perturbed{n}", n)}, job.home) for n in numbers
+    )
+    for place in perturbed_of(home):
+        if not (folder / place.name).exists():
+            (folder / place.name).symlink_to(place)
     return ended
 
 

@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config
 
 from hf_parallel.errors import UnsupportedError
-from hf_parallel.proof.compare import EXACT, MARGIN, Comparison, Difference, _numbers
+from hf_parallel.proof import start
+from hf_parallel.proof.compare import (
+    AGAIN,
+    EXACT,
+    MARGIN,
+    NEAR,
+    PERTURBED,
+    Comparison,
+    Difference,
+    _numbers,
+    perturbed_of,
+)
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.ties import Ties, noise_of
 from hf_parallel.proof.train import _cut, batches_of, build_model
@@ -149,3 +161,45 @@ def test_a_number_that_is_not_finite_is_none_in_json() -> None:
 def test_what_was_not_compared_has_no_largest_difference() -> None:
     found = Comparison([Difference("gradient", 1, "a", 0, 1e-7, 1e-5)], [])
     assert (found.largest("gradient"), found.largest("loss", "grad_norm")) == (1e-7, None)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["alone", "kept"])
+@pytest.mark.parametrize(("excess", "runs"), [(NEAR / 2, AGAIN), (NEAR * 2, PERTURBED)])
+def test_what_is_near_the_limit_is_compared_with_more_runs_of_one_process(
+    excess: float, runs: int, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout's loss is off by `excess` times what the first two runs allow, and by less than what a later one does."""
+    job = job_of(MistralConfig(), {"pp_size": 2}, tmp_path, steps=1)
+    job.dump(tmp_path / start.JOB)
+
+    def train_one(job: Job, folder: Path, number: int) -> Any:
+        return lambda: run_as(folder, 1.0 + (1e-4 if number <= PERTURBED else 1e-3) * (number > 0))
+
+    def train_layout(job: Job, folder: Path) -> bool:
+        for rank in range(job.processes):
+            run_as(folder / f"rank{rank}", 1.0 + excess * MARGIN * 1e-4)
+        return True
+
+    def run_as(folder: Path, loss: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / start.RUN).write_text(
+            json.dumps({"logged": [{"loss": loss}], "shared": [], "rows": 8, "accumulation": 1})
+        )
+        for what in ("gradients-0", "parameters"):
+            (folder / f"{what}.json").write_text(json.dumps({"absent": [], "pieces": {}}))
+            save_file({}, folder / f"{what}.safetensors")
+
+    def run_here(folder: Path, runs: dict[str, Any], home: str | None = None) -> bool:
+        for one in runs.values():
+            one()
+        return True
+
+    traced: list[int] = []
+    monkeypatch.setattr(start, "_perturbed", train_one)
+    monkeypatch.setattr(start, "_layout", train_layout)
+    monkeypatch.setattr(start, "_run_all", run_here)
+    monkeypatch.setattr(start, "first_divergence", lambda *given: traced.append(1) or {})
+    start.main(tmp_path, tmp_path / "kept" if keeps else None)
+    assert len(perturbed_of(tmp_path / start.COMPARED)) == runs
+    assert bool(traced) == (runs == PERTURBED)
+    assert Comparison.load(tmp_path / start.JUDGED).ok == (runs == AGAIN)
