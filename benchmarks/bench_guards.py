@@ -53,12 +53,14 @@ from hf_parallel.guards.backwards import Backwards
 from hf_parallel.guards.batch_hooks import BatchHooks
 from hf_parallel.guards.buffers import MovingBuffers
 from hf_parallel.guards.direct import DirectGradients
+from hf_parallel.guards.drift import WeightsOfSteps
 from hf_parallel.guards.freezing import Freezing
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.hooks import HookGuard
 from hf_parallel.guards.part_hooks import PartHooks
 from hf_parallel.guards.states import PartStates
 from hf_parallel.guards.stepping import OwnHooks
+from hf_parallel.guards.trained import TrainedWord
 from hf_parallel.guards.weights import WeightGuard
 
 
@@ -99,7 +101,10 @@ UNGUARDED: tuple[tuple[Any, str, Any], ...] = (
     *((ShownGradients, name, None) for name in ("show_after_step", "cleared")),
     (ShownGradients, "take_back", ()),
     (ShownGradients, "withdrawn", contextlib.nullcontext()),
+    (TrainedWord, "now", 1),
     (WeightGuard, "check", None),
+    (WeightsOfSteps, "update", None),
+    (WeightsOfSteps, "digests", [0, 0]),
 )
 
 

@@ -45,6 +45,8 @@ class WeightsOfSteps:
 
     def update(self) -> None:
         """An optimizer is about to overwrite what other ranks have of its part."""
+        for shard in self._zero.shards:
+            shard.return_to_buffer()  # where `p.data = ...` has put a parameter elsewhere
         self._before = self.digests()
 
     @torch.no_grad()
@@ -53,8 +55,6 @@ class WeightsOfSteps:
         zero = self._zero
         if zero.late is not None:
             zero.late.wait_for_all()
-        for shard in zero.shards:
-            shard.return_to_buffer()  # where `p.data = ...` has put a parameter elsewhere
         shared = [shard for shard in zero.shards if shard.sharers is not None]
         common = [shard.flat for shard in shared if shard.sharers is zero.shard_group]
         experts = [shard.flat for shard in shared if shard.sharers is not zero.shard_group]
