@@ -277,14 +277,11 @@ def _indexed(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def getitem(self: Tensor, index: Any) -> Any:
         if self.device.type == "cuda":
-            index = tuple(torch.tensor(one) if isinstance(one, list) else one for one in _parts(index))
+            parts = index if isinstance(index, tuple) else (index,)
+            index = tuple(torch.tensor(one) if isinstance(one, list) else one for one in parts)
         return stock(self, index)
 
     return getitem
-
-
-def _parts(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def _tensor(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from hf_parallel.settings.file import parse_json, read_bounded
 
 VERSION: Final = 3
 MAX_BYTES: Final = 1 << 20
+REPORT: Final = "report.json"
 FASTEST: Final = 1e12  # bytes per second that no link exceeds: what a message that costs nothing is taken to reach
 TIMEOUT: Final = timedelta(seconds=120)  # of one message
 LIMIT_S: Final = 240.0  # of all that is measured, which takes less than a minute on a machine with nothing else to do
@@ -145,8 +146,7 @@ def calibrate(
     """
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(ranks, _measure, (ranks, on_gpu, threads, folder, model, length), Path(folder), LIMIT_S)
-        reports = [Calibration.read(Path(folder, f"{rank}.json")) for rank in range(ranks)]
-    return _slowest(reports)
+        return Calibration.read(Path(folder, REPORT))
 
 
 def run_ranks(ranks: int, target: Callable[..., None], args: Sequence[Any], folder: Path, limit_s: float) -> None:
@@ -216,20 +216,8 @@ def _step(folder: Path, rank: int) -> str:
     return f"while it {file.read_text(encoding='utf-8')}" if file.exists() else "before it had started Python"
 
 
-def _slowest(reports: list[Calibration]) -> Calibration:
-    values: dict[str, Any] = {
-        one.name: (max if one.name.endswith("_s") and not one.name.endswith("bytes_s") else min)(
-            getattr(report, one.name) for report in reports
-        )
-        for one in fields(Calibration)
-        if one.name != "model"
-    }
-    blocks = zip(*(report.blocks_s for report in reports), strict=True)
-    return Calibration(**values | {"blocks_s": tuple(map(max, blocks)), "model": reports[0].model})
-
-
 def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, model: str, length: int) -> None:
-    """A process: measure, all ranks at once, and write a report."""
+    """A process: measure, all ranks at once; the first writes the report, as all have the same numbers."""
 
     def begin(step: str) -> None:
         step_file(Path(folder), rank).write_text(step, encoding="utf-8")
@@ -262,10 +250,11 @@ def _measure(rank: int, ranks: int, on_gpu: bool, threads: int, folder: str, mod
     if ranks > 1:
         begin("measured a block while half of the ranks wait")
         half = _block_seconds(clock, model, HALF_ROWS, length, waits=rank >= ranks // 2)
-    begin("wrote its report")
+    begin("wrote the report")
     name = torch.cuda.get_device_name(device) if on_gpu else ""
     found |= {"blocks_s": tuple(blocks), "half_block_s": half, "cores": cores(), "model": model, "length": length}
-    Calibration(device.type, name, ranks, threads, **found).write(Path(folder, f"{rank}.json"))
+    if rank == 0:
+        Calibration(device.type, name, ranks, threads, **found).write(Path(folder, REPORT))
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -58,7 +58,7 @@ def orders_of(spec: LayoutSpec, cluster: Cluster) -> tuple[int, ...]:
     """Numbers of neighbours among which a layout has a choice: a replica's stages side by side, or a stage's replicas on a node."""
     if spec.dp_inside or not spec.places_replicas or 1 in (spec.pp, spec.dp, cluster.nodes):
         return (spec.dp_inside,)
-    return tuple({1: None, math.gcd(spec.dp, max(1, cluster.gpus_per_node // (spec.tp * spec.sp))): None})
+    return tuple(sorted({1, math.gcd(spec.dp, max(1, cluster.gpus_per_node // (spec.tp * spec.sp)))}))
 
 
 def bytes_s(group: Group, cluster: Cluster, c: Constants) -> float:

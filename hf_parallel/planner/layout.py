@@ -228,10 +228,8 @@ def _checked(key: object, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ConfigError(f"{key}={spelled(value)}: expected true or false. Correct {key}.")
         return value
-    if key == "dp_inside" and value not in ("auto", None):
-        return whole(key, value, 1)
     if key == "dp_inside":
-        return 0
+        return 0 if value in ("auto", None) else whole(key, value, 1)
     if key == "state_bytes":
         return None if value is None else _triple(value)
     if value is None and key in OPTIONAL:
