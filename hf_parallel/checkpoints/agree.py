@@ -52,6 +52,19 @@ def together(
         raise AgreedError(first) from cause
 
 
+@contextmanager
+def naming_folder(mesh: Mesh, folder: Path) -> Iterator[None]:
+    """Write a folder on this rank, without others: what fails says which folder, and how much space is left.
+
+    Raises:
+        CheckpointError: It could not be written.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(_text(error, folder, mesh, writes=True)) from error
+
+
 def raise_anywhere(problem: str | Exception | None) -> None:
     """Raise on every rank what went wrong on any; collective over the world.
 

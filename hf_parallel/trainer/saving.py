@@ -14,10 +14,10 @@ import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import logging
 
-from hf_parallel.checkpoints.agree import together
+from hf_parallel.checkpoints.agree import naming_folder, together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
-from hf_parallel.checkpoints.weights.write import move_in, plan_export, streams, write_weights
+from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_export, streams, write_weights
 from hf_parallel.engine.weights import alike_on_replicas
 from hf_parallel.guards.drift import refuse_drift
 from hf_parallel.mesh import Mesh, MeshShape
@@ -121,21 +121,27 @@ class SavingMixin(Base):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model as one Hugging Face folder; collective. Each file is replaced only when complete.
+        """Write the whole model as one Hugging Face folder. Each file is replaced only when complete.
+
+        Collective, unless every rank holds the whole model: then, as under DDP, the rank that writes may call it alone.
 
         Raises:
-            UnsupportedError: Only some ranks called it.
+            UnsupportedError: Only some ranks called it, and each holds a part of the model or `push_to_hub` is set.
+            CheckpointError: The folder cannot be written; on every rank if they write it together.
         """
         if self.hf_parallel_session is None:
             super().save_model(output_dir, _internal_call)
             return
         self.accelerator.attach_model(self.model)
+        folder = Path(output_dir or self.args.output_dir or ".")
         if not _internal_call:  # else all ranks have agreed to save
+            if is_whole(self.accelerator.hf_parallel_engine) and not self.args.push_to_hub:
+                self._save_whole(folder)
+                return
             self.hf_parallel_session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
         self._synchronise()
         if self._engine is not None:
             self._engine.complete_config()
-        folder = Path(output_dir or self.args.output_dir or ".")
         if streams(self.model):
             self._stream_folder(folder)
         else:
@@ -145,6 +151,12 @@ class SavingMixin(Base):
                     self._write_folder(folder, state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_whole(self, folder: Path) -> None:
+        """As `save_model` without other ranks, which may be elsewhere."""
+        if self.args.should_save:
+            with naming_folder(self._hf_parallel_mesh, folder):
+                self._write_folder(folder, self.accelerator.get_state_dict(self.model))
 
     def _state_to_write(self) -> dict[str, torch.Tensor]:
         """The whole state dict, of a PEFT model what it writes; on the writing rank. Collective."""
@@ -175,13 +187,7 @@ class SavingMixin(Base):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         self._save(str(staging), state_dict=state)
-        files = sorted(staging.iterdir(), key=lambda path: path.name.startswith("model"))
-        for path in files:
-            target = folder / path.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            os.replace(path, target)
-        staging.rmdir()
+        move_files(staging, folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As stock, with the training arguments as JSON instead of a pickle."""

@@ -18,6 +18,9 @@ from rank_runner import run_ranks
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from trainer_cases import Case, make_trainer
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from hf_parallel import CheckpointError
 
 
 pytestmark = pytest.mark.long
@@ -328,8 +331,6 @@ def export_main(rank: int, world_size: int, name: str, folder: str) -> dict[str,
     "name", ["dp2_zero3", "pp2", *(pytest.param(n, marks=SLOW) for n in ("dp2", "dp2_zero1", "tp2", "pp2_dp2"))]
 )
 def test_save_pretrained_on_every_rank_writes_the_whole_model(name: str, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
     args = (name, str(tmp_path))
     state = run_ranks(export_main, LAYOUTS[name][0], *args, tmp_path=tmp_path / "ranks", env=ENV)[0]
     for kind in ("plain", "given", "parts"):
@@ -389,11 +390,63 @@ def trainer_alone_main(rank: int, world_size: int, parallel: dict[str, Any], fol
     return text
 
 
-@pytest.mark.parametrize("parallel", [{"pp_size": 1}, PP2], ids=["dp2", "pp2"])
+ZERO3 = {"pp_size": 1, "zero": {"stage": 3}}
+
+
+@pytest.mark.parametrize("parallel", [PP2, pytest.param(ZERO3, marks=SLOW)], ids=["pp2", "zero3"])
 def test_a_trainer_that_saves_on_rank_0_alone_is_told_what_to_do(parallel: dict[str, Any], tmp_path: Path) -> None:
     text = run_ranks(trainer_alone_main, 2, parallel, str(tmp_path / "x"), tmp_path=tmp_path, env=ENV)[0]
     assert re.match(r"trainer.save_model\(\) was called by rank 0 .* and for 2.7 s not by rank 1", text), text
     assert "Take it out of `if accelerator.is_main_process:`" in text
+
+
+class SavesOnRankZero(TrainerCallback):
+    """As scripts do under DDP: `if state.is_world_process_zero: trainer.save_model()`, after each step."""
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self.trainer, self.folder = trainer, folder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.trainer.save_model(str(self.folder / f"step-{state.global_step}"))
+
+
+def whole_alone_main(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> dict[str, Any]:
+    case = Case("alone", steps=3, parallel={**parallel, "monitor": {"hang_timeout_s": 10.0}})
+    trainer = make_trainer(case, Path(folder), world_size)
+    trainer.add_callback(SavesOnRankZero(trainer, Path(folder)))
+    (Path(folder) / "step-3").mkdir(parents=True, exist_ok=True)
+    if rank == 0:  # older weights of another size, which would win over the new ones
+        (Path(folder) / "step-3" / "model.safetensors.index.json").write_text("{}")
+    trainer.train()
+    text = ""
+    if rank == 0:
+        trainer.save_model(f"{folder}/after")
+        Path(f"{folder}/file").write_text("")
+        try:
+            trainer.save_model(f"{folder}/file")
+        except CheckpointError as error:
+            text = str(error)
+    trainer.save_model(f"{folder}/all")
+    return {"text": text, **{key: tensor.numpy() for key, tensor in trainer.model.state_dict().items()}}
+
+
+@pytest.mark.parametrize(
+    "zero", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)], ids=["dp2", "zero1", "zero2"]
+)
+def test_a_trainer_whose_ranks_hold_the_whole_model_saves_it_on_rank_0_alone(zero: int, tmp_path: Path) -> None:
+    parallel = {"pp_size": 1, "zero": {"stage": zero}}
+    state = run_ranks(whole_alone_main, 2, parallel, str(tmp_path), tmp_path=tmp_path, env=ENV)[0]
+    assert re.search(r"rank 0.*file could not be written: .*free there", state.pop("text"))
+    for folder in ("step-3", "after", "all"):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / folder)
+        for name, tensor in model.state_dict().items():
+            np.testing.assert_array_equal(tensor.numpy(), state[name])
+        names = {path.name for path in (tmp_path / folder).iterdir()}
+        assert {"model.safetensors", "config.json", "training_args.json"} <= names
+        assert "model.safetensors.index.json" not in names and not [n for n in names if n.endswith((".bin", ".pt"))]
+    first = LlamaForCausalLM.from_pretrained(tmp_path / "step-1").state_dict()
+    assert any((tensor.numpy() != state[name]).any() for name, tensor in first.items())  # the run went on between them
 
 
 # -- gradients that are only added up --------------------------------------------------------------------------------

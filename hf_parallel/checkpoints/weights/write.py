@@ -210,18 +210,23 @@ def _finish(export: Export, folder: Path) -> str | None:
     return None
 
 
-def move_in(staging: Path, folder: Path, export: Export) -> None:
+def move_files(staging: Path, folder: Path) -> None:
     """Move a finished folder's files over those of `folder`, weights last, the index after them; drop older weights."""
     files = sorted(staging.iterdir(), key=lambda path: (path.name.startswith("model"), path.name == WEIGHTS_INDEX))
+    written = {path.name for path in files if WEIGHT_FILE.fullmatch(path.name)}
     for path in files:
         if (folder / path.name).is_dir():
             shutil.rmtree(folder / path.name)
         os.replace(path, folder / path.name)
-    written = {*export.files, *([WEIGHTS_INDEX] if export.index is not None else [])}
-    for path in folder.iterdir():
+    for path in folder.iterdir() if written else ():
         if WEIGHT_FILE.fullmatch(path.name) and path.name not in written:
             path.unlink()
     staging.rmdir()
+
+
+def move_in(staging: Path, folder: Path, export: Export) -> None:
+    """As `move_files`, and say what was written."""
+    move_files(staging, folder)
     sizes = [sum(t.nbytes for t in tensors.values()) for tensors in export.files.values()]
     count = sum(len(tensors) for tensors in export.files.values())
     what = f"{count} tensors, {sum(sizes) / 1e9:.2f} GB, in {len(sizes)} file{'s' * (len(sizes) > 1)}"
