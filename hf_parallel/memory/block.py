@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.compat.torch_tools import FakeTensorMode
 from hf_parallel.memory.fakes import maskless_attention
-from hf_parallel.memory.layers import with_layers
+from hf_parallel.memory.layers import number_of_blocks, with_layers
 from hf_parallel.memory.terms import Precision, SavedBytes
 
 
@@ -69,7 +69,10 @@ def _polynomial(sizes: Sequence[float]) -> tuple[float, float]:
 
 def _of_blocks(config: Any, length: int, precision: Precision) -> tuple[float, float]:
     """Bytes of the mean of some blocks: of the width of the residual stream, and of all else."""
-    most = min(MANY, config.get_text_config().num_hidden_layers)
+    blocks = number_of_blocks(config)
+    if blocks is None:
+        raise LookupError("no number of blocks")
+    most = min(MANY, blocks)
     least = min(FEW, most - 1)
     few, many = (_saved(with_layers(config, layers), length, precision) for layers in (least, most))
     return (many[0] - few[0]) / (most - least), (many[1] - few[1]) / (most - least)

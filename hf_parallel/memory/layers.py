@@ -1,4 +1,4 @@
-"""The same model with fewer blocks, as a config."""
+"""Configs of the same model with more or fewer blocks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ import copy
 from typing import Any
 
 
+# Of an encoder and a decoder `num_hidden_layers` is the encoder's, which is not trained here.
+NAMES = ("decoder_layers", "num_decoder_layers", "num_blocks")
+
+
+def number_of_blocks(config: Any) -> int | None:
+    """How many blocks a config's decoder has; None if it does not say."""
+    text = config.get_text_config()
+    found: int | None = getattr(text, _names(text)[0], None)
+    return found
+
+
 def with_layers(config: Any, layers: int) -> Any:
-    """The same config with so many blocks."""
+    """A copy of the config with so many blocks, and as many entries in the lists that have one for each."""
     changed = copy.deepcopy(config)
-    text = changed.get_text_config()
-    before = text.num_hidden_layers
-    text.num_hidden_layers = layers
+    text, before = changed.get_text_config(), number_of_blocks(config)
+    for name in {*_names(text), *({"num_hidden_layers"} & vars(text).keys())}:
+        setattr(text, name, layers)
     for name, kinds in list(vars(text).items()):  # layer_types, attention_layers
-        if "layer" in name and isinstance(kinds, list) and kinds and len(kinds) == before:
+        of_blocks = "layer" in name or name.endswith(("_types", "_type"))
+        if of_blocks and isinstance(kinds, list) and kinds and len(kinds) == before:
             setattr(text, name, [kinds[index % len(kinds)] for index in range(layers)])
     return changed
+
+
+def _names(text: Any) -> list[str]:
+    return [name for name in NAMES if name in vars(text)] or ["num_hidden_layers"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_parallel.errors import UnsupportedError
+from hf_parallel.memory.layers import number_of_blocks, with_layers
 from hf_parallel.memory.shape import config_of
 from hf_parallel.proof.in_parts import compute_in_parts, sees_parts
 from hf_parallel.proof.job import Job
@@ -50,11 +51,11 @@ def train(job: Job, folder: Path, *, layout: bool, perturbed: int = 0) -> None:
 
 def build_model(job: Job) -> nn.Module:
     """The model in fp32, without dropout: masks are drawn otherwise in a layout, as they are in data parallelism."""
-    config = config_of(job.model, trains=True)
+    config: Any = config_of(job.model, trains=True)
     _without_dropout(config)
     _with_short_windows(config, job.length)
     if job.layers is not None:
-        _cut(config, job.layers)
+        config = _cut(config, job.layers)
     torch.manual_seed(job.seed)
     folder = Path(job.model).expanduser()
     if job.random_weights or folder.suffix == ".json" or not any(folder.glob("*.safetensors*")):
@@ -81,21 +82,13 @@ def _with_short_windows(config: Any, length: int) -> None:
                 setattr(part, name, length // 2)
 
 
-def _cut(config: Any, layers: int) -> None:
-    text = config.get_text_config()
-    # Of an encoder and a decoder `num_hidden_layers` is the encoder's, which is not trained here.
-    names = [name for name in ("decoder_layers", "num_decoder_layers", "num_blocks") if name in vars(text)]
-    names = names or ["num_hidden_layers"]
-    before = getattr(text, names[0], None)
+def _cut(config: Any, layers: int) -> Any:
+    before = number_of_blocks(config)
     if before is None:
         raise UnsupportedError(
             f"layers={layers}: a config of type {config.model_type} has no number of blocks that could be made smaller. Leave it out."
         )
-    for name in {*names, *({"num_hidden_layers"} & vars(text).keys())}:
-        setattr(text, name, min(layers, before))
-    for name, value in list(vars(text).items()):  # a list with an entry for each block
-        if name.endswith(("_types", "_type")) and isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:layers])
+    return with_layers(config, min(layers, before))
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ def test_the_ends_of_the_vocabulary_are_read_and_are_labels(tmp_path: Path) -> N
 )
 def test_of_each_kind_of_config_the_first_blocks_are_left(kind: Any, more: dict[str, Any], wanted: str) -> None:
     config = kind(**more)
-    _cut(config, 2)
+    config = _cut(config, 2)
     assert getattr(config, wanted) == 2
     assert len(getattr(config, "layers_block_type", "ab")) == 2
 
