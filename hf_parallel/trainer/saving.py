@@ -131,13 +131,13 @@ class SavingMixin(Base):
         if self.hf_parallel_session is None:
             super().save_model(output_dir, _internal_call)
             return
-        self.accelerator.attach_model(self.model)
         folder = Path(output_dir or self.args.output_dir or ".")
         if not _internal_call:  # else all ranks have agreed to save
-            if is_whole(self.accelerator.hf_parallel_engine) and not self.args.push_to_hub:
+            if self._holds_whole(self.hf_parallel_session) and not self.args.push_to_hub:
                 self._save_whole(folder)
                 return
             self.hf_parallel_session.flags.meet("trainer.save_model()", reason="the ranks write the model together")
+        self.accelerator.attach_model(self.model)
         self._synchronise()
         if self._engine is not None:
             self._engine.complete_config()
@@ -150,6 +150,13 @@ class SavingMixin(Base):
                     self._write_folder(folder, state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _holds_whole(self, session: Session) -> bool:
+        """Whether this rank has the whole model, before it is attached too."""
+        engine = session.engine_of(self.model)
+        if engine is not None:
+            return is_whole(engine)
+        return not (session.config.splits_model or session.config.zero.shards_parameters)
 
     def _save_whole(self, folder: Path) -> None:
         """As `save_model` without other ranks, which may be elsewhere."""

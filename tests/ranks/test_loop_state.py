@@ -374,12 +374,13 @@ def test_a_save_on_rank_0_alone_ends_with_what_to_do(call: str, tmp_path: Path) 
     assert "Take it out of `if accelerator.is_main_process:`" in text
 
 
-def trainer_alone_main(rank: int, world_size: int, parallel: dict[str, Any], folder: str) -> str:
+def trainer_alone_main(rank: int, world_size: int, parallel: dict[str, Any], folder: str, trained: bool) -> str:
     from hf_parallel import ParallelError
 
     monitor = {"hang_timeout_s": 3.0}
     trainer = make_trainer(Case("alone", steps=1, parallel={**parallel, "monitor": monitor}), Path(folder), world_size)
-    trainer.train()
+    if trained:
+        trainer.train()
     text = ""
     if trainer.is_world_process_zero():
         try:
@@ -393,9 +394,12 @@ def trainer_alone_main(rank: int, world_size: int, parallel: dict[str, Any], fol
 ZERO3 = {"pp_size": 1, "zero": {"stage": 3}}
 
 
+@pytest.mark.parametrize("trained", [True, pytest.param(False, marks=SLOW)], ids=["trained", "new"])
 @pytest.mark.parametrize("parallel", [PP2, pytest.param(ZERO3, marks=SLOW)], ids=["pp2", "zero3"])
-def test_a_trainer_that_saves_on_rank_0_alone_is_told_what_to_do(parallel: dict[str, Any], tmp_path: Path) -> None:
-    text = run_ranks(trainer_alone_main, 2, parallel, str(tmp_path / "x"), tmp_path=tmp_path, env=ENV)[0]
+def test_a_trainer_that_saves_on_rank_0_alone_is_told_what_to_do(
+    parallel: dict[str, Any], trained: bool, tmp_path: Path
+) -> None:
+    text = run_ranks(trainer_alone_main, 2, parallel, str(tmp_path / "x"), trained, tmp_path=tmp_path, env=ENV)[0]
     assert re.match(r"trainer.save_model\(\) was called by rank 0 .* and for 2.7 s not by rank 1", text), text
     assert "Take it out of `if accelerator.is_main_process:`" in text
 
@@ -418,6 +422,7 @@ def whole_alone_main(rank: int, world_size: int, parallel: dict[str, Any], folde
     (Path(folder) / "step-3").mkdir(parents=True, exist_ok=True)
     if rank == 0:  # older weights of another size, which would win over the new ones
         (Path(folder) / "step-3" / "model.safetensors.index.json").write_text("{}")
+        trainer.save_model(f"{folder}/before")  # the model as it was given
     trainer.train()
     text = ""
     if rank == 0:
@@ -446,7 +451,9 @@ def test_a_trainer_whose_ranks_hold_the_whole_model_saves_it_on_rank_0_alone(zer
         assert {"model.safetensors", "config.json", "training_args.json"} <= names
         assert "model.safetensors.index.json" not in names
         assert not [n for n in names if n.endswith((".bin", ".pt"))]
+    given = LlamaForCausalLM.from_pretrained(tmp_path / "before").state_dict()
     first = LlamaForCausalLM.from_pretrained(tmp_path / "step-1").state_dict()
+    assert any(not torch.equal(first[name], given[name]) for name in first)
     assert any((tensor.numpy() != state[name]).any() for name, tensor in first.items())  # the run went on between them
 
 
