@@ -57,12 +57,15 @@ def config_of(case: str) -> PretrainedConfig:
         ),
         "bloom": BloomConfig(**COMMON, hidden_size=48, n_layer=2, n_head=6, hidden_dropout=0.0, **off),
         "phi": PhiConfig(**WIDE, tie_word_embeddings=False, **off),
+        "phi_tied": PhiConfig(
+            **WIDE, tie_word_embeddings=True, **off
+        ),  # the first stage has the head's weight, not its bias
     }
     return made[case]
 
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-CASES = ["llama", "llama_tied", "gpt2", "gemma2", "cohere", "granite", "opt", "bloom", "phi"]
+CASES = ["llama", "llama_tied", "gpt2", "gemma2", "cohere", "granite", "opt", "bloom", "phi", "phi_tied"]
 
 
 def vocab_model(case: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

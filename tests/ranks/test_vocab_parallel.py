@@ -182,7 +182,7 @@ def composed_main(rank: int, world_size: int, parallel: dict[str, Any], folder: 
 
     from hf_parallel import HFParallelPlugin
 
-    for case in ("llama_tied", "llama", "gpt2", "gemma2", "phi", "opt"):
+    for case in ("llama_tied", "llama", "gpt2", "gemma2", "phi", "phi_tied", "opt"):
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         batch = vocab_batch(rows=8, length=30)

@@ -101,7 +101,7 @@ def apply_tensor_parallel(
         if linear.role == "vocab_embedding":
             install_embedding(module, shared, *linear.weight.ranges(plan.tp_size, tp_rank)[0])
             continue
-        _apply_linear(module, linear, shared, plan.tp_size, tp_rank)
+        _apply_linear(module, linear, shared, plan.tp_size, tp_rank, has_bias=holds(f"{name}.bias"))
         if linear.role == "vocab_head":
             starts, lengths = zip(
                 *(linear.weight.ranges(plan.tp_size, r)[0] for r in range(plan.tp_size)), strict=True
@@ -172,8 +172,11 @@ def _detect_reads(
     install_reads(model, specs, scopes, shared, tp_rank, reports=tp_rank == 0)
 
 
-def _apply_linear(module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int) -> None:
-    if linear.bias is not None and linear.role != "latent":
+def _apply_linear(
+    module: nn.Module, linear: LinearPlan, shared: SharedCopy, tp_size: int, tp_rank: int, *, has_bias: bool
+) -> None:
+    """Shard a layer's bias and replace its forward. A stage that holds a tied head's weight does not hold its bias."""
+    if has_bias and linear.bias is not None and linear.role != "latent":
         shard_parameter(module, "bias", linear.bias, tp_size, tp_rank)
     vars(module)["tp_linear"] = LinearState(
         copy=shared,
