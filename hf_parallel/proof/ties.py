@@ -6,6 +6,7 @@ that is as near as two of them differ is turned, says what such choices are wort
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hf_parallel.proof.compare import MARGIN
 
 SCORES = "scores.pt"
 NEAR = 2 * MARGIN  # times what rounding moves the scores of most rows by: both may move by as much as any tensor may
+UNITS = 2  # in the last place: both may move by one
 
 
 class Ties(TorchFunctionMode):
@@ -57,13 +59,21 @@ class Ties(TorchFunctionMode):
 
 
 def noise_of(one: Path, other: Path) -> list[float]:
-    """What rounding moves the scores of each choice by: of its rows, half move by less. Empty if the runs noted no scores."""
+    """What rounding moves the scores of each choice by: of its rows, half move by less. Empty if the runs noted no scores.
+
+    Scores that were made in bf16 move by whole units in their last place, and those of most rows by none. Two that are `UNITS` such
+    units apart, the least that a row moves by, are near as well.
+    """
     if not (one / SCORES).exists() or not (other / SCORES).exists():
         return []
     pairs = zip(*(torch.load(folder / SCORES, weights_only=True) for folder in (one, other)), strict=False)
-    return [_moved(a, b) if a.shape == b.shape else 0.0 for a, b in pairs]
+    moves = [_moves(a, b) if a.shape == b.shape else a.new_zeros(1) for a, b in pairs]
+    units = [rows[rows > 0].min().item() for rows in moves if rows.any()]
+    least = UNITS / NEAR * statistics.median(units or [0.0])
+    return [max(rows.median().item(), least) for rows in moves]
 
 
-def _moved(a: Tensor, b: Tensor) -> float:
+def _moves(a: Tensor, b: Tensor) -> Tensor:
+    """The most that a score of each row moves by."""
     apart = (a - b).abs().nan_to_num(0.0, 0.0, 0.0)  # masked scores are infinite in both
-    return apart.flatten(0, -2).amax(-1).median().item() if apart.ndim > 1 else apart.max().item()
+    return apart.flatten(0, -2).amax(-1) if apart.ndim > 1 else apart.max()[None]

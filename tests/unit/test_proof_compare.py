@@ -59,6 +59,23 @@ def test_choices_that_are_as_near_as_rounding_are_turned_and_others_stay(tmp_pat
     assert scores.grad.sum() == 3
 
 
+def test_of_scores_that_were_made_in_bf16_those_that_are_two_units_apart_are_near(tmp_path: Path) -> None:
+    unit = 2.0**-8  # in the last place of scores from 0.5 to 1
+    rows = torch.tensor([[0.75, 0.75 - unit], [0.75, 0.75 - 3 * unit], [0.75, 0.625], [0.75, 0.625]])
+    moved = rows + torch.tensor([0.0, 0.0, unit, 0.0])[:, None]  # that of most rows is the same number in bf16
+    for name, scores in (("reference", rows), ("perturbed1", moved)):
+        (tmp_path / name).mkdir()
+        noted = Ties()
+        with noted:
+            torch.topk(scores, 1)
+            torch.topk(rows, 1)  # none moves
+        noted.write(tmp_path / name)
+    noise = noise_of(tmp_path / "reference", tmp_path / "perturbed1")
+    with Ties(noise):
+        for _ in range(2):
+            assert torch.topk(rows, 1).indices[:, 0].tolist() == [1, 0, 0, 0]
+
+
 def test_runs_without_choices_leave_no_scores(tmp_path: Path) -> None:
     noted = Ties()
     with noted:
