@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import Section, ShardSpec, split_sizes, split_units
+from hf_parallel.tensor_parallel.run.apply import shard_parameter
 
 
 SPECS = [
@@ -89,3 +93,28 @@ def test_shards_in_the_wrong_order_are_refused() -> None:
     spec = ShardSpec.contiguous(0, 5)
     with pytest.raises(PlanError, match=r"tp rank 0 has shape \(2,\).*expects 3"):
         spec.assemble([torch.zeros(2), torch.zeros(3)])
+
+
+def test_a_graph_of_the_whole_weight_that_lies_in_a_cycle_is_collected_before_gradients_of_the_shard_arrive() -> None:
+    layer, x = nn.Linear(4, 8), torch.ones(2, 4)
+    gc.disable()
+    try:
+        cycle: list[Any] = [layer(x)]
+        cycle.append(cycle)
+        del cycle
+        shard_parameter(layer, "weight", ShardSpec.contiguous(0, 8), 2, 1)
+        (x @ layer.weight.t()).sum().backward()  # torch: "got [4, 4] but expected shape compatible with [8, 4]"
+    finally:
+        gc.enable()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.shape == (4, 4)
+
+
+def test_a_weight_whose_whole_graph_somebody_keeps_is_not_sharded() -> None:
+    layer = nn.Linear(4, 8)
+    kept = layer(torch.ones(2, 4))
+    with pytest.raises(
+        PlanError, match=r"weight of Linear, of shape \(8, 4\), cannot be sharded: a loss or an output"
+    ):
+        shard_parameter(layer, "weight", ShardSpec.contiguous(0, 8), 2, 0)
+    del kept
