@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config
+from transformers import BartConfig, BltConfig, MistralConfig, Zamba2Config, default_data_collator
 
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.proof import start
@@ -26,9 +26,9 @@ from hf_parallel.proof.compare import (
 )
 from hf_parallel.proof.job import Job
 from hf_parallel.proof.ties import Ties, noise_of
-from hf_parallel.proof.train import _cut, batches_of, build_model
+from hf_parallel.proof.train import _cut, batches_of, build_model, train
 from hf_parallel.proof.verify import Verdict, job_of
-from hf_parallel.proof.watch import clipping_exactly
+from hf_parallel.proof.watch import Watch, clipping_exactly
 
 
 def test_choices_that_are_as_near_as_rounding_are_turned_and_others_stay(tmp_path: Path) -> None:
@@ -220,3 +220,30 @@ def test_what_is_near_the_limit_is_compared_with_more_runs_of_one_process(
     assert len(perturbed_of(tmp_path / start.COMPARED)) == runs
     assert bool(traced) == (runs == PERTURBED)
     assert Comparison.load(tmp_path / start.JUDGED).ok == (runs == AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "wanted"), [("bf16", 0, 0), ("bf16", 2, 0), ("bf16", 3, 1), ("fp32", 3, 0)]
+)
+def test_later_runs_in_half_precision_see_the_rows_of_each_microbatch_by_themselves(
+    dtype: str, number: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def run(watch: Any, trainer: Any, given: Any) -> None:
+        batch = default_data_collator([trainer.train_dataset[row] for row in range(4)])
+        trainer.model.model.register_forward_hook(lambda *_: sizes.append(1))
+        trainer.model(**batch, num_items_in_batch=torch.tensor(40))
+
+    monkeypatch.setattr(Watch, "run", run)
+    config = MistralConfig(
+        hidden_size=8, intermediate_size=8, num_attention_heads=2, num_key_value_heads=2, vocab_size=50
+    )
+    settings = {"pp_size": 2, "num_microbatches": 2}
+    train(
+        job_of(config, settings, tmp_path, rows=4, dtype=dtype, layers=1),
+        tmp_path / "run",
+        layout=False,
+        perturbed=number,
+    )
+    assert len(sizes) == 1 + wanted
