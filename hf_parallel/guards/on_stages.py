@@ -122,6 +122,7 @@ class OnStages(TorchDispatchMode):
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
         self._everywhere = everywhere
         self._found: dict[int, str] | None = None
+        self._kept: list[WeakStorage] = []
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
         self._numbers: dict[float, Origin] = {}  # which Python has of tensors
         self._draws = Draws()
@@ -139,6 +140,10 @@ class OnStages(TorchDispatchMode):
         """Storage -> parameter, looked up when user code first computes with tensors."""
         if self._found is None:
             self._found = {_storage(parameter): name for name, parameter in self._parameters.items()}
+            # `p.data = new` gives one back, and the next tensor, made of another block, would get its id.
+            self._kept = [
+                WeakStorage(_memory(parameter)) for parameter in self._parameters.values() if _storage(parameter)
+            ]
         return self._found
 
     def _end(self) -> None:
@@ -312,7 +317,7 @@ class OnStages(TorchDispatchMode):
                         raise UnsupportedError(say(error)) from error
                 raise
             finally:
-                self._runs, self._found = False, None
+                self._runs, self._found, self._kept = False, None, []
             return result
 
         return called
@@ -350,8 +355,12 @@ def _storage(tensor: Tensor) -> int:
     """Of tensors that have one of their own; 0 for others."""
     if not isinstance(tensor, PartTensor) and type(tensor) not in (Tensor, nn.Parameter):
         return 0
+    return id_of_storage(_memory(tensor))
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
     with no_torch_function():
-        return id_of_storage(tensor.untyped_storage())
+        return tensor.untyped_storage()
 
 
 def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
