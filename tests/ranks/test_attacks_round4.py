@@ -94,6 +94,39 @@ class OnFlatLogits(Trainer):
         return whole + again.loss
 
 
+class OnKept(Trainer):
+    """A term on what blocks give, which forward hooks keep."""
+
+    blocks: slice = slice(1, 2)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[Any] = []
+        for block in self.model.model.layers[self.blocks]:
+            block.register_forward_hook(lambda module, given, out: self.kept.append(out))
+
+    def term(self, kept: Any) -> Any:
+        return kept.pow(2).mean()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.kept.clear()
+        loss = model(**inputs).loss
+        return loss + sum(map(self.term, self.kept))
+
+
+class Probed(OnKept):
+    """It trains a probe alone: nothing goes back into the model."""
+
+    blocks = slice(None)
+
+    def term(self, kept: Any) -> Any:
+        return self.model.probe(kept.detach()).pow(2).mean()
+
+
+def with_probe(model: Any) -> None:
+    model.probe = nn.Linear(32, 1)
+
+
 def only(*names: str) -> dict[str, Any]:
     """Train parameters of these names alone."""
 
@@ -127,12 +160,15 @@ user_steps.KINDS |= {
     "cache": (OnCache, {}),
     "flat": (OnFlatLogits, {}),
     "float64": (Trainer, {"prepare": in_float64}),
+    "kept": (OnKept, {}),
+    "probed": (Probed, {"prepare": with_probe}),
 }
 RATE, DECAY = (
     "lr of parameter group 0 of the optimizer is",
     "weight_decay of parameter group 0 of the optimizer is 5.0 on rank 0",
 )
 HEADS = "output_attentions with tp_size=2: each rank computes its own heads"
+PROBED = "different gradients to the parameters that only the loss reads"
 TIED = "puts one parameter in the place of another"
 # Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
 QUICK: dict[str, tuple[str, dict[str, Any], str, int]] = {
@@ -157,6 +193,9 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "flat_tp2": ("flat", TP2, "", 0),
     "flat_ring": ("flat", {**SP2, "sp_attention": "ring"}, "", 0),
     "float64_ring": ("float64", {**SP2, "sp_attention": "ring"}, "", 0),
+    "probed_pp2": ("probed", PP2, PROBED, 0),
+    "probed_tp2": ("probed", TP2, "", 0),
+    "kept_tp2": ("kept", TP2, "", 0),
     "float64_zbv": ("float64", {**PP2, "schedule": "zbv"}, "", 0),
 }
 JOBS = QUICK | MORE
@@ -222,7 +261,12 @@ def alone(rank: int, world_size: int, name: str, folder: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("lists_of_one", "a list of one gradient is clipped"), ("ties", TIED), ("ties_by_config", TIED)],
+    [
+        ("lists_of_one", "a list of one gradient is clipped"),
+        ("ties", TIED),
+        ("ties_by_config", TIED),
+        ("kept", "the loss depends on a graph that was used and let go, with pp_size=2"),
+    ],
 )
 def test_what_one_stage_cannot_do_is_refused_there(name: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=error):
