@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import user_steps
 from rank_runner import run_ranks
 from torch import nn
@@ -123,6 +124,15 @@ class Probed(OnKept):
         return self.model.probe(kept.detach()).pow(2).mean()
 
 
+class OnGradients(Trainer):
+    """A penalty on the gradients of weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + 0.01 * sum(one.pow(2).sum() for one in made)
+
+
 def with_probe(model: Any) -> None:
     model.probe = nn.Linear(32, 1)
 
@@ -161,6 +171,7 @@ user_steps.KINDS |= {
     "flat": (OnFlatLogits, {}),
     "float64": (Trainer, {"prepare": in_float64}),
     "kept": (OnKept, {}),
+    "on_gradients": (OnGradients, {}),
     "probed": (Probed, {"prepare": with_probe}),
 }
 RATE, DECAY = (
@@ -196,6 +207,8 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "probed_pp2": ("probed", PP2, PROBED, 0),
     "probed_tp2": ("probed", TP2, "", 0),
     "kept_tp2": ("kept", TP2, "", 0),
+    "on_gradients_pp2": ("on_gradients", PP2, "torch.autograd.grad of a loss with pp_size=2: the schedule", 0),
+    "on_gradients_tp2": ("on_gradients", TP2, "torch.autograd.grad of a loss with tp_size=2: the loss is computed", 0),
     "float64_zbv": ("float64", {**PP2, "schedule": "zbv"}, "", 0),
 }
 JOBS = QUICK | MORE
