@@ -133,6 +133,23 @@ class OnGradients(Trainer):
         return loss + 0.01 * sum(one.pow(2).sum() for one in made)
 
 
+class Around(nn.Module):
+    """A module of the user's round a model, which knows nothing of transformers."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **options: Any) -> Any:
+        outputs = self.base(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
+        return {"loss": outputs.loss, "logits": outputs.logits}
+
+
+class Wrapping(Trainer):
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=Around(model), **kwargs)
+
+
 def with_probe(model: Any) -> None:
     model.probe = nn.Linear(32, 1)
 
@@ -171,6 +188,7 @@ user_steps.KINDS |= {
     "flat": (OnFlatLogits, {}),
     "float64": (Trainer, {"prepare": in_float64}),
     "kept": (OnKept, {}),
+    "wrapping": (Wrapping, {}),
     "on_gradients": (OnGradients, {}),
     "probed": (Probed, {"prepare": with_probe}),
 }
@@ -204,6 +222,8 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "flat_tp2": ("flat", TP2, "", 0),
     "flat_ring": ("flat", {**SP2, "sp_attention": "ring"}, "", 0),
     "float64_ring": ("float64", {**SP2, "sp_attention": "ring"}, "", 0),
+    "wrapping_dp2": ("wrapping", {}, "", 0),
+    "wrapping_zero1": ("wrapping", ZERO1, "", 0),
     "probed_pp2": ("probed", PP2, PROBED, 0),
     "probed_tp2": ("probed", TP2, "", 0),
     "kept_tp2": ("kept", TP2, "", 0),
