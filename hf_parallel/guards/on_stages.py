@@ -45,6 +45,8 @@ LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
 OF_NOTHING = re.compile("expect(s|ed) a non-empty")  # torch.stack, torch.cat
 # nn.Module and `tie_weights` of transformers, of what stands for a parameter that another stage holds.
 TIES = re.compile(r"as parameter '.*' \(torch.nn.Parameter or None|is neither a parameter, buffer, nor extra state")
+# nn.Module, where torch.nn.utils.prune makes a parameter of what stands for one.
+MADE = re.compile(r"cannot assign '.*' object to parameter '.*' \(torch.nn.Parameter or None required\)")
 LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
 
 
@@ -299,6 +301,13 @@ class OnStages(TorchDispatchMode):
             "(model.config.tie_word_embeddings = True and model.tie_weights() before the Trainer is made), or set pp_size to 1."
         )
 
+    def _made(self, error: Exception) -> str:
+        return (
+            f"user code makes a new parameter of one that another stage has ({error}) with pp_size={self._pp_size}: optimizer and "
+            "checkpoints know the parameters that there were when the model was cut, so a new one would not be trained. Do it "
+            "before the Trainer is made, as with torch.nn.utils.prune, or multiply each parameter with a mask after each step."
+        )
+
     def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which calls code of users, made to notice what that does."""
 
@@ -312,7 +321,7 @@ class OnStages(TorchDispatchMode):
                     result = call(*args, **kwargs)
                 self._end()
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties)):
+                for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties), (MADE, self._made)):
                     if reason.search(str(error)):
                         raise UnsupportedError(say(error)) from error
                 raise

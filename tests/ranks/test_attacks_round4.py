@@ -68,6 +68,27 @@ class TiesByConfig(TrainerCallback):
         model.tie_weights()
 
 
+class Masks(TrainerCallback):
+    """Trains new tokens alone, by a hook on the embedding, wherever that is."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.get_input_embeddings().weight.register_hook(self.of_new)
+
+    def of_new(self, gradient: Any) -> Any:
+        new = torch.zeros_like(gradient)
+        new[90:] = gradient[90:]
+        return new
+
+
+def by_norm(module: Any, given: Any, gradients: Any) -> Any:
+    """Limits what goes back by its norm in the batch."""
+    return tuple(one / (1.0 + one.norm()) for one in given)
+
+
+def limited(model: Any) -> None:
+    model.model.layers[2].register_full_backward_hook(by_norm)
+
+
 class OnAttentions(Trainer):
     """A loss of what heads look at."""
 
@@ -187,6 +208,8 @@ user_steps.KINDS |= {
     "cache": (OnCache, {}),
     "flat": (OnFlatLogits, {}),
     "float64": (Trainer, {"prepare": in_float64}),
+    "masks": adding(Masks),
+    "limited": (Trainer, {"prepare": limited}),
     "kept": (OnKept, {}),
     "wrapping": (Wrapping, {}),
     "on_gradients": (OnGradients, {}),
@@ -222,6 +245,9 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "flat_tp2": ("flat", TP2, "", 0),
     "flat_ring": ("flat", {**SP2, "sp_attention": "ring"}, "", 0),
     "float64_ring": ("float64", {**SP2, "sp_attention": "ring"}, "", 0),
+    "masks_pp2": ("masks", PP2, "", 0),
+    "limited_pp2": ("limited", PP2, "", 0),
+    "limited_tp2": ("limited", TP2, "", 0),
     "wrapping_dp2": ("wrapping", {}, "", 0),
     "wrapping_zero1": ("wrapping", ZERO1, "", 0),
     "probed_pp2": ("probed", PP2, PROBED, 0),

@@ -210,3 +210,11 @@ def test_blocks_by_name() -> None:
 def test_a_list_that_is_empty_on_a_stage_is_named(join: Callable[[list[Tensor]], Tensor]) -> None:
     with pytest.raises(UnsupportedError, match=r"joins an empty list of tensors .* with pp_size=2"):
         OnStages({}, 2).watch(lambda: join([]))()
+
+
+def test_a_new_parameter_of_one_that_is_elsewhere_is_named() -> None:
+    elsewhere = torch.zeros(3)  # of a stage it is no parameter
+    with pytest.raises(
+        UnsupportedError, match=r"makes a new parameter of one that another stage has .* with pp_size=2"
+    ):
+        OnStages({}, 2).watch(lambda: nn.Module().register_parameter("weight_orig", elsewhere))()  # type: ignore[arg-type]
