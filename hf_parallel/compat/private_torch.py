@@ -59,6 +59,12 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
+def changes_backward(module: nn.Module) -> bool:
+    """Whether somebody else than hf_parallel looks at or changes the gradients that pass a module."""
+    hooks = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("hf_parallel.") for hook in hooks)
+
+
 def runs_around_all_modules() -> bool:
     """Whether code of somebody runs around every module, or every function of torch: global hooks, modes that are entered."""
     import torch

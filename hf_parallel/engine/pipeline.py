@@ -127,6 +127,7 @@ class PipelineEngine(Engine):
         return DirectGradients(
             *(self.attachment.parameters, self.everywhere, self.mesh.shape.pp_size, self.end_pass_later),
             summands=self.gradients.summands,
+            compared=self._backwards.beside,
         )
 
     @property

@@ -17,7 +17,7 @@ from hf_parallel.model.narrow import narrow_model
 from hf_parallel.model.probes import Probes
 from hf_parallel.one_rank import on_rank_zero
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs
-from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, judge_loss
+from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind, Verdict, hooked_loss, judge_loss
 from hf_parallel.pipeline_parallel.plan.measure import measure_costs
 from hf_parallel.pipeline_parallel.plan.partition import partition
 from hf_parallel.pipeline_parallel.plan.stage_memory import StageMemory
@@ -137,6 +137,7 @@ def _loss_kind(setup: Setup, stages: PipelinePlan, sample: Mapping[str, Any], st
     else:
         verdict = _judged_loss(setup, stages, sample)
         setup.verdicts.put("loss", [verdict.kind, verdict.why])
+    verdict = hooked_loss(setup.model) or verdict
     if verdict.kind == "whole" and setup.reports:
         logger.warning("hf_parallel: %s", whole_loss(setup.name, verdict.why))
     return verdict.kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from hf_parallel.mesh import Mesh
 
 
 TOLERANCE = 1e-5  # of one computation on the same kind of device
+NO_NUMBER = 1e30  # stands for one that is not finite: equal ones are alike, and the model's own doing
 OF_HEADS = ", or a loss on keys or values of a cache, of which each rank has its own heads"
 LATE = (
     "A GPU is not waited for within a step, so the optimizer has made this update; nothing was evaluated or saved since. Go back to "
@@ -48,6 +50,7 @@ class Backwards:
         self._marks: list[Tensor | float] = []  # numbers on a CPU, where an operation on a tensor costs more
         self._sizes: list[Tensor | float] = []  # of gradients; that of a number is its magnitude
         self._on_logits = False
+        self._beside: Tensor | None = None  # f[2]: a mark and a size of what only the loss reads
 
     def scaled(self, factor: Tensor) -> None:
         """A loss was multiplied with `factor` (one element) before its backward."""
@@ -63,6 +66,14 @@ class Backwards:
         flat = gradient.detach().reshape(-1, gradient.shape[-1]).float()
         across, along = self._numbers(flat.shape[1]), self._numbers(flat.shape[0])
         self._note(flat @ across @ along, torch.linalg.vector_norm(flat))
+
+    def beside(self, name: str, gradient: Tensor) -> None:
+        """A gradient arrived at the parameter `name` past the model's forward, which every rank has computed for itself."""
+        flat = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim else 1).float()
+        mark = flat @ self._numbers(flat.shape[1]) @ self._numbers(flat.shape[0])
+        weighed = mark * (1.0 + crc32(name.encode()) / 2**32)  # by name: the order of arrival may be another one
+        both = torch.stack([weighed, torch.linalg.vector_norm(flat)]).nan_to_num(NO_NUMBER, NO_NUMBER, -NO_NUMBER)
+        self._beside = both.double() if self._beside is None else self._beside + both
 
     def _note(self, mark: Tensor, size: Tensor) -> None:
         first = self._number(mark)
@@ -96,8 +107,9 @@ class Backwards:
         values = self._gathered(direct).tolist()
         if any(found for _, found, *_ in values):
             self._refuse_direct(direct)
-        self._compare([(int(n), mark, size) for n, _, mark, size, _ in values], on_logits, tolerates_nan)
-        self._settings.refuse_unlike([int(word) for *_, word in values])
+        self._compare([(int(n), mark, size) for n, _, mark, size, *_ in values], on_logits, tolerates_nan)
+        self._compare_beside([(mark, size) for *_, mark, size in values])
+        self._settings.refuse_unlike([int(word) for *_, word, _, _ in values])
 
     def agree_later(self) -> None:
         """Compare with the ranks that share every layer; collective. On a GPU it is judged when the next step ends.
@@ -130,15 +142,15 @@ class Backwards:
 
     def _judge(self, values: Tensor, on_logits: bool) -> None:
         rows = values.tolist()
-        self._compare([(int(n), mark, size) for n, _, mark, size, _ in rows], on_logits, True)
-        self._settings.refuse_unlike([int(word) for *_, word in rows])
+        self._compare([(int(n), mark, size) for n, _, mark, size, *_ in rows], on_logits, True)
+        self._settings.refuse_unlike([int(word) for *_, word, _, _ in rows])
 
     def _gathered(self, direct: Sequence[str]) -> Tensor:
         """Of each rank: how many marks, whether there are direct gradients, marks, sizes and settings. Begins anew."""
-        marks, sizes = self._marks, self._sizes
+        marks, sizes, beside = self._marks, self._sizes, self._beside
         self.forget()
         # Filled where they are: a tensor that is made of numbers is copied there, which waits for the device.
-        everyone = torch.zeros(self._mesh.shape.mp_size, 5, dtype=torch.float64, device=self._device)
+        everyone = torch.zeros(self._mesh.shape.mp_size, 7, dtype=torch.float64, device=self._device)
         mine = everyone[self._mesh.place_in_copy]
         mine[0].fill_(len(marks))
         mine[1].fill_(bool(direct))
@@ -147,6 +159,8 @@ class Backwards:
             mark, size = self._sums(marks, sizes)
             mine[2].fill_(mark)
             mine[3].fill_(size)
+        if beside is not None:
+            mine[5:].copy_(beside)
         dist.all_reduce(everyone, group=self._mesh.mp_group)  # a row each: cheaper than gathering a list
         return everyone
 
@@ -188,6 +202,23 @@ class Backwards:
             "must compute the same: the gradients of each stage or shard follow the loss of its own rank, or of the last stage's. "
             "Look for a rank, a random draw without a common seed or a parameter of one rank in compute_loss or the loop"
             f"{OF_HEADS if self._mesh.shape.tp_size > 1 else ''}."
+        )
+
+    def _compare_beside(self, values: Sequence[tuple[float, float]]) -> None:
+        mark, size = values[0]
+        if all(abs(m - mark) <= TOLERANCE * max(size, s) for m, s in values):
+            return
+        shape = self._mesh.shape
+        reported = "; ".join(
+            f"{shape.describe(rank)}: the norm is {s:.6g}"
+            for rank, (_, s) in zip(self._mesh.copy_ranks, values, strict=True)
+        )
+        raise RankMismatchError(
+            "the ranks of one model copy gave different gradients to the parameters that only the loss reads "
+            f"({reported}), with pp_size={shape.pp_size}: every rank computes the loss, and all must compute the same. Look for "
+            "activations or numbers that a forward hook keeps (it runs on the stage that has its module, once for each "
+            "microbatch), a rank, or a random draw without a common seed in compute_loss or the loop; compute such a term "
+            "in the model's forward, or set pp_size to 1."
         )
 
     def _refuse_direct(self, direct: Sequence[str]) -> None:

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.compat.private_torch import Onlooker
+from hf_parallel.errors import UnsupportedError
+
+
+USED = "backward through the graph a second time"  # torch's words
 
 
 class DirectGradients:
@@ -25,6 +29,7 @@ class DirectGradients:
         num_ranks: Ranks of the pipeline.
         noticed: Called inside the backward pass in which a direct gradient arrives.
         summands: In a callback: on how many ranks a parameter has gradients now that are added up later.
+        compared: Called with the name and the gradient of a parameter that all ranks hold: it must be the same on all of them.
 
     Attributes:
         found: Names of parameters that not all ranks hold and that got a direct gradient.
@@ -37,9 +42,10 @@ class DirectGradients:
         num_ranks: int,
         noticed: Callable[[], None],
         summands: Callable[[str], int],
+        compared: Callable[[str, Tensor], None],
     ) -> None:
         self._parameters, self._everywhere, self._num_ranks = parameters, everywhere, num_ranks
-        self._noticed, self._summands = noticed, summands
+        self._noticed, self._summands, self._compared = noticed, summands, compared
         self._handles: list[RemovableHandle] = []
         self._resting = self._in_callback = False
         self.found: list[str] = []
@@ -86,10 +92,31 @@ class DirectGradients:
             return None if count == 1 else gradient / count
         self._noticed()
         if name in self._everywhere:
+            self._compared(name, gradient)
             return gradient / self._num_ranks
         if name not in self.found:
             self.found.append(name)
         return None
+
+
+@contextmanager
+def through_stages(pp_size: int) -> Iterator[None]:
+    """Around a backward pass of the user's: says why it cannot go back into a stage.
+
+    Raises:
+        UnsupportedError: It met a graph that the schedule has used.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if pp_size == 1 or USED not in str(error):
+            raise
+        raise UnsupportedError(
+            f"the loss depends on a graph that was used and let go, with pp_size={pp_size}: a call with labels has run the backward "
+            "pass of its stages already, so none can go through activations that a forward hook kept. Let the model's forward "
+            "add such a term to its loss, detach the activations, or set pp_size to 1. If one loss was backpropagated twice, "
+            "pass retain_graph=True the first time."
+        ) from error
 
 
 class _Hook(Onlooker):

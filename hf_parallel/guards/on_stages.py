@@ -45,6 +45,8 @@ LEAVING = frozenset({"numpy", "__array__", "tolist", "numel", "nelement"})
 OF_NOTHING = re.compile("expect(s|ed) a non-empty")  # torch.stack, torch.cat
 # nn.Module and `tie_weights` of transformers, of what stands for a parameter that another stage holds.
 TIES = re.compile(r"as parameter '.*' \(torch.nn.Parameter or None|is neither a parameter, buffer, nor extra state")
+# nn.Module, where torch.nn.utils.prune makes a parameter of what stands for one.
+MADE = re.compile(r"cannot assign '.*' object to parameter '.*' \(torch.nn.Parameter or None required\)")
 LIBRARIES = ("torch.", "transformers.", "accelerate.", "peft.", "safetensors.", "hf_parallel.")
 
 
@@ -122,6 +124,7 @@ class OnStages(TorchDispatchMode):
         self._parameters, self._pp_size, self._resting = parameters, pp_size, resting
         self._everywhere = everywhere
         self._found: dict[int, str] | None = None
+        self._kept: list[WeakStorage] = []
         self._origins: dict[int, tuple[WeakStorage, Origin]] = {}
         self._numbers: dict[float, Origin] = {}  # which Python has of tensors
         self._draws = Draws()
@@ -139,6 +142,10 @@ class OnStages(TorchDispatchMode):
         """Storage -> parameter, looked up when user code first computes with tensors."""
         if self._found is None:
             self._found = {_storage(parameter): name for name, parameter in self._parameters.items()}
+            # `p.data = new` gives one back, and the next tensor, made of another block, would get its id.
+            self._kept = [
+                WeakStorage(_memory(parameter)) for parameter in self._parameters.values() if _storage(parameter)
+            ]
         return self._found
 
     def _end(self) -> None:
@@ -294,6 +301,13 @@ class OnStages(TorchDispatchMode):
             "(model.config.tie_word_embeddings = True and model.tie_weights() before the Trainer is made), or set pp_size to 1."
         )
 
+    def _made(self, error: Exception) -> str:
+        return (
+            f"user code makes a new parameter of one that another stage has ({error}) with pp_size={self._pp_size}: optimizer and "
+            "checkpoints know the parameters that there were when the model was cut, so a new one would not be trained. Do it "
+            "before the Trainer is made, as with torch.nn.utils.prune, or multiply each parameter with a mask after each step."
+        )
+
     def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which calls code of users, made to notice what that does."""
 
@@ -307,12 +321,12 @@ class OnStages(TorchDispatchMode):
                     result = call(*args, **kwargs)
                 self._end()
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-                for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties)):
+                for reason, say in ((OF_NOTHING, self._of_nothing), (TIES, self._ties), (MADE, self._made)):
                     if reason.search(str(error)):
                         raise UnsupportedError(say(error)) from error
                 raise
             finally:
-                self._runs, self._found = False, None
+                self._runs, self._found, self._kept = False, None, []
             return result
 
         return called
@@ -350,8 +364,12 @@ def _storage(tensor: Tensor) -> int:
     """Of tensors that have one of their own; 0 for others."""
     if not isinstance(tensor, PartTensor) and type(tensor) not in (Tensor, nn.Parameter):
         return 0
+    return id_of_storage(_memory(tensor))
+
+
+def _memory(tensor: Tensor) -> torch.UntypedStorage:
     with no_torch_function():
-        return id_of_storage(tensor.untyped_storage())
+        return tensor.untyped_storage()
 
 
 def _pairs(name: str, func: Any, args: Any, kwargs: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

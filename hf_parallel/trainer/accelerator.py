@@ -27,6 +27,7 @@ from hf_parallel.compat.private_torch import set_aside
 from hf_parallel.engine.direct import Autocast, Engine
 from hf_parallel.engine.session import Session
 from hf_parallel.errors import ConfigError, UnsupportedError
+from hf_parallel.guards.direct import through_stages
 from hf_parallel.mesh import backend_for
 from hf_parallel.settings.accumulation import accumulation_steps
 from hf_parallel.settings.config import HFParallelConfig
@@ -316,7 +317,8 @@ class HFParallelAccelerator(ReplicaViewMixin):
             )
         self.hf_parallel_engine.backpropagates(loss.detach())
         passing = self.hf_parallel.watchdog.engaged("runs the backward pass")
-        with set_aside(*self.hf_parallel_engine.watching), passing:
+        stages = through_stages(self.hf_parallel.mesh.shape.pp_size)
+        with set_aside(*self.hf_parallel_engine.watching), passing, stages:
             super().backward(loss, **kwargs)
 
     @contextlib.contextmanager

@@ -207,8 +207,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         try:
             return super().training_step(model, *args, **kwargs)
         except RuntimeError as error:
-            if self._pipeline is not None and NOT_IN_GRAPH in str(error):
-                raise UnsupportedError(by_hand(self._pipeline.mesh.shape.pp_size)) from error
+            shape = self._hf_parallel_mesh.shape
+            if max(shape.pp_size, shape.tp_size) > 1 and NOT_IN_GRAPH in str(error):
+                raise UnsupportedError(by_hand(shape.pp_size, shape.tp_size)) from error
             raise
 
     def compute_loss(
@@ -349,12 +350,17 @@ class HFParallelTrainerMixin(CheckpointMixin):
         return known
 
 
-def by_hand(pp_size: int) -> str:
+def by_hand(pp_size: int, tp_size: int) -> str:
     """What to say of gradients that torch does not find."""
+    if pp_size > 1:
+        setting = f"pp_size={pp_size}"
+        reason = "the schedule has run the backward pass of all stages already, so there is no graph from the loss to"
+    else:
+        setting = f"tp_size={tp_size}"
+        reason = "the loss is computed from this rank's parts, so there is no graph from it to the whole parameters of"
     return (
-        f"torch.autograd.grad of a loss with pp_size={pp_size}: the schedule has run the backward pass of all stages already, so "
-        "there is no graph from the loss to model.parameters(). Call accelerator.backward(loss), which leaves the gradients in "
-        "p.grad, or set pp_size to 1."
+        f"torch.autograd.grad of a loss with {setting}: {reason} model.parameters(). Call accelerator.backward(loss), which leaves "
+        f"the gradients in p.grad, or set {setting.partition('=')[0]} to 1."
     )
 
 

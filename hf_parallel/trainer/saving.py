@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from hf_parallel.checkpoints.agree import naming_folder, together
 from hf_parallel.checkpoints.folders import STAGING
@@ -205,13 +206,27 @@ class SavingMixin(Base):
                 (folder / ARGUMENTS).write_text(self.args.to_json_string())
             return
         folder.mkdir(parents=True, exist_ok=True)
-        with _no_bar_for_nothing(state_dict):
-            self.model.save_pretrained(folder, state_dict=state_dict)
+        if hasattr(self.model, "save_pretrained"):
+            with _no_bar_for_nothing(state_dict):
+                self.model.save_pretrained(folder, state_dict=state_dict)
+        else:  # a module of the user's round a model; stock writes its weights alone, too
+            save_file(apart(state_dict), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         collator = getattr(self, "data_collator", None)
         processing = getattr(self, "processing_class", None) or getattr(collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
         (folder / ARGUMENTS).write_text(self.args.to_json_string())
+
+
+def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With a copy of a tied weight for each of its names: a file has none that share memory."""
+    known: set[int] = set()
+    found = {}
+    for name, value in state.items():
+        key = value.untyped_storage().data_ptr()
+        found[name] = value.clone() if key in known else value.contiguous()
+        known.add(key)
+    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import user_steps
 from rank_runner import run_ranks
 from torch import nn
@@ -67,6 +68,27 @@ class TiesByConfig(TrainerCallback):
         model.tie_weights()
 
 
+class Masks(TrainerCallback):
+    """Trains new tokens alone, by a hook on the embedding, wherever that is."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.get_input_embeddings().weight.register_hook(self.of_new)
+
+    def of_new(self, gradient: Any) -> Any:
+        new = torch.zeros_like(gradient)
+        new[90:] = gradient[90:]
+        return new
+
+
+def by_norm(module: Any, given: Any, gradients: Any) -> Any:
+    """Limits what goes back by its norm in the batch."""
+    return tuple(one / (1.0 + one.norm()) for one in given)
+
+
+def limited(model: Any) -> None:
+    model.model.layers[2].register_full_backward_hook(by_norm)
+
+
 class OnAttentions(Trainer):
     """A loss of what heads look at."""
 
@@ -92,6 +114,65 @@ class OnFlatLogits(Trainer):
         logits = model(**inputs).logits
         whole = nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
         return whole + again.loss
+
+
+class OnKept(Trainer):
+    """A term on what blocks give, which forward hooks keep."""
+
+    blocks: slice = slice(1, 2)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[Any] = []
+        for block in self.model.model.layers[self.blocks]:
+            block.register_forward_hook(lambda module, given, out: self.kept.append(out))
+
+    def term(self, kept: Any) -> Any:
+        return kept.pow(2).mean()
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.kept.clear()
+        loss = model(**inputs).loss
+        return loss + sum(map(self.term, self.kept))
+
+
+class Probed(OnKept):
+    """It trains a probe alone: nothing goes back into the model."""
+
+    blocks = slice(None)
+
+    def term(self, kept: Any) -> Any:
+        return self.model.probe(kept.detach()).pow(2).mean()
+
+
+class OnGradients(Trainer):
+    """A penalty on the gradients of weights."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = model(**inputs).loss
+        made = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + 0.01 * sum(one.pow(2).sum() for one in made)
+
+
+class Around(nn.Module):
+    """A module of the user's round a model, which knows nothing of transformers."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **options: Any) -> Any:
+        outputs = self.base(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **options)
+        return {"loss": outputs.loss, "logits": outputs.logits}
+
+
+class Wrapping(Trainer):
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=Around(model), **kwargs)
+
+
+def with_probe(model: Any) -> None:
+    model.probe = nn.Linear(32, 1)
 
 
 def only(*names: str) -> dict[str, Any]:
@@ -127,12 +208,19 @@ user_steps.KINDS |= {
     "cache": (OnCache, {}),
     "flat": (OnFlatLogits, {}),
     "float64": (Trainer, {"prepare": in_float64}),
+    "masks": adding(Masks),
+    "limited": (Trainer, {"prepare": limited}),
+    "kept": (OnKept, {}),
+    "wrapping": (Wrapping, {}),
+    "on_gradients": (OnGradients, {}),
+    "probed": (Probed, {"prepare": with_probe}),
 }
 RATE, DECAY = (
     "lr of parameter group 0 of the optimizer is",
     "weight_decay of parameter group 0 of the optimizer is 5.0 on rank 0",
 )
 HEADS = "output_attentions with tp_size=2: each rank computes its own heads"
+PROBED = "different gradients to the parameters that only the loss reads"
 TIED = "puts one parameter in the place of another"
 # Kind, settings, what an error says and after how many steps; none where the run must be that of one process.
 QUICK: dict[str, tuple[str, dict[str, Any], str, int]] = {
@@ -157,6 +245,16 @@ MORE: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "flat_tp2": ("flat", TP2, "", 0),
     "flat_ring": ("flat", {**SP2, "sp_attention": "ring"}, "", 0),
     "float64_ring": ("float64", {**SP2, "sp_attention": "ring"}, "", 0),
+    "masks_pp2": ("masks", PP2, "", 0),
+    "limited_pp2": ("limited", PP2, "", 0),
+    "limited_tp2": ("limited", TP2, "", 0),
+    "wrapping_dp2": ("wrapping", {}, "", 0),
+    "wrapping_zero1": ("wrapping", ZERO1, "", 0),
+    "probed_pp2": ("probed", PP2, PROBED, 0),
+    "probed_tp2": ("probed", TP2, "", 0),
+    "kept_tp2": ("kept", TP2, "", 0),
+    "on_gradients_pp2": ("on_gradients", PP2, "torch.autograd.grad of a loss with pp_size=2: the schedule", 0),
+    "on_gradients_tp2": ("on_gradients", TP2, "torch.autograd.grad of a loss with tp_size=2: the loss is computed", 0),
     "float64_zbv": ("float64", {**PP2, "schedule": "zbv"}, "", 0),
 }
 JOBS = QUICK | MORE
@@ -222,7 +320,12 @@ def alone(rank: int, world_size: int, name: str, folder: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("lists_of_one", "a list of one gradient is clipped"), ("ties", TIED), ("ties_by_config", TIED)],
+    [
+        ("lists_of_one", "a list of one gradient is clipped"),
+        ("ties", TIED),
+        ("ties_by_config", TIED),
+        ("kept", "the loss depends on a graph that was used and let go, with pp_size=2"),
+    ],
 )
 def test_what_one_stage_cannot_do_is_refused_there(name: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=error):

@@ -170,6 +170,14 @@ def seeded_anew(weights: Weights) -> None:
         parameter.add_(torch.randn_like(parameter))
 
 
+def projected(weights: Weights) -> None:
+    """Each gets new memory, and what it had may be that of a number of the next one."""
+    for parameter in weights.values():
+        kept = parameter.data.clone()
+        parameter.data.add_(0.1 * parameter / parameter.norm())
+        parameter.data = torch.min(torch.max(parameter.data, kept - 0.01), kept + 0.01)
+
+
 class Averages:
     def __init__(self) -> None:
         self.means: list[Tensor] = []
@@ -185,7 +193,8 @@ class Averages:
 
 
 @pytest.mark.parametrize(
-    "change", [alone, by_numbers, one_block, finite, within_a_block, logged, named_noise, seeded_anew, Averages()]
+    "change",
+    [alone, by_numbers, one_block, finite, within_a_block, logged, named_noise, seeded_anew, projected, Averages()],
 )
 def test_what_is_right_on_each_stage_is_left_alone(change: Callable[[Weights], object]) -> None:
     run(change, events=2)
@@ -201,3 +210,11 @@ def test_blocks_by_name() -> None:
 def test_a_list_that_is_empty_on_a_stage_is_named(join: Callable[[list[Tensor]], Tensor]) -> None:
     with pytest.raises(UnsupportedError, match=r"joins an empty list of tensors .* with pp_size=2"):
         OnStages({}, 2).watch(lambda: join([]))()
+
+
+def test_a_new_parameter_of_one_that_is_elsewhere_is_named() -> None:
+    elsewhere = torch.zeros(3)  # of a stage it is no parameter
+    with pytest.raises(
+        UnsupportedError, match=r"makes a new parameter of one that another stage has .* with pp_size=2"
+    ):
+        OnStages({}, 2).watch(lambda: nn.Module().register_parameter("weight_orig", elsewhere))()  # type: ignore[arg-type]

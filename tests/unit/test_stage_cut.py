@@ -74,6 +74,13 @@ def test_dropped_weights_answer_questions_and_take_no_memory() -> None:
     assert not isinstance(query, nn.Parameter)
 
 
+def test_a_hook_on_a_dropped_weight_is_left_to_the_stage_that_has_it() -> None:
+    model, _ = cut_in_place("llama", [0, 2, 5], 1)
+    embedding = model.model.embed_tokens.weight
+    for register in (embedding.register_hook, embedding.register_post_accumulate_grad_hook):
+        register(lambda gradient: None).remove()
+
+
 class Packed(Tensor):
     """Values of 8 bits with a scale, as torchao keeps them: a tensor without a memory of its own that knows few operations."""
 

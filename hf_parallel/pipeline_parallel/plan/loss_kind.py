@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_parallel.compat.private_torch import is_cross_entropy, version_of
+from hf_parallel.compat.private_torch import changes_backward, is_cross_entropy, version_of
 from hf_parallel.compat.private_transformers import loss_shifts_labels
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.noise import without_noise
@@ -205,6 +205,16 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(item)
     else:
         yield value
+
+
+def hooked_loss(model: nn.Module) -> Verdict | None:
+    """The verdict on a model on which user code has hooks of backward passes, by a norm over the batch for example; else None."""
+    for name, module in model.named_modules():
+        if changes_backward(module):
+            return Verdict(
+                "whole", f"a backward hook of {name or 'the model'} may need the gradients of a whole batch"
+            )
+    return None
 
 
 def judge_loss(model: nn.Module, sample: Mapping[str, Any]) -> Verdict:

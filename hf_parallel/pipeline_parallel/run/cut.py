@@ -8,12 +8,14 @@ zeros of the same shape; where that is not possible it stays, frozen.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.compat.private_quantised import forget_scales
 from hf_parallel.compat.private_torch import no_torch_function, own_buffers, own_parameters, unregister
@@ -25,6 +27,9 @@ from hf_parallel.pipeline_parallel.stage_plan import PipelinePlan, Span
 DRAWS = frozenset(
     ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 )
+
+
+HOOKING = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 
 
 class Uncopyable:
@@ -114,6 +119,8 @@ class _Placeholder(Uncopyable, Tensor):
             if name == "requires_grad_":
                 written._freeze((*args[1:], *(kwargs or {}).values(), True)[0])
             return written
+        if name in HOOKING and isinstance(written, cls):
+            return RemovableHandle(OrderedDict())  # the stage that has the weight runs the hook
         if name == "__set__" and func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
             args[0]._freeze(args[1])
         with no_torch_function():

@@ -134,7 +134,8 @@ class Stage(Uncopyable):
     def _strayed(self, what: str) -> str:
         return (
             f"{self.plan.model_name} took another path on stage {self.stage_index} than in discovery ({what}); discover "
-            f"with the inputs you train on (discovered with {sorted(self.plan.input_names)})."
+            f"with the inputs you train on (discovered with {sorted(self.plan.input_names)}), and set a layerdrop of the model's "
+            "config to 0: blocks are left out by one process's random numbers."
         )
 
 

@@ -125,10 +125,13 @@ def draws(root: nn.Module) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[float]:
-    """Numbers that the module or its config calls some dropout; those of heads that no language model has left out."""
+    """Numbers that the module or its config calls some dropout.
+
+    Left out are those of heads that no language model has, and layerdrop: it leaves out whole blocks, so it draws outside of pairs.
+    """
     config = vars(module).get("config")
     for key, value in [*vars(module).items(), *(vars(config).items() if hasattr(config, "__dict__") else ())]:
-        named = "drop" in key and not key.startswith(("summary_", "classifier_"))
+        named = "drop" in key and not key.startswith(("summary_", "classifier_")) and "layerdrop" not in key
         if named and isinstance(value, (int, float)) and not isinstance(value, bool):
             yield value
 
