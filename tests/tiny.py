@@ -22,6 +22,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -161,6 +163,30 @@ def gpt_neox_dropout() -> GPTNeoXForCausalLM:
 def phi3() -> Phi3ForCausalLM:
     torch.manual_seed(0)
     return Phi3ForCausalLM(Phi3Config(**SMALL, intermediate_size=64, num_hidden_layers=2, pad_token_id=0))
+
+
+def longrope() -> Phi3ForCausalLM:
+    """Rotary embeddings that are others in rows of more than twelve tokens."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    limit = {"original_max_position_embeddings": 12}
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    return Phi3ForCausalLM(Phi3Config(**SMALL, **sizes, **limit, rope_parameters={**rope, **limit}))
+
+
+def dynamic_rope() -> LlamaForCausalLM:
+    """Rotary embeddings that change where rows grow past twelve tokens."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return llama(layers=2, max_position_embeddings=12, rope_parameters=rope)
+
+
+def llama4() -> Llama4ForCausalLM:
+    """The last block counts its tokens, and scales queries from token 12 on."""
+    torch.manual_seed(0)
+    sizes = {"intermediate_size": 32, "intermediate_size_mlp": 64, "num_hidden_layers": 2, "head_dim": 8}
+    scale = {"no_rope_layers": [1, 0], "floor_scale": 12, "attn_temperature_tuning": True}
+    config = Llama4TextConfig(**SMALL, **sizes, **scale, num_local_experts=2, moe_layers=[], pad_token_id=0)
+    return Llama4ForCausalLM(config)
 
 
 def bloom() -> BloomForCausalLM:
@@ -321,6 +347,9 @@ MODELS = {
     "biogpt_dropout": biogpt_dropout,
     "gpt_neox_dropout": gpt_neox_dropout,
     "phi3": phi3,
+    "longrope": longrope,
+    "dynamic_rope": dynamic_rope,
+    "llama4": llama4,
     "bloom": bloom,
     "bart": bart,
     "roberta": roberta,

@@ -178,6 +178,7 @@ def _local_inputs(model: nn.Module, given: Mapping[str, Any], part: Part, shared
     if is_past and "attention_mask" not in given:  # or positions that stand still would be taken for documents
         local.setdefault("attention_mask", tokens.new_ones(tokens.shape[:2], dtype=torch.long))
     local["position_ids"] = _counted_on(positions, part, stands=is_past)
+    shared.whole.positions = local["position_ids"], positions
     if "labels" in given:
         labels = given["labels"]
         shifted = given.get("shift_labels")
@@ -214,12 +215,18 @@ def _packed(tokens: Tensor, positions: Tensor, shared: Shared, *, keeps_cache: b
     return told
 
 
-def _is_past_last(model: nn.Module, length: int) -> bool:
-    """Whether a filled up row has more positions than the model's tables have."""
+def last_position(model: nn.Module) -> int | None:
+    """How many positions the model has, as its config says."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
-    return isinstance(limit, int) and length > limit
+    return limit if isinstance(limit, int) else None
+
+
+def _is_past_last(model: nn.Module, length: int) -> bool:
+    """Whether a filled up row has more positions than the model's tables have."""
+    limit = last_position(model)
+    return limit is not None and length > limit
 
 
 def _counted_on(positions: Tensor, part: Part, *, stands: bool) -> Tensor:

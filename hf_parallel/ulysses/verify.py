@@ -4,8 +4,9 @@ Models that mix tokens outside of the attention registry (recurrences, convoluti
 sequence as well, and are wrong. So every model is tried: all ranks of a sequence run it plainly and in parts, and compare the
 loss, the logits, every gradient, and on the way what enters and leaves each module, which names the one where they part.
 
-Two causes have cures that are right for any model, so they are tried before it is refused: a loss that is a mean over labels is
-weighted by their number, and modules that are given counted positions see whole rows (see `whole`).
+Modules that make numbers of positions alone see those of whole rows in any case. Two causes have cures that are right for any
+model, so they are tried before it is refused: a loss that is a mean over labels is weighted by their number, and modules that are
+given counted positions see whole rows (see `whole`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.compat.private_torch import accumulation_hooks
@@ -28,12 +30,14 @@ from hf_parallel.model.random_streams import generators_of
 from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
-from hf_parallel.ulysses.forward import share_forward
-from hf_parallel.ulysses.whole import Place, WholeRows, may_see_whole_rows
+from hf_parallel.ulysses.forward import last_position, share_forward
+from hf_parallel.ulysses.whole import Place, WholeRows, blocks_of, may_see_whole_rows
 
 
 TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
 # Of modules: what is wrong there may still cancel out, so they only name the place.
+NOISE = 1e-6  # of the norm, in fp32: the same computation in another order
+FAR = 2**16  # positions of a model that does not say how many it has
 FIX_OF_RING = "Set sp_attention to ulysses, or sp_size to 1; tp_size and pp_size shard this model instead"
 FIX = "Set sp_size to 1; tp_size and pp_size shard this model instead"
 
@@ -47,12 +51,16 @@ class Trail:
         open: Modules whose forward runs.
         fed: Modules that were given something with a gradient: hidden states.
         whole: Whose beginnings on whole rows leave no trail.
+        tables: Modules whose calls returned tensors f[... S W] of whole rows alone, without gradients, and whether all did.
+        counted: Modules inside of blocks that made a range as long as the rows.
     """
 
     whole: WholeRows
     seen: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
     fed: set[str] = field(default_factory=set)
+    tables: dict[str, bool] = field(default_factory=dict)
+    counted: list[str] = field(default_factory=list)
 
     def outputs(self, name: str) -> list[Tensor]:
         """The one tensor of each call of a module; none if it ever returns another number of them."""
@@ -102,13 +110,37 @@ def verify_model(
     passed = 0
     while passed < len(samples):
         plain = _run(model, model.forward, samples[passed], Trail(shared.whole))
+        shared.whole.tables = tuple(_tables(model, plain.trail))
         problem, trail = _tried(model, shared, samples[passed], plain)
         if not agreed(shared, problem):
+            refuse(model, shared, _counts_tokens(model, samples[passed], plain))
             passed += 1
         elif is_mean is not None and _cured(model, shared, plain, trail, is_mean):
             passed = 0
         else:
             refuse(model, shared, problem)
+
+
+def _counts_tokens(model: nn.Module, sample: Mapping[str, Any], plain: Found) -> str:
+    """The block of which the numbers that it counts its tokens with reach what it computes, in words; "" if there is none.
+
+    In short rows they may do nothing yet (Llama 4 scales queries from token 8192 on), so they are spread over all positions that
+    the model has. A range that indexes the row itself cannot be, and raises.
+    """
+    if not plain.trail.counted:
+        return ""
+    far = Trail(plain.trail.whole)
+    try:
+        _run(model, model.forward, sample, far, spread=max(1, (last_position(model) or FAR) // _length(sample)))
+    except Exception:  # noqa: BLE001 - as above
+        return ""
+    pairs = zip(plain.trail.seen, far.seen, strict=True)
+    if all(_error(y, x) <= NOISE for (_, _, one), (_, _, other) in pairs for x, y in zip(one, other, strict=True)):
+        return ""
+    return (
+        f"{plain.trail.counted[0]} counts the tokens that it is given (torch.arange), not by position_ids, and in a part of a row "
+        "the count begins anew"
+    )
 
 
 def _tried(model: nn.Module, shared: Shared, sample: Mapping[str, Any], plain: Found) -> tuple[str, Trail]:
@@ -137,7 +169,7 @@ def _tried_alone(
     """What a forward without messages raises: where one rank alone raises, the others would wait for what it does not send."""
     shared.is_alone = True
     try:
-        with _trained(model), _watched(model, trail):
+        with _trained(model), _watched(model, trail, _length(sample)):
             forward(**sample)
     except Exception as error:  # noqa: BLE001 - as above
         return _raised(trail, error)
@@ -170,6 +202,13 @@ def _counting(model: nn.Module, plain: Trail, parts: Trail, group: SequenceGroup
         if dim is not None and any(not _is_part_along(dim, local, whole, group.rank) for local, whole in pairs):
             found[name] = Place(calls=len(wholes), dim=dim)
     return found
+
+
+def _tables(model: nn.Module, plain: Trail) -> Iterator[str]:
+    """Modules without weights that give numbers to each token, as rotary embeddings do."""
+    for name in may_see_whole_rows(model):
+        if plain.tables.get(name) and next(model.get_submodule(name).parameters(), None) is None:
+            yield name
 
 
 def _shared_dim(local: Tensor, whole: Tensor) -> int | None:
@@ -220,10 +259,21 @@ def _place(trail: Trail) -> str:
     return f"{name or 'the model'} does not run on a part of the sequence"
 
 
-def _run(model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail) -> Found:
-    """One training forward and backward pass without dropout; gradients of parameters are left alone."""
+def _length(sample: Mapping[str, Any]) -> int:
+    """Tokens of its rows."""
+    return next(sample[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in sample)
+
+
+def _run(
+    model: nn.Module, forward: Callable[..., Any], sample: Mapping[str, Any], trail: Trail, *, spread: int = 1
+) -> Found:
+    """One training forward and backward pass without dropout; gradients of parameters are left alone.
+
+    With `spread`, what blocks count their tokens with is multiplied by it.
+    """
+    length = _length(sample)
     with _trained(model) as held:
-        with _watched(model, trail):
+        with _watched(model, trail, length), _Counts(trail, blocks_of(model), length, spread):
             output = forward(**sample)
             loss: Tensor = output["loss"]
             gradients = _gradients(loss, list(held.values()))
@@ -273,7 +323,7 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor 
 
 
 @contextmanager
-def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
+def _watched(model: nn.Module, trail: Trail, length: int) -> Iterator[None]:
     """Inside, calls of modules leave a trail. A recomputation does not: the loss is there by then."""
     handles: list[RemovableHandle] = []
 
@@ -293,6 +343,7 @@ def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
                 return
             trail.open.pop()
             trail.seen.append((name, "leaves", _floats(output)))
+            trail.tables[name] = trail.tables.get(name, True) and _is_table(output, length)
 
         return note
 
@@ -305,6 +356,31 @@ def _watched(model: nn.Module, trail: Trail) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_table(output: Any, length: int) -> bool:
+    """Whether all that a module returned are numbers t[... S W] for each token that depend on no weights and no hidden states."""
+    found = output if isinstance(output, (tuple, list)) else [output]
+    return bool(found) and all(
+        isinstance(x, Tensor) and x.ndim > 1 and x.shape[-2] == length and not x.requires_grad for x in found
+    )
+
+
+class _Counts(TorchFunctionMode):
+    """Notes where blocks make a range as long as the rows they are given, and multiplies it."""
+
+    def __init__(self, trail: Trail, blocks: tuple[str, ...], length: int, spread: int) -> None:
+        super().__init__()
+        self._trail, self._blocks, self._length, self._spread = trail, blocks, length, spread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is not torch.arange or not self._trail.open or not self._trail.open[-1].startswith(self._blocks):
+            return made
+        if made.numel() != self._length:
+            return made
+        self._trail.counted.append(self._trail.open[-1])
+        return made * self._spread
 
 
 def _floats(values: Any) -> list[Tensor]:

@@ -4,6 +4,9 @@ A model that counts positions itself, by the shape of its ids, by their padding 
 are integers that enter small modules before the first block. So the model begins on whole rows, without gradients and no further than
 into these modules; then it runs on its part, where they get the integers of whole rows, and this rank keeps its part of their output.
 
+A module that makes numbers of the positions alone (rotary embeddings) may choose them by the last position of the row: longrope has other
+frequencies from some length on, a dynamic one changes them as rows grow. So each gets the positions of whole rows.
+
 Extents: B batch, S sequence, H hidden width.
 """
 
@@ -17,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.errors import PlanError
 from hf_parallel.model.stack import candidate_stacks
+from hf_parallel.model.tensors import tensors_in
 
 
 class Enough(BaseException):
@@ -47,9 +52,13 @@ class WholeRows:
 
     Args:
         places: By name.
+        tables: Names of those without weights that make numbers of positions: they see those of whole rows.
+        positions: Of this rank's part, and of whole rows, i[... S]; while the model runs on a part.
     """
 
     places: dict[str, Place] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()
+    positions: tuple[Tensor, Tensor] | None = None
     _given: dict[str, list[Given]] = field(default_factory=dict)
     _cut: Callable[[Tensor, int], Tensor] | None = None
     _begins: bool = False
@@ -85,7 +94,7 @@ class WholeRows:
         try:
             yield
         finally:
-            self._cut, self._given = None, {}
+            self._cut, self._given, self.positions = None, {}, None
 
     def install(self, model: nn.Module) -> Callable[[], None]:
         """Let the modules of `model` see whole rows. In place; returns what undoes it."""
@@ -94,6 +103,10 @@ class WholeRows:
             module = model.get_submodule(name)
             handles.append(module.register_forward_pre_hook(self._enters(name), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaves(place.dim), prepend=True))
+        for name in self.tables:
+            module, is_whole = model.get_submodule(name), [False]
+            handles.append(module.register_forward_pre_hook(self._enters_table(is_whole), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaves_table(is_whole), prepend=True))
 
         def restore() -> None:
             for handle in handles:
@@ -119,15 +132,49 @@ class WholeRows:
 
         return keep
 
+    def _enters_table(self, is_whole: list[bool]) -> Callable[..., Given]:
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+            whole = [self._of_whole_rows(x) for x in (*args, *kwargs.values())]
+            is_whole[0] = any(x is not None for x in whole)
+            given = [x if y is None else y for x, y in zip((*args, *kwargs.values()), whole, strict=True)]
+            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return see
+
+    def _of_whole_rows(self, x: Any) -> Tensor | None:
+        """What `x`, the positions of the part or a view of all of them, is for whole rows; None of anything else."""
+        if self._cut is None or self.positions is None or not isinstance(x, Tensor):
+            return None
+        local, whole = self.positions
+        if x is local:
+            return whole
+        same = id_of_storage(x.untyped_storage()) == id_of_storage(local.untyped_storage())
+        is_view = same and x.shape[-1:] == local.shape[-1:] and x.ndim >= local.ndim == 2
+        return whole.expand(*x.shape[:-1], whole.shape[-1]) if is_view else None
+
+    def _leaves_table(self, is_whole: list[bool]) -> Callable[..., Any]:
+        def keep(module: nn.Module, args: Any, output: Any) -> Any:
+            if not is_whole[0] or self._cut is None:
+                return None
+            kept = [self._cut(x, x.ndim - 2) for x in tensors_in(output)]
+            return kept[0] if isinstance(output, Tensor) else tuple(kept)
+
+        return keep
+
 
 def may_see_whole_rows(model: nn.Module) -> list[str]:
     """Modules before and behind the blocks that have no children: a recomputed one would see the rows of another batch."""
-    try:
-        stacks = tuple(f"{name}." for name in candidate_stacks(model))
-    except PlanError:
-        stacks = ()
+    stacks = blocks_of(model)
     return [
         name
         for name, module in model.named_modules()
         if name and not name.startswith(stacks) and next(module.children(), None) is None
     ]
+
+
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """With what the names of all that is inside of blocks begin."""
+    try:
+        return tuple(f"{name}." for name in candidate_stacks(model))
+    except PlanError:
+        return ()

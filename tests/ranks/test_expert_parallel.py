@@ -7,6 +7,7 @@ its copies instead of that of the replicas, counted twice in the norm, or saved 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer_cases import ENV, NO_NOISE, Case, Snapshots, compare, make_trainer,
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_parallel import sharded_loading
+from hf_parallel.errors import UnsupportedError
 
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -123,6 +125,7 @@ class Looks(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.refused = ""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         named = dict(model.named_parameters())
@@ -131,6 +134,10 @@ class Looks(TrainerCallback):
         total = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         weights = float(sum(p.detach().norm() for p in model.parameters()))
         self.seen.append({**norms, "total": total, "weights": weights})
+        try:
+            next(p for name, p in named.items() if "experts" in name)[0]
+        except UnsupportedError as error:
+            self.refused = str(error)
 
 
 def user_main(rank: int, world_size: int, settings: dict[str, Any], loss: str, folder: str) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def user_main(rank: int, world_size: int, settings: dict[str, Any], loss: str, f
     held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     with torch._C.DisableTorchFunction():
         held = sum(p.data.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return {"seen": looks.seen, "texts": texts, "shapes": looks.shapes, "held": held}
+    return {"refused": looks.refused, "seen": looks.seen, "texts": texts, "shapes": looks.shapes, "held": held}
 
 
 @pytest.mark.long
@@ -165,6 +172,7 @@ def test_user_code_sees_whole_experts(stage: int, tmp_path: Path) -> None:
         for here, there in zip(found["seen"], alone["seen"], strict=True):
             assert here == pytest.approx(there, rel=1e-4)
         assert found["texts"] == [alone["texts"][rank]]
+        assert re.search(r"__getitem__ of parameter .*, or set ep_size to 1 to keep it whole", found["refused"])
     saved, expected = (load_file(tmp_path / world / "saved" / "model.safetensors") for world in "21")
     assert saved.keys() == expected.keys()
     assert all(torch.allclose(saved[name], tensor, rtol=1e-4, atol=1e-6) for name, tensor in expected.items())

@@ -140,6 +140,7 @@ VARIABLE: dict[str, Any] = {"steps": 3, "variable_length": True, "arguments": NO
 TWO = [
     Case("ring2_zero1", model="sliding", parallel={**RING, "zero": {"stage": 1}}, evaluate=True, **VARIABLE),
     Case("ring2_zero3", parallel={**RING, "zero": {"stage": 3}}, **VARIABLE),
+    Case("ring2_dynamic_rope", model="dynamic_rope", parallel=RING, steps=3),
     Case("ring2_roberta", model="roberta", parallel=RING, evaluate=True, **VARIABLE),
     Case("ring2_recomputed", parallel={**RING, "activation_checkpointing": {"every": 1, "offload": True}}, **VARIABLE),
 ]

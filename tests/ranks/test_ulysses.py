@@ -46,6 +46,9 @@ TWO_RANKS_LONG = [
     Case("ulysses2_sliding", model="sliding", parallel=SP2, **VARIABLE),
     Case("ulysses2_odd_heads", model="uneven", parallel=SP2, **VARIABLE),
     Case("ulysses2_gpt_oss", model="gpt_oss_biased", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
+    # Rows of 16 tokens, of which the probes of the start and the first rank's parts are on one side of a limit, and whole rows on the other.
+    Case("ulysses2_longrope", model="longrope", parallel=SP2, steps=3, evaluate=True),
+    Case("ulysses2_dynamic_rope", model="dynamic_rope", parallel=SP2, steps=3),
     Case("ulysses2_latent", model="deepseek_v3", parallel=SP2, **VARIABLE),
     # Padding has embeddings of zeros, of which this model takes roots.
     Case("ulysses2_gemma3n", model="gemma3n", parallel=SP2, arguments=NO_NOISE, **VARIABLE),
@@ -115,6 +118,12 @@ FOUR_RANKS = [
     Case("ulysses2_pp2_bart", model="bart", parallel={**SP2, **PP2}, evaluate=True, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_pp2_roberta", model="roberta", parallel={**SP2, **PP2}, arguments=NO_NOISE, **VARIABLE),
     Case("ulysses2_tp2_opt", model="opt", parallel={**SP2, "tp_size": 2}, arguments=NO_NOISE, **VARIABLE),
+    Case(
+        "ulysses2_pp2_longrope",
+        model="longrope",
+        parallel={**SP2, "pp_size": 2, "num_microbatches": 1, "activation_checkpointing": {"every": 1}},
+        steps=3,
+    ),
     Case("ulysses2_pp2_own_loss", parallel={**SP2, **PP2}, loss="func", **VARIABLE),
     Case("ulysses4_repeated", parallel={"sp_size": 4}, **VARIABLE),  # two key-value heads
 ]
@@ -133,6 +142,7 @@ REST = (
     "ulysses2_bart",
     "ulysses2_opt",
     "ulysses2_dp2",
+    "ulysses2_pp2_longrope",
 )
 
 
@@ -229,6 +239,7 @@ REFUSED = {
     "mamba": r"backbone\.layers\.0\.mixer .*sp_size to 1",
     "bloom": r"transformer\.h\.0\.self_attention .*sp_size to 1",
     "mixtral": r"config\.output_router_logits=True .*or sp_size to 1",
+    "llama4": r"model\.layers\.1\.self_attn counts the tokens that it is given.*sp_size to 1",
     "llama": r"model\.layers\.0 does not run on a part of the sequence: ValueError: on rank 1 alone.*sp_size to 1",
 }
 

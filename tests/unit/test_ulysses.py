@@ -205,6 +205,32 @@ def test_a_module_that_sees_whole_rows_gives_the_part_of_a_rank_and_the_model_go
     assert torch.equal(model(part.of(ids))["made"], model.table.weight[:3])
 
 
+class Angles(nn.Module):
+    """Two tables of positions, which depend on the last one."""
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, kind: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        made = (position_ids * position_ids.max())[..., None].float()
+        return made, -made
+
+
+def test_a_table_of_positions_sees_those_of_whole_rows() -> None:
+    """As they are, or as a view for all rows; other numbers stay."""
+    model = nn.ModuleDict({"rotary": Angles()})
+    whole = WholeRows(tables=("rotary",))
+    whole.install(model)
+    x, positions, part = torch.zeros(2, 3, 1), torch.arange(6)[None], Part(6, 0, 3)
+    local = positions[:, :3] + 0
+    with whole.seen(part.of):
+        whole.positions = local, positions
+        cos, sin = model["rotary"](x, position_ids=local, kind="full")
+        assert cos[..., 0].tolist() == [[0, 5, 10]] == (-sin[..., 0]).tolist()
+        assert model["rotary"](x, local.expand(2, -1))[0][..., 0].tolist() == [[0, 5, 10]] * 2
+        assert model["rotary"](x, torch.arange(3)[None])[0][..., 0].tolist() == [[0, 2, 4]]
+    assert model["rotary"](x, local)[0][..., 0].tolist() == [[0, 2, 4]]
+
+
 @pytest.mark.parametrize(("kv_heads", "size", "times"), [(2, 2, 1), (1, 2, 2), (2, 4, 2), (8, 4, 1), (2, 3, 3)])
 def test_key_value_heads_are_repeated_until_the_ranks_divide_them(kv_heads: int, size: int, times: int) -> None:
     assert repeats_for(24, kv_heads, size) == times

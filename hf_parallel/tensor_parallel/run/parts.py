@@ -302,11 +302,10 @@ def _fitting(value: Any, part: Tensor, owned: Owned) -> Any:
 
 
 def _refuse(owned: Owned, name: str) -> NoReturn:
-    module = owned.name.rpartition(".")[0]
     raise UnsupportedError(
         f"{name} of parameter {owned.name} in a callback: this rank has only its part of it (cut along dim {owned.spec.dim}, "
         f"{owned.spec.full_size} in all), so rows and views are not those of the whole tensor. Change all of its elements, use a "
-        f"mask of its own shape, or set tensor_parallel.plan: {{{module}: replicate}} to keep it whole."
+        f"mask of its own shape, or set {owned.setting} to keep it whole."
     )
 
 

@@ -98,6 +98,15 @@ class Owned:
     reads: Reads
     scope: Scope
 
+    @property
+    def setting(self) -> str:
+        """What keeps it whole."""
+        return (
+            "ep_size to 1"
+            if self.reads.sums
+            else f"tensor_parallel.plan: {{{self.name.rpartition('.')[0]}: replicate}}"
+        )
+
 
 def stand_in(owned: Owned, part: Tensor) -> Tensor:
     """What a reader from outside gets for `part`: a tensor of the whole shape."""
@@ -141,14 +150,7 @@ def _tell(owned: Owned) -> None:
     logger.warning(
         "hf_parallel: %s is sharded over ranks and read by %s, outside of its module: it is gathered in each forward that does. "
         "Set %s to keep it whole.",
-        *(owned.name, _reader(), _setting(owned)),
-    )
-
-
-def _setting(owned: Owned) -> str:
-    """What keeps a parameter whole."""
-    return (
-        "ep_size to 1" if owned.reads.sums else f"tensor_parallel.plan: {{{owned.name.rpartition('.')[0]}: replicate}}"
+        *(owned.name, _reader(), owned.setting),
     )
 
 
@@ -310,6 +312,6 @@ def _refuse(owned: Owned, what: str, reader: str) -> NoReturn:
     raise UnsupportedError(
         f"{owned.name} is {what} by {reader}, outside of the model's forward, where this rank has only its part of it (cut along "
         f"dim {owned.spec.dim}, {owned.spec.full_size} in all). Read it in the model's forward or in a Trainer's compute_loss, "
-        f"which gather it; take whole weights from accelerator.get_state_dict(model) on all ranks; or set {_setting(owned)} to keep "
+        f"which gather it; take whole weights from accelerator.get_state_dict(model) on all ranks; or set {owned.setting} to keep "
         "it whole."
     )
