@@ -14,24 +14,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from hf_parallel.compat.private_torch import accumulation_hooks
 from hf_parallel.errors import ParallelError, PlanError
 from hf_parallel.model.dropout import NoDropout
 from hf_parallel.model.random_streams import generators_of
-from hf_parallel.model.tensors import tensors_in
 from hf_parallel.ulysses.attention import Shared, share_attention
 from hf_parallel.ulysses.exchange import SequenceGroup
 from hf_parallel.ulysses.forward import last_position, share_forward
-from hf_parallel.ulysses.whole import Place, WholeRows, blocks_of, may_see_whole_rows
+from hf_parallel.ulysses.trail import Counts, Trail, watched
+from hf_parallel.ulysses.whole import Place, blocks_of, may_see_whole_rows
 
 
 TOLERANCE = 1e-4  # of the norm, in fp32: a token that is missing somewhere changes more
@@ -40,32 +38,6 @@ NOISE = 1e-6  # of the norm, in fp32: the same computation in another order
 FAR = 2**16  # positions of a model that does not say how many it has
 FIX_OF_RING = "Set sp_attention to ulysses, or sp_size to 1; tp_size and pp_size shard this model instead"
 FIX = "Set sp_size to 1; tp_size and pp_size shard this model instead"
-
-
-@dataclass
-class Trail:
-    """What entered and left the modules of one forward pass, in the order of the calls.
-
-    Args:
-        seen: (module, "enters" or "leaves") and its tensors.
-        open: Modules whose forward runs.
-        fed: Modules that were given something with a gradient: hidden states.
-        whole: Whose beginnings on whole rows leave no trail.
-        tables: Modules whose calls returned tensors f[... S W] of whole rows alone, without gradients, and whether all did.
-        counted: Modules inside of blocks that made a range as long as the rows.
-    """
-
-    whole: WholeRows
-    seen: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
-    fed: set[str] = field(default_factory=set)
-    tables: dict[str, bool] = field(default_factory=dict)
-    counted: list[str] = field(default_factory=list)
-
-    def outputs(self, name: str) -> list[Tensor]:
-        """The one tensor of each call of a module; none if it ever returns another number of them."""
-        found = [tensors for other, how, tensors in self.seen if (other, how) == (name, "leaves")]
-        return [tensors[0] for tensors in found] if all(len(tensors) == 1 for tensors in found) else []
 
 
 @dataclass
@@ -169,7 +141,7 @@ def _tried_alone(
     """What a forward without messages raises: where one rank alone raises, the others would wait for what it does not send."""
     shared.is_alone = True
     try:
-        with _trained(model), _watched(model, trail, _length(sample)):
+        with _trained(model), watched(model, trail, _length(sample)):
             forward(**sample)
     except Exception as error:  # noqa: BLE001 - as above
         return _raised(trail, error)
@@ -261,7 +233,8 @@ def _place(trail: Trail) -> str:
 
 def _length(sample: Mapping[str, Any]) -> int:
     """Tokens of its rows."""
-    return next(sample[name].shape[1] for name in ("input_ids", "inputs_embeds") if name in sample)
+    tokens: Tensor = next(sample[name] for name in ("input_ids", "inputs_embeds") if name in sample)
+    return tokens.shape[1]
 
 
 def _run(
@@ -273,7 +246,7 @@ def _run(
     """
     length = _length(sample)
     with _trained(model) as held:
-        with _watched(model, trail, length), _Counts(trail, blocks_of(model), length, spread):
+        with watched(model, trail, length), Counts(trail, blocks_of(model), length, spread):
             output = forward(**sample)
             loss: Tensor = output["loss"]
             gradients = _gradients(loss, list(held.values()))
@@ -320,71 +293,6 @@ def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor 
         for parameter, mine, (gradient, had) in zip(parameters, hooks, before, strict=True):
             parameter.grad = gradient
             mine.update(had)
-
-
-@contextmanager
-def _watched(model: nn.Module, trail: Trail, length: int) -> Iterator[None]:
-    """Inside, calls of modules leave a trail. A recomputation does not: the loss is there by then."""
-    handles: list[RemovableHandle] = []
-
-    def enters(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if trail.whole.begins:
-                return
-            trail.open.append(name)
-            trail.seen.append((name, "enters", _floats((args, kwargs))))
-            trail.fed.update([name] if any(x.requires_grad for x in tensors_in((args, kwargs))) else ())
-
-        return note
-
-    def leaves(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            if trail.whole.begins:
-                return
-            trail.open.pop()
-            trail.seen.append((name, "leaves", _floats(output)))
-            trail.tables[name] = trail.tables.get(name, True) and _is_table(output, length)
-
-        return note
-
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_pre_hook(enters(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(leaves(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_table(output: Any, length: int) -> bool:
-    """Whether all that a module returned are numbers t[... S W] for each token that depend on no weights and no hidden states."""
-    found = output if isinstance(output, (tuple, list)) else [output]
-    return bool(found) and all(
-        isinstance(x, Tensor) and x.ndim > 1 and x.shape[-2] == length and not x.requires_grad for x in found
-    )
-
-
-class _Counts(TorchFunctionMode):
-    """Notes where blocks make a range as long as the rows they are given, and multiplies it."""
-
-    def __init__(self, trail: Trail, blocks: tuple[str, ...], length: int, spread: int) -> None:
-        super().__init__()
-        self._trail, self._blocks, self._length, self._spread = trail, blocks, length, spread
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is not torch.arange or not self._trail.open or not self._trail.open[-1].startswith(self._blocks):
-            return made
-        if made.numel() != self._length:
-            return made
-        self._trail.counted.append(self._trail.open[-1])
-        return made * self._spread
-
-
-def _floats(values: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in tensors_in(values) if t.is_floating_point()]
 
 
 def _compare(plain: Found, parts: Found, shared: Shared) -> str:
