@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,7 @@ class ZeroPartition:
         copies: Sums this rank's part over the copies of the optimizer state; None if there is one copy.
         gathered_bytes: Of updated parameters that this rank handed to gathers so far.
         absent_names: Names of parameters that have no gradient on any rank.
+        drops: A digest of the gradients that user code has dropped before steps until now; the same on all ranks of a part.
 
     Raises:
         UnsupportedError: If a parameter is in two groups, or two parameters share memory.
@@ -119,6 +121,7 @@ class ZeroPartition:
         self._overlap = Overlap(buckets, self._start, late, watches=traffic.overlaps, noticed=traffic.noticed)
         self.late: LateGather | None = None
         self.absent_names: frozenset[str] = frozenset()
+        self.drops = 0  # a digest of the gradients that user code has dropped before steps until now
         self._dropped: frozenset[str] = frozenset()  # those of them that user code has dropped
         # Names that a counted step left out, and whether user code wanted that.
         self._missed: dict[str, bool] = dict.fromkeys(unstepped, True)
@@ -301,6 +304,8 @@ class ZeroPartition:
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._judge_counts()
+        if self._dropped:
+            self.drops = crc32(" ".join(sorted(self._dropped)).encode(), self.drops)
         self.take_edits()
         if self._kernel is not None:
             self._kernel.before(optimizer.param_groups)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.guards.awaited import Awaited
-from hf_parallel.guards.drift import WeightsOfSteps, refuse_unlike_weights
+from hf_parallel.guards.drift import WeightsOfSteps, refuse_unlike_drops, refuse_unlike_weights
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.guards.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.mesh import Mesh
 
 
-SPREAD = 2  # numbers, the last ones, of which the other ranks of a model copy hear, too
+SPREAD = 3  # numbers, the last ones, of which the other ranks of a model copy hear, too
 
 
 class ToldOverParts:
@@ -51,23 +51,25 @@ class ToldOverParts:
 
         Returns:
             The sum; a word of each rank's settings and, last (`SPREAD`), a rank that trains other parameters than the first one,
-            and a rank whose weights are not those of the first (0: none).
+            one that dropped other gradients, and one whose weights are not those of the first (0: none).
         """
         shard_group, shape = self._mesh.dp_shard_group, self._mesh.shape
         if shard_group is None or self._group is None:
             return power, None
         weights = self._weights_of_steps()
         digests = [0, 0] if weights is None else weights.digests()
-        words = [self._settings.word(), self._mesh.rank, self._trained.now(), *digests]
+        drops = 0 if self._replicas.zero is None else self._replicas.zero.drops
+        words = [self._settings.word(), self._mesh.rank, self._trained.now(), drops, *digests]
         # A number is written on the device: copying it there would wait.
         mine = [word.to(power) if isinstance(word, Tensor) else torch.full_like(power, word) for word in words]
         rows = rows_of_ranks(torch.stack([power, *mine]), self._group)
-        powers, settings, ranks, trained, common, experts = rows.unbind(1)
+        powers, settings, ranks, trained, dropped, common, experts = rows.unbind(1)
         # Copies of the state may be on unlike GPUs, which round differently: weights are compared within each.
         common = common.view(-1, shard_group.size())
         experts = experts.view(-1, shape.ep_size, shape.sp_size)  # one replica in `ep_size` has the same ones
         unlike = (common != common[:, :1]).flatten() | (experts != experts[:1, :, :1]).flatten()
-        told = torch.cat([settings, torch.stack([ranks * (trained != trained[0]), ranks * unlike]).amax(1)])
+        apart = [trained != trained[0], dropped != dropped[0], unlike]
+        told = torch.cat([settings, torch.stack([ranks * one for one in apart]).amax(1)])
         first = self._mesh.copy_rank // shard_group.size() * shard_group.size()
         powers = powers[first : first + shard_group.size()]
         return powers.amax() if infinite else powers.sum(), told
@@ -92,7 +94,9 @@ class ToldOverParts:
         self.settle()
         told = self.sum(torch.zeros((), dtype=torch.float64, device=device), infinite=False)[1]
         if told is not None and dist.group.WORLD is not None:
-            refuse_unlike_weights(int(rows_of_ranks(told[-1:], dist.group.WORLD).amax()))
+            dropped, unlike = map(int, rows_of_ranks(told[-2:], dist.group.WORLD).amax(0).tolist())
+            refuse_unlike_drops(dropped)
+            refuse_unlike_weights(unlike)
 
     def _weights_of_steps(self) -> WeightsOfSteps | None:
         if self._weights is None and self._replicas.zero is not None:
@@ -100,9 +104,10 @@ class ToldOverParts:
         return self._weights
 
     def _judge(self, numbers: Tensor) -> None:
-        *settings, frozen, unlike = map(int, numbers.tolist())
+        *settings, frozen, dropped, unlike = map(int, numbers.tolist())
         if self._group is not None:
             self._settings.refuse_unlike_parts(settings, self._group)
         describe = self._mesh.shape.describe
         refuse_unlike_trained([describe(frozen), "the first replica"] if frozen else [])
+        refuse_unlike_drops(dropped)
         refuse_unlike_weights(unlike)

@@ -82,6 +82,24 @@ def _digest(flats: Sequence[Tensor]) -> Tensor | int:
     return digest_of(some, _FACTORS[device][: len(some)])
 
 
+def refuse_unlike_drops(rank: int) -> None:
+    """Refuse gradients that a message has shown to be dropped on some ranks only.
+
+    Args:
+        rank: That dropped others than the first rank that should have dropped the same; 0 if there is none.
+
+    Raises:
+        RankMismatchError: There is one.
+    """
+    if rank:
+        raise RankMismatchError(
+            f"rank {rank} dropped other gradients before an optimizer step than the other replicas (optimizer.zero_grad(), p.grad = "
+            "None), and with ZeRO each rank updates a part of the weights: some parts were updated and others not. Code decides by a "
+            "number of its own rank (`if loss > limit:`). Decide by one that is reduced over the ranks (accelerator.reduce), so "
+            "that all do the same."
+        )
+
+
 def refuse_unlike_weights(rank: int) -> None:
     """Refuse weights that a message with digests has shown to differ.
 

@@ -106,5 +106,8 @@ def vocab_size(model: Any) -> int:
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
-        raise PlanError(f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made.")
+        raise PlanError(
+            f"{type(model).__name__}: config.vocab_size is {size!r}, so no probe batch can be made. Give a module that holds a model "
+            "the config of that model: self.config = model.config."
+        )
     return size

@@ -116,3 +116,50 @@ def test_what_all_ranks_freeze_is_not_refused(name: str, tmp_path: Path) -> None
     world_size, config = {**LAYOUTS, "pp2": (2, PP2), "dp2": (2, {"pp_size": 1})}[name]
     given = (str(tmp_path / "run"), [0, 1], config, 1)
     assert run_ranks(frozen_main, world_size, *given, tmp_path=tmp_path, timeout=90) == ["ended"] * world_size
+
+
+class Clears(TrainerCallback):
+    """Skips an update whose loss is too large, say, on some ranks."""
+
+    def __init__(self, ranks: list[int], step: int) -> None:
+        self.ranks, self.step = ranks, step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index in self.ranks:
+            optimizer.zero_grad()
+
+
+def clearing_main(rank: int, world_size: int, folder: str, ranks: list[int], config: dict[str, Any], step: int) -> str:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    callbacks = [Clears(ranks, step), HFParallelCallback(config)]
+    trainer = Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+    try:
+        trainer.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+@pytest.mark.parametrize("step", [1, 3], ids=["midway", "last"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "pp2_zero1"])
+def test_gradients_that_one_rank_drops_are_refused_on_every_rank(name: str, step: int, tmp_path: Path) -> None:
+    world_size, config = LAYOUTS[name]
+    given = (str(tmp_path / "run"), [world_size - 1], config, step)
+    said = run_ranks(clearing_main, world_size, *given, tmp_path=tmp_path, timeout=90)
+    assert all(
+        re.match(r"RankMismatchError: rank \d dropped other gradients before an optimizer step", one) for one in said
+    ), said
+
+
+def test_gradients_that_all_ranks_drop_are_not_refused(tmp_path: Path) -> None:
+    given = (str(tmp_path / "run"), [0, 1], LAYOUTS["zero1"][1], 1)
+    assert run_ranks(clearing_main, 2, *given, tmp_path=tmp_path, timeout=90) == ["ended"] * 2
