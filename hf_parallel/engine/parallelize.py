@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ from hf_parallel.engine.transform import (
 )
 from hf_parallel.engine.verdicts import Verdicts, verdicts_of
 from hf_parallel.engine.weights import begin_alike_on_all, prepare_late_weights, warn_of_waste
+from hf_parallel.errors import UnsupportedError
 from hf_parallel.logs import told_if_slow
 from hf_parallel.mesh import Mesh
 from hf_parallel.model.probes import Probes
@@ -48,6 +50,7 @@ from hf_parallel.watchdog import Watchdog
 
 
 logger = logging.getLogger(__name__)
+IN_PARTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which this rank has parts
 
 
 def parallelize(
@@ -82,6 +85,7 @@ def parallelize(
         RankMismatchError: Ranks made different plans; nothing was changed.
     """
     shape, shares = mesh.shape, config.zero.shards_parameters
+    _refuse_again(model)
     refuse_model(
         model,
         shape.mp_size,
@@ -129,6 +133,8 @@ def parallelize(
     replicas = shard_over_replicas(setup, plans.units, compute_dtype)
 
     engine = attach(setup, plans, stages, replicas)
+    if shares or config.splits_model:
+        IN_PARTS.add(model)
     engine.expected = expected(holdings, plans.prediction, plans.recomputed)
     watchdog.runs()
     if setup.reports:
@@ -156,6 +162,15 @@ def as_if_trained(model: nn.Module) -> Iterator[bool]:
     finally:
         for parameter in () if trains else parameters:
             parameter.requires_grad_(False)
+
+
+def _refuse_again(model: nn.Module) -> None:
+    if model in IN_PARTS:
+        raise UnsupportedError(
+            f"this {type(model).__name__} is parallelized already, by another Trainer or Accelerator of this process, and each rank "
+            "has its parts of it. Train it on with that one (change trainer.args and call trainer.train() again), or save it with "
+            "trainer.save_model() and load that folder for the new one."
+        )
 
 
 def _tell(setup: Setup, doing: str) -> None:

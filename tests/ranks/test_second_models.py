@@ -18,6 +18,8 @@ from rank_runner import run_ranks
 from torch.utils.data import DataLoader
 from transformers import GPT2ForQuestionAnswering, GPT2ForSequenceClassification
 
+from hf_parallel.errors import UnsupportedError
+
 
 pytestmark = pytest.mark.long
 
@@ -67,6 +69,30 @@ def test_model_init_may_be_evaluated_then_trained_and_trained_again(size: int, l
                 assert a == pytest.approx(b, abs=1e-5), parallel
 
 
+def again_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> list[str]:
+    """Two Trainers on one model, one after the other, as notebooks have them."""
+    found = []
+    for index, parallel in enumerate(layouts):
+        model = tiny.llama(tied=True, layers=2)
+        trainer_of(parallel, Path(folder, str(index)), model=model).train()
+        try:
+            trainer_of(parallel, Path(folder, f"{index}-again"), model=model).train()
+            found.append("")
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_second_trainer_of_a_model_in_parts_is_refused_by_name(tmp_path: Path) -> None:
+    layouts = [{}, ZERO1, ZERO3, PP2, TP2]
+    for found in run_ranks(again_main, 2, layouts, str(tmp_path), tmp_path=tmp_path, timeout=150, env=ENV):
+        assert found[:2] == ["", ""]
+        for text in found[2:]:
+            assert re.match(
+                r"this LlamaForCausalLM is parallelized already, by another Trainer or Accelerator", text
+            ), text
+
+
 # -- models beside the trained one -----------------------------------------------------------------------------------
 
 
@@ -81,7 +107,6 @@ def distil_main(rank: int, world_size: int, layouts: list[Any], folder: str) -> 
     from accelerate.state import AcceleratorState, GradientState
 
     from hf_parallel import HFParallelPlugin, from_pretrained
-    from hf_parallel.errors import UnsupportedError
     from hf_parallel.settings.config import HFParallelConfig
 
     found = []
