@@ -36,13 +36,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def shape_of_gradient(leaf: Tensor) -> tuple[int, ...]:
-    """What shape autograd takes a leaf's gradient for: while a graph that reads it is alive, the shape that it had then."""
-    from torch.autograd.graph import get_gradient_edge
-
-    return tuple(get_gradient_edge(leaf).node._input_metadata[0].shape)
-
-
 def has_pre_hooks(module: nn.Module) -> bool:
     """Whether somebody else than hf_parallel, whose hooks change nothing, looks at or changes what a module is called with."""
     hooks = module._forward_pre_hooks.values()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from types import MethodType
 
+import torch
 from torch import nn
 
 from hf_parallel.compat.private_peft import base_model, tuner_layers
-from hf_parallel.compat.private_torch import own_buffers, own_parameters, shape_of_gradient
+from hf_parallel.compat.private_torch import own_buffers, own_parameters
 from hf_parallel.errors import PlanError
 from hf_parallel.tensor_parallel.layout import ShardSpec
 from hf_parallel.tensor_parallel.run.adapters import install_adapters
@@ -208,29 +208,13 @@ def shard_parameter(module: nn.Module, key: str, spec: ShardSpec, tp_size: int, 
     if parameter.shape[spec.dim] == spec.local_size(tp_size, tp_rank) != spec.full_size:
         return  # another module that owns it too has sharded it
     grad, parameter.grad = parameter.grad, None
-    parameter.data = spec.shard(parameter.data, tp_size, tp_rank)
-    _forget_graphs(module, key, parameter)
+    shard = spec.shard(parameter.data, tp_size, tp_rank)
+    # While a graph of an earlier forward pass is alive (trial runs leave some in cycles, user code keeps others), torch takes gradients
+    # of the whole shape. It forgets that when the type changes.
+    parameter.data = shard.new_empty(0, dtype=torch.float32 if shard.dtype == torch.float64 else torch.float64)
+    parameter.data = shard
     if grad is not None:
         parameter.grad = spec.shard(grad, tp_size, tp_rank)
-
-
-def _forget_graphs(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Autograd goes on taking gradients of the whole shape while a graph of an earlier forward pass is alive.
-
-    Trial runs leave some in cycles, until Python collects them.
-
-    Raises:
-        PlanError: Somebody still has such a graph.
-    """
-    if not parameter.requires_grad or shape_of_gradient(parameter) == parameter.shape:
-        return
-    gc.collect()
-    if shape_of_gradient(parameter) != parameter.shape:
-        raise PlanError(
-            f"{key} of {type(module).__name__}, of shape {shape_of_gradient(parameter)}, cannot be sharded: a loss or an output of the "
-            "whole model, from before it was parallelized, is kept with its graph. Delete it first, or compute it under "
-            "torch.no_grad()."
-        )
 
 
 def _apply_pair(model: nn.Module, pair: PairPlan, shared: SharedCopy, tp_rank: int, *, is_linear: bool) -> None:
