@@ -38,8 +38,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 def has_pre_hooks(module: nn.Module) -> bool:
     """Whether somebody else than hf_parallel, whose hooks change nothing, looks at or changes what a module is called with."""
-    hooks = module._forward_pre_hooks.values()
-    return not all(str(getattr(hook, "__module__", "")).startswith("hf_parallel.") for hook in hooks)
+    return not _all_ours(module._forward_pre_hooks)
 
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
@@ -54,8 +53,11 @@ def module_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 def changes_backward(module: nn.Module) -> bool:
     """Whether somebody else than hf_parallel looks at or changes the gradients that pass a module."""
-    hooks = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
-    return not all(str(getattr(hook, "__module__", "")).startswith("hf_parallel.") for hook in hooks)
+    return not (_all_ours(module._backward_pre_hooks) and _all_ours(module._backward_hooks))
+
+
+def _all_ours(hooks: dict[int, Any]) -> bool:
+    return all(str(getattr(hook, "__module__", "")).startswith("hf_parallel.") for hook in hooks.values())
 
 
 def runs_around_all_modules() -> bool:

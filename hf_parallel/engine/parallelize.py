@@ -133,7 +133,7 @@ def parallelize(
     replicas = shard_over_replicas(setup, plans.units, compute_dtype)
 
     engine = attach(setup, plans, stages, replicas)
-    if shares or config.splits_model:
+    if config.keeps_parts:
         IN_PARTS.add(model)
     engine.expected = expected(holdings, plans.prediction, plans.recomputed)
     watchdog.runs()

@@ -64,16 +64,20 @@ class Backwards:
         """The gradient f[B S V] of the logits arrived, which every rank has computed for itself."""
         self._on_logits = True
         flat = gradient.detach().reshape(-1, gradient.shape[-1]).float()
-        across, along = self._numbers(flat.shape[1]), self._numbers(flat.shape[0])
-        self._note(flat @ across @ along, torch.linalg.vector_norm(flat))
+        self._note(self._projected(flat), torch.linalg.vector_norm(flat))
 
     def beside(self, name: str, gradient: Tensor) -> None:
         """A gradient arrived at the parameter `name` past the model's forward, which every rank has computed for itself."""
         flat = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim else 1).float()
-        mark = flat @ self._numbers(flat.shape[1]) @ self._numbers(flat.shape[0])
-        weighed = mark * (1.0 + crc32(name.encode()) / 2**32)  # by name: the order of arrival may be another one
+        weighed = self._projected(flat) * (
+            1.0 + crc32(name.encode()) / 2**32
+        )  # by name: the order of arrival may be another one
         both = torch.stack([weighed, torch.linalg.vector_norm(flat)]).nan_to_num(NO_NUMBER, NO_NUMBER, -NO_NUMBER)
         self._beside = both.double() if self._beside is None else self._beside + both
+
+    def _projected(self, flat: Tensor) -> Tensor:
+        across, along = self._numbers(flat.shape[1]), self._numbers(flat.shape[0])
+        return flat @ across @ along
 
     def _note(self, mark: Tensor, size: Tensor) -> None:
         first = self._number(mark)

@@ -242,6 +242,11 @@ class HFParallelConfig(Section):
         return self.model_parallel_size > 1 or self.ep_size > 1
 
     @property
+    def keeps_parts(self) -> bool:
+        """Whether some rank holds a part of the model only."""
+        return self.splits_model or self.zero.shards_parameters
+
+    @property
     def sizes_text(self) -> str:
         """The product of the sizes that a copy takes, for messages."""
         names, sizes = ["tp_size", "pp_size"], [self.tp_size, self.pp_size]

@@ -117,7 +117,7 @@ class HFParallelAccelerator(ReplicaViewMixin):
         first = beside if session.engine is None else session.engine.model
         # Whether one that is alone will be trained later is not known.
         alone = first is None and session.raw_loop and is_trained(model)
-        if alone or not (session.config.splits_model or session.config.zero.shards_parameters):
+        if alone or not session.config.keeps_parts:
             return False
         if session.in_parts(model) is None:
             self._place(model)

@@ -41,7 +41,7 @@ def problems_of(trainer: Trainer, config: HFParallelConfig) -> list[str]:
             "whole model; of TRL's trainers SFT, DPO, KTO, CPO, ORPO and Reward train on stages and shards. Set "
             f"{axes} to 1 (replicas, ZeRO), or generate the data first and train on it with one of these."
         )
-    shared = config.splits_model or config.zero.shards_parameters
+    shared = config.keeps_parts
     if shared and getattr(trainer.args, "sync_ref_model", False):
         found.append(
             f"sync_ref_model=True with {sizes}, zero.stage={config.zero.stage}: the reference model would be averaged with the "

@@ -18,6 +18,7 @@ from hf_parallel.checkpoints.agree import naming_folder, together
 from hf_parallel.checkpoints.folders import STAGING
 from hf_parallel.checkpoints.weights.adapters import has_adapters
 from hf_parallel.checkpoints.weights.write import move_files, move_in, plan_export, streams, write_weights
+from hf_parallel.compat.private_torch import id_of_storage
 from hf_parallel.engine.weights import alike_on_replicas
 from hf_parallel.guards.drift import refuse_drift
 from hf_parallel.mesh import Mesh, MeshShape
@@ -157,7 +158,7 @@ class SavingMixin(Base):
         engine = session.engine_of(self.model)
         if engine is not None:
             return is_whole(engine)
-        return not (session.config.splits_model or session.config.zero.shards_parameters)
+        return not session.config.keeps_parts
 
     def _save_whole(self, folder: Path) -> None:
         """As `save_model` without other ranks, which may be elsewhere."""
@@ -223,7 +224,7 @@ def apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     known: set[int] = set()
     found = {}
     for name, value in state.items():
-        key = value.untyped_storage().data_ptr()
+        key = id_of_storage(value.untyped_storage())
         found[name] = value.clone() if key in known else value.contiguous()
         known.add(key)
     return found

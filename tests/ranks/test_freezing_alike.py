@@ -43,6 +43,20 @@ class Freezes(TrainerCallback):
                 weight.requires_grad_(False)
 
 
+def trainer_of(folder: str, callbacks: list[TrainerCallback]) -> Trainer:
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=4,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+
+
 def frozen_main(
     rank: int,
     world_size: int,
@@ -54,19 +68,8 @@ def frozen_main(
     catches: bool = True,
 ) -> str:
     trained.PATIENCE_S = 2.0
-    torch.manual_seed(0)
-    arguments = TrainingArguments(
-        folder,
-        per_device_train_batch_size=4,
-        max_steps=4,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     callbacks = [Freezes(ranks, block, assigns), HFParallelCallback(config)]
-    model = tiny.llama(layers=2)
-    trainer = Trainer(model=model, args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+    trainer = trainer_of(folder, callbacks)
     try:
         trainer.train()
     except Exception as error:
@@ -130,18 +133,8 @@ class Clears(TrainerCallback):
 
 
 def clearing_main(rank: int, world_size: int, folder: str, ranks: list[int], config: dict[str, Any], step: int) -> str:
-    torch.manual_seed(0)
-    arguments = TrainingArguments(
-        folder,
-        per_device_train_batch_size=4,
-        max_steps=4,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     callbacks = [Clears(ranks, step), HFParallelCallback(config)]
-    trainer = Trainer(model=tiny.llama(layers=2), args=arguments, train_dataset=tiny.rows(32), callbacks=callbacks)
+    trainer = trainer_of(folder, callbacks)
     try:
         trainer.train()
     except Exception as error:
