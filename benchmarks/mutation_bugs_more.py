@@ -15,6 +15,7 @@ from hf_parallel.engine.microbatch_loss import MicrobatchLoss
 from hf_parallel.expert_parallel import exchange as tokens
 from hf_parallel.ulysses import exchange as rows
 from hf_parallel.ulysses import forward as row_forward
+from hf_parallel.ulysses.whole import WholeRows
 
 
 def last_microbatch_divided_twice(trainer: Any) -> None:
@@ -200,6 +201,7 @@ def first_batch_of_a_part_lost(trainer: Any) -> None:
 
 def positions_of_a_part_from_zero(trainer: Any) -> None:
     around(row_forward, "_counted_on", lambda counted_on: lambda positions, part, **_: positions[..., : part.size])
+    around(WholeRows, "_of_whole_rows", lambda of_whole_rows: lambda self, x: None)  # tables see those of the part
 
 
 def exchange_not_undone_in_backward(trainer: Any) -> None:
