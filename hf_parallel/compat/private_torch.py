@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 from types import FrameType, FunctionType
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 _DEEPEST = 40  # frames between a norm and the call of torch's clipping that asks for it
-ANSWERING: weakref.WeakSet[Any] = weakref.WeakSet()  # of `answer_norms_of_nothing`
+ANSWERING: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of `answer_norms_of_nothing`
+_NUMBERS = itertools.count()
 WRITERS = ("torch.", "safetensors.", "accelerate.", "pickle.", "contextlib.")
 
 
@@ -230,7 +232,7 @@ def answer_norms_of_nothing(owner: Any) -> None:
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
-    ANSWERING.add(owner)
+    ANSWERING[next(_NUMBERS)] = owner
     stock: Any = getattr(clip_grad, "_get_total_norm", None)
     code = getattr(getattr(clip_grad.clip_grad_norm_, "__wrapped__", None), "__code__", None)
     if stock is None or code is None or not {"parameters", "is_generator"} <= {*code.co_varnames}:
@@ -244,8 +246,11 @@ def answer_norms_of_nothing(owner: Any) -> None:
         asks = (
             not given and clips_one() is False
         )  # a parameter without a gradient, clipped by itself, concerns no other stage
-        answers = (one.norm_of_nothing(float(norm_type)) for one in list(ANSWERING)) if asks else ()
-        return stock(given or [answer for answer in answers if answer is not None][:1], norm_type, *args, **kwargs)
+        # The newest first, and the first that answers: what is collective comes in one order on all ranks.
+        owners = [owner for _, owner in sorted(ANSWERING.items(), reverse=True)] if asks else []
+        answers = (one.norm_of_nothing(float(norm_type)) for one in owners)
+        answer = next((answer for answer in answers if answer is not None), None)
+        return stock(given if answer is None else [answer], norm_type, *args, **kwargs)
 
     clip_grad._get_total_norm = utils.get_total_norm = total_norm
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_parallel.compat.private_torch import answer_norms_of_nothing
 from hf_parallel.data_parallel.flat import refuse_overlaps
 from hf_parallel.data_parallel.replica_wire import ReplicaSettings
 from hf_parallel.data_parallel.replicas import Replicas
@@ -133,3 +134,23 @@ def test_parameters_that_share_memory_are_not_partitioned() -> None:
     with pytest.raises(UnsupportedError, match=r"parameters a and b are two objects that share memory"):
         refuse_overlaps([("a", first), ("b", second), ("c", nn.Parameter(torch.zeros(4)))])
     refuse_overlaps([("a", first), ("tied", first), ("c", nn.Parameter(torch.zeros(4)))])
+
+
+class Answers:
+    """Says what norm nothing has, as a model whose other stages have gradients."""
+
+    def __init__(self, answer: float | None) -> None:
+        self.answer, self.asked = answer, 0
+
+    def norm_of_nothing(self, norm_type: float) -> torch.Tensor | None:
+        self.asked += 1
+        return None if self.answer is None else torch.tensor(self.answer)
+
+
+def test_of_several_models_of_a_process_the_newest_that_trains_says_the_norm_of_nothing() -> None:
+    first, second, third = Answers(1.0), Answers(2.0), Answers(None)
+    for owner in (first, second, third):
+        answer_norms_of_nothing(owner)
+    assert float(nn.utils.clip_grad_norm_([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))], 1.0)) == 2.0
+    asked = [third.asked, second.asked, first.asked]
+    assert asked == [1, 1, 0], "another order on another rank would wait for ever"
