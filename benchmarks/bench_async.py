@@ -49,7 +49,7 @@ from hf_parallel.pipeline_parallel.schedule.simulate import simulate  # noqa: E4
 
 PAGE, PICTURE = ROOT / "docs" / "asynchronous.md", ROOT / "docs" / "asynchronous.png"
 ACTION = re.compile(r"[0-9]+[FB][0-9]+")
-SCHEDULES = ("1f1b", "pipedream_2bw", "pipedream")
+APART = "pipedream, vertical_sync: false"
 
 
 @dataclass(frozen=True)
@@ -133,18 +133,22 @@ def idle_main(
         data = [
             {"input_ids": torch.full((8,), i % 256), "labels": torch.full((8,), i % 256)} for i in range(count * steps)
         ]
+        options = {"schedule": schedule}
+        if schedule == APART:
+            options = {"schedule": "pipedream", "vertical_sync": False}
         with tempfile.TemporaryDirectory() as folder:
             arguments = TrainingArguments(
                 folder,
                 per_device_train_batch_size=count,
                 max_steps=steps,
+                max_grad_norm=0.0 if schedule == APART else 1.0,
                 use_cpu=True,
                 report_to=[],
                 disable_tqdm=True,
                 logging_strategy="no",
                 save_strategy="no",
             )
-            callback = HFParallelCallback({}, pp_size=world_size, schedule=schedule, num_microbatches=count)
+            callback = HFParallelCallback({}, pp_size=world_size, num_microbatches=count, **options)
             trainer = Trainer(
                 model=small_llama(32, world_size), args=arguments, train_dataset=data, callbacks=[callback, sleeps]
             )
@@ -163,8 +167,8 @@ def measure_idle(settings: Settings) -> list[dict[str, Any]]:
     rows = []
     for pp_size in sorted({pp_size for pp_size, _ in settings.sizes}):
         counts = [count for size, count in settings.sizes if size == pp_size]
-        cases = [(name, count) for count in counts for name in SCHEDULES[:2]]
-        cases += [(name, 1) for name in ("1f1b", "pipedream") if ("1f1b", 1) not in cases or name != "1f1b"]
+        cases = [(name, count) for count in counts for name in ("1f1b", "pipedream_2bw")]
+        cases += [(name, 1) for name in ("1f1b", "pipedream", APART) if ("1f1b", 1) not in cases or name != "1f1b"]
         with tempfile.TemporaryDirectory() as folder:
             ranks = run_ranks(
                 idle_main,
@@ -253,22 +257,35 @@ def _adamw(rate: float) -> Callable[[nn.Module], Any]:
 
 
 TUNING: dict[str, Callable[[nn.Module], Any]] = {f"AdamW, lr {rate:g}": _adamw(rate) for rate in (1e-4, 5e-4, 2e-3)}
-DELAYS = (0, 1, 3)
+BY_STAGE = "3 to 0"  # without vertical sync
+DELAYS = (0, 1, 3, BY_STAGE)
+STAGES = ("embed_tokens", ".layers.0.", ".layers.1.", "norm.weight", "lm_head")  # the last two are of one
 
 
-def train(model: LlamaForCausalLM, optimizer: Any, delay: int, updates: int, seed: int) -> float:
+def delays_of_parameters(model: nn.Module, delay: int | str) -> list[int]:
+    """By how many updates each parameter is older in a forward pass than the newest."""
+    names = [name for name, _ in model.named_parameters()]
+    if delay != BY_STAGE:
+        return [int(delay)] * len(names)
+    return [max(0, 3 - next(i for i, part in enumerate(STAGES) if part in name)) for name in names]
+
+
+def train(model: LlamaForCausalLM, optimizer: Any, delay: int | str, updates: int, seed: int) -> float:
     """W(t + 1) = W(t) - f(gradient at W(t - delay)); the loss on the rest of the text."""
     data, rest = text()
     parameters = list(model.parameters())
-    versions: deque[list[Tensor]] = deque(maxlen=delay + 1)
+    delays = delays_of_parameters(model, delay)
+    versions: deque[list[Tensor]] = deque(maxlen=max(delays) + 1)
     for _, rows in zip(range(updates), batches(data, seed), strict=False):
         versions.append([p.detach().clone() for p in parameters])
         with torch.no_grad():
-            torch._foreach_copy_(parameters, versions[0])
+            old = [versions[max(0, len(versions) - 1 - own)][i] for i, own in enumerate(delays)]
+            torch._foreach_copy_(parameters, old)
         model(input_ids=rows, labels=rows).loss.backward()
         with torch.no_grad():
             torch._foreach_copy_(parameters, versions[-1])
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if delay != BY_STAGE:
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         model.zero_grad()
     with torch.no_grad():
@@ -315,7 +332,10 @@ def joined(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dic
 def loss_table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows in Markdown."""
     seeds = sorted(rows[0]["losses"]["0"])
-    lines = [f"| run, seeds {' and '.join(seeds)} | loss, no delay | 1 step old | 3 steps old |", "|---|---|---|---|"]
+    lines = [
+        f"| run, seeds {' and '.join(seeds)} | loss, no delay | 1 step old | 3 steps old | {BY_STAGE} by stage, not clipped |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         plain, *others = ([row["losses"][str(delay)][seed] for seed in seeds] for delay in DELAYS)
         changes = [", ".join(f"{b / a - 1:+.2%}" for a, b in zip(plain, other, strict=True)) for other in others]

@@ -333,6 +333,7 @@ MODELS = {
     "llama_deep": lambda: llama(tied=True, layers=16),  # some of its blocks show what all do
     "llama_half": lambda: llama().to(torch.bfloat16),
     "llama_8": lambda: llama(tied=True, layers=8),
+    "llama_8_untied": lambda: llama(layers=8),
     "gpt2": gpt2,
     "gpt2_dropout": lambda: gpt2(dropout_rate=0.2),
     "qwen3": qwen3,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import json
+import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ class Case:
     device: str = "cpu"
     reference: int = 1  # processes of the stock run it must equal
     delay: int = 0  # updates by which the stock run's gradients are made of older weights
+    delay_split: tuple[int, ...] | None = None  # blocks of each stage, if these have delays of their own
 
 
 def compute_loss_func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -139,22 +143,34 @@ class Snapshots(TrainerCallback):
 
 
 class Delayed(TrainerCallback):
-    """The one-process run of an asynchronous schedule: W(t + 1) = W(t) - f(gradient of window t at W(t - delay))."""
+    """The one-process run of an asynchronous schedule: W(t + 1) = W(t) - f(gradient of window t at W(t - delay)).
 
-    def __init__(self, delay: int) -> None:
-        self.versions: deque[list[torch.Tensor]] = deque(maxlen=delay + 1)
+    With a split each stage has a delay of its own, the last none (PipeDream without vertical sync).
+    """
+
+    def __init__(self, delay: int, split: Sequence[int] | None = None) -> None:
+        self.versions: deque[dict[str, torch.Tensor]] = deque(maxlen=delay + 1)
+        self.delay, self.split = delay, split
+
+    def delay_of(self, name: str) -> int:
+        if self.split is None:
+            return self.delay
+        block = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+        ends = list(itertools.accumulate(self.split))
+        stage = bisect.bisect_right(ends, int(block[1])) if block else (0 if "emb" in name or "wte" in name else -1)
+        return list(range(len(self.split) - 1, -1, -1))[stage]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.versions.append([p.detach().clone() for p in model.parameters()])
-        self.load(model, 0)
+        self.versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        self.load(model, self.delay_of)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.load(model, -1)
+        self.load(model, lambda name: 0)
 
     @torch.no_grad()
-    def load(self, model: Any, version: int) -> None:
-        for parameter, value in zip(model.parameters(), self.versions[version], strict=True):
-            parameter.copy_(value)
+    def load(self, model: Any, delay_of: Callable[[str], int]) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self.versions[max(0, len(self.versions) - 1 - delay_of(name))][name])
 
 
 def zero_gradients(zero: Any) -> dict[str, torch.Tensor]:
@@ -207,7 +223,7 @@ def make_trainer(case: Case, folder: Path, world_size: int, extra: list[TrainerC
         options["optimizers"] = (torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), None)
     callbacks = list(extra or [])
     if case.delay and case.parallel is None:
-        callbacks.append(Delayed(case.delay))
+        callbacks.append(Delayed(case.delay, case.delay_split))
     if world_size > 1 and case.parallel is not None:
         from hf_parallel import HFParallelCallback
 

@@ -4,6 +4,8 @@ The batches of an optimizer step are a window. A step completes one window, and 
 with older weights than the newest: window t with the weights after update t - delay. So nothing has to wait for an update.
 What the ranks must tell each other of a window (its losses, digests of its batches, what each counts of the
 gradient norm) leaves a rank as soon as its last backward of the window is over, and is waited for at the end of the step.
+Without vertical sync a step ends on each rank with its own last backward of the window, while other ranks are in other steps: each
+has a delay of its own, there is no norm of all gradients, and the losses leave with the last forward.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from hf_parallel.pipeline_parallel.run.live import Stream
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.versions import WeightVersions
 from hf_parallel.pipeline_parallel.schedule.actions import Action
-from hf_parallel.pipeline_parallel.schedule.asynchronous import empty, next_slice
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of, empty, next_slice
 from hf_parallel.pipeline_parallel.schedule.program import Program
 
 
@@ -54,7 +56,7 @@ class _Begun:
         shares: What each microbatch contributes to the loss of its batch.
         first: Number of its first microbatch.
         step: What its random numbers are drawn by.
-        version: Of the weights it runs with.
+        version: Of the weights it runs with; -1 until this rank may begin it.
         gradients: What its last backward has left; None until then.
         told: Waits for what the ranks tell each other of it.
     """
@@ -63,7 +65,7 @@ class _Begun:
     shares: list[Share]
     first: int
     step: int
-    version: int
+    version: int = -1
     gradients: list[tuple[nn.Parameter, Tensor]] | None = None
     told: Callable[[], tuple[list[Tensor], Tensor]] | None = None
 
@@ -84,9 +86,10 @@ class Ahead:
         loss: Cuts batches.
         seeds: Of the random numbers of microbatches.
         name: Of the schedule.
-        delay: By how many updates the weights of a window are older than the newest before its own.
+        vertical_sync: Whether all stages step together, so that a window meets the weights of one update.
 
     Attributes:
+        delay: By how many updates the weights of a window are older than the newest before its own, where that is the most.
         watches_modules: Whether code of users runs between steps, which may change what modules compute.
     """
 
@@ -96,14 +99,17 @@ class Ahead:
     loss: MicrobatchLoss
     seeds: StepSeeds
     name: str
-    delay: int
+    vertical_sync: bool
     following: list[tuple[Batches, Any]] = field(default_factory=list)
     watches_modules: bool = False
 
     def __post_init__(self) -> None:
         mesh, parameters = self.attachment.mesh, self.attachment.parameters
+        self.delay = delay_of(self.name, mesh.shape.pp_size)
+        delays = delays_of(self.name, mesh.shape.pp_size, vertical_sync=self.vertical_sync)
+        self._own_delay = delays[mesh.pp_rank]
         self.versions = WeightVersions(
-            self.attachment.model, {n: p for n, p in parameters.items() if p.requires_grad}, self.delay
+            self.attachment.model, {n: p for n, p in parameters.items() if p.requires_grad}, self._own_delay
         )
         self._parameters = list(parameters.values())
         self._trained = self._now_trained()
@@ -116,14 +122,16 @@ class Ahead:
         self._written: list[int] = []
         # Of a step whose norm may be taken before replicas and stages have exchanged anything else.
         self._tells_early = (
-            mesh.shape.dp_size == 1 == mesh.shape.tp_size and not self.attachment.ledger.shared_holders()
+            self.vertical_sync
+            and mesh.shape.dp_size == 1 == mesh.shape.tp_size
+            and not self.attachment.ledger.shared_holders()
         )
         self._group = new_group_of(mesh.shape.groups(lambda d, p, t, s: (d, s)), timeout=mesh.timeout, backend=None)
         gradients = self.attachment.gradients
         gradients.before_write = self._before_write
         gradients.replicas.partitioned = lambda zero: self.versions.lie_in(zero.shards)
-        factors = gradients.shown.factors  # compared while the next step runs, so that no rank waits for another here
-        factors.is_late = True
+        factors = gradients.shown.factors  # compared in a later step, so that no rank waits for another here
+        factors.lag = 1 if self.vertical_sync else mesh.shape.pp_size
         gradients.replicas.before_reading.append(factors.judge)
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -150,6 +158,8 @@ class Ahead:
             more = {k: count if k == "num_items_in_batch" else value for k, value in extras.items()}
             given = [{key: value for key, value in batch.items() if value is not None} for batch in others]
             self._begin([{**batch, **more} for batch in given])
+        for window, version in zip(self._begun, self.versions.recent, strict=False):
+            window.version = version if window.version < 0 else window.version
         before, self.runtime.before = self.runtime.before, self._seed
         try:
             self.runtime.advance(self._stream, self._program())
@@ -163,9 +173,7 @@ class Ahead:
         self.attachment.batch_check.check(batches)
         parts = [part for index, batch in enumerate(batches) for part in self.loss.cut(index, batch)]
         place = len(self._begun)
-        begun = _Begun(
-            batches, [share for _, share in parts], self._next, self.seeds.step + place, self.versions.recent[place]
-        )
+        begun = _Begun(batches, [share for _, share in parts], self._next, self.seeds.step + place)
         self._begun.append(begun)
         self._next += len(parts)
         self._stream.inputs.update(zip(begun.numbers, (inputs for inputs, _ in parts), strict=True))
@@ -174,7 +182,7 @@ class Ahead:
         counts = tuple(len(begun.shares) for begun in self._begun)
         key = self._done, counts
         if key not in self._programs:
-            found = next_slice(self._done, counts)
+            found = next_slice(self._done, counts, vertical_sync=self.vertical_sync)
             self._programs[key] = found.program(self.attachment.mesh.pp_rank), found.done
         program, self._done = self._programs[key]
         return program.shifted(self._begun[0].first)
@@ -210,10 +218,12 @@ class Ahead:
 
     def _after(self, action: Action) -> None:
         window = self._window_of(action.microbatch)
-        if action.microbatch == window.numbers[-1]:
+        if action.microbatch != window.numbers[-1]:
+            return
+        if action.kind == "B":
             window.gradients = self.versions.take_gradients(window.version)
-            if self._tells_early:
-                self._tell(window)
+        if self._tells_early if action.kind == "B" else not self.vertical_sync:
+            self._tell(window)
 
     def _tell(self, window: _Begun) -> None:
         """Send this rank's part of what the ranks tell each other of a window, once."""

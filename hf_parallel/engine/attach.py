@@ -128,4 +128,5 @@ def _pipeline_engine(attachment: Attachment, stages: Stages, cut: Cut) -> Readin
         num_microbatches=schedule.num_microbatches,
         loss_kind=cut.loss_kind,
         schedule=schedule.settings.schedule,
+        vertical_sync=schedule.settings.vertical_sync,
     )

@@ -13,7 +13,7 @@ from hf_parallel.engine.plans import Plans
 from hf_parallel.engine.setup import Setup
 from hf_parallel.machine.facts import this_machine
 from hf_parallel.pipeline_parallel.plan.predict_cut import Holding, Prediction, predict
-from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
@@ -125,13 +125,16 @@ def _recomputed(plans: Plans) -> list[str]:
 def _memory(holdings: Sequence[Holding], prediction: Prediction | None, setup: Setup) -> str:
     """What the fullest rank keeps for its parameters, against what it has."""
     zero = setup.config.zero
-    fullest = max(holdings, key=lambda held: held.weights + held.gradients + held.optimizer)
-    states = fullest.weights, fullest.gradients, fullest.optimizer
-    shared = states_with_zero(states, zero, setup.mesh.dp_shard_group)
-    terms = dict(zip(("weights", "gradients", "Adam"), shared, strict=True))
-    schedule = setup.config.pipeline.schedule
-    if schedule in ASYNCHRONOUS:
-        terms["older weights"] = terms["weights"] * delay_of(schedule, setup.config.pp_size)
+    pipeline, pp_size = setup.config.pipeline, setup.config.pp_size
+    is_late = pipeline.schedule in ASYNCHRONOUS
+    delays = delays_of(pipeline.schedule, pp_size, vertical_sync=pipeline.vertical_sync) if is_late else (0,) * pp_size
+    found = []
+    for held, delay in zip(holdings, delays, strict=True):
+        shared = states_with_zero((held.weights, held.gradients, held.optimizer), zero, setup.mesh.dp_shard_group)
+        found.append(dict(zip(("weights", "gradients", "Adam"), shared, strict=True)))
+        if is_late:
+            found[-1]["older weights"] = found[-1]["weights"] * delay
+    terms = max(found, key=lambda terms: sum(terms.values()))
     offloaded = [
         name for name, key in (("Adam", zero.offload_optimizer), ("weights", zero.offload_param)) if key != "none"
     ]
@@ -172,12 +175,13 @@ def _idle(plans: Plans, prediction: Prediction) -> str:
 
 def _staleness(schedule: ScheduleChoice) -> str:
     """What an asynchronous schedule costs, which no other one does."""
-    delay = delay_of(schedule.settings.schedule, schedule.pp_size)
+    delay, together = delay_of(schedule.settings.schedule, schedule.pp_size), schedule.settings.vertical_sync
     old = "one optimizer step" if delay == 1 else f"{delay} optimizer steps"
+    most = "" if together else "up to "
     return (
         f"{schedule.settings.schedule}: ranks are idle at the beginning and end of an epoch only, but gradients are those of weights "
-        f"that are {old} old: expect next to no change of the loss in fine-tuning at small learning rates, and several percent more "
-        f"loss from scratch (measured in docs/asynchronous.md); memory holds {delay + 1} versions of the weights"
+        f"that are {most}{old} old: expect next to no change of the loss in fine-tuning at small learning rates, and several percent more "
+        f"loss from scratch (measured in docs/asynchronous.md); memory holds {most}{delay + 1} versions of the weights"
     )
 
 

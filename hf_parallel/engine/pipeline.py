@@ -45,7 +45,6 @@ from hf_parallel.pipeline_parallel.plan.loss_kind import LossKind
 from hf_parallel.pipeline_parallel.run.live import PhaseState
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.pipeline_parallel.run.stage import Stage
-from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of
 from hf_parallel.pipeline_parallel.schedule.programs import Programs
 from hf_parallel.settings.schedule_names import ASYNCHRONOUS
 
@@ -60,6 +59,7 @@ class PipelineEngine(Engine):
         num_microbatches: Parts a batch is cut into, at most its rows.
         loss_kind: How the model's own loss may be computed (see `loss_kind.judge_loss`).
         schedule: Its name; one that does not drain the pipeline has windows of several steps in it.
+        vertical_sync: Whether the stages of such a one step together.
 
     Attributes:
         generated: Whether `model.generate()` ran.
@@ -75,6 +75,7 @@ class PipelineEngine(Engine):
         num_microbatches: int,
         loss_kind: LossKind,
         schedule: str = "1f1b",
+        vertical_sync: bool = True,
     ) -> None:
         super().__init__(attachment)
         self.runtime = runtime
@@ -114,9 +115,8 @@ class PipelineEngine(Engine):
         self._direct = self._watch_direct()
         self.ahead: Ahead | None = None
         if schedule in ASYNCHRONOUS:
-            delay = delay_of(schedule, self.mesh.shape.pp_size)
             parts = attachment, runtime, self._last_stage, self._loss, self.seeds
-            self.ahead = Ahead(*parts, name=schedule, delay=delay)
+            self.ahead = Ahead(*parts, name=schedule, vertical_sync=vertical_sync)
         # A graph needs a leaf, and no parameter is on every stage. On the device: a copy there would wait for it.
         self._anchor = torch.zeros((), requires_grad=True, device=attachment.device)
         self.generated = False

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from hf_parallel.activation_checkpointing.recompute import groups_for
 from hf_parallel.engine.held import holding_of
 from hf_parallel.engine.plan_experts import spread_over
@@ -20,7 +22,7 @@ from hf_parallel.engine.plan_stages import Cut, plan_cut
 from hf_parallel.engine.rank_limits import describe_limits
 from hf_parallel.engine.setup import Setup, StandIn
 from hf_parallel.engine.share_rows import shared_rows
-from hf_parallel.errors import PlanError, RankMismatchError
+from hf_parallel.errors import PlanError, RankMismatchError, UnsupportedError
 from hf_parallel.expert_parallel.plan import ExpertPlan
 from hf_parallel.guards.start import Start
 from hf_parallel.ledger import Ledger, build_ledger
@@ -86,6 +88,7 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
 
     Raises:
         PlanError: No stage or shard plan fits, or `tensor_parallel.on_fallback: error` and a layer has none.
+        UnsupportedError: Stages that step at different times train a parameter together.
     """
     model, shape = setup.model, setup.mesh.shape
     forward: Callable[..., Any] = model.forward
@@ -108,6 +111,8 @@ def make_plans(setup: Setup, probes: Probes | None, stand_in: StandIn | None = N
             shown_by = shown.kept if shown.kept is not None or found is None else found.kept
             head = plan_head(setup, probes, shards, shown_by, stand_in)
     ledger, rows = _ledger(setup, (shards or experts), cut), shared_rows(setup)
+    if not setup.config.pipeline.vertical_sync:
+        _refuse_shared(model, ledger)
     return Plans(
         forward=forward if rows is None else share_forward(model, forward, rows, hides_logits=shape.pp_size == 1),
         tensor_parallel=shards,
@@ -182,6 +187,17 @@ def _ledger(setup: Setup, shards: TPPlan | ExpertPlan | None, cut: Cut | None) -
     specs = shards.shard_specs() if shards is not None else {}
     home = cut.schedule.placement[0] if cut is not None else 0
     return build_ledger(setup.model, pp_size=setup.mesh.shape.pp_size, holds=holds, specs=specs, home=home)
+
+
+def _refuse_shared(model: nn.Module, ledger: Ledger) -> None:
+    """Refuse that stages which step at different times train a parameter together."""
+    named = dict(model.named_parameters())
+    shared = [e.name for e in ledger if e.kind == "param" and len(e.holders) > 1 and named[e.name].requires_grad]
+    if shared:
+        raise UnsupportedError(
+            f"{shared[0]} is trained on several stages ({len(shared)} parameters are) with pipeline.vertical_sync=false: the last "
+            "stage would step before the gradient of the first exists. Set pipeline.vertical_sync to true, or freeze them."
+        )
 
 
 def _prediction(setup: Setup, ledger: Ledger, cut: Cut | None) -> Prediction | None:

@@ -9,6 +9,7 @@ optimizers are set to, too.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,14 +33,14 @@ class StageFactors:
         settings: Of this rank's optimizers.
 
     Attributes:
-        is_late: Whether words are compared at the next `settle` or `judge`, so that no stage waits for another here.
+        lag: After how many more of `settle` words are compared, if not by `judge` before, so that no stage waits for another.
     """
 
     def __init__(self, mesh: Mesh, settings: OptimizerSettings) -> None:
         self._mesh, self._settings = mesh, settings
-        self.is_late = False
+        self.lag = 0
         self._taken: dict[str, Tensor] = {}
-        self._under_way: tuple[list[Tensor], dist.Work | None, bool] | None = None
+        self._under_way: deque[tuple[list[Tensor], dist.Work | None, bool]] = deque()
 
     def begin(self) -> None:
         """New gradients."""
@@ -72,22 +73,21 @@ class StageFactors:
         mine[0].fill_(0 if word is None else word)
         mine[1].fill_(self._settings.word())
         words = [torch.empty_like(mine) for _ in range(self._mesh.shape.pp_size)]
-        self.judge()
-        work = dist.all_gather(words, mine, group=group, async_op=self.is_late)
-        self._under_way = words, work, word is not None or device.type == "cpu"
-        if not self.is_late:
-            self.judge()
+        work = dist.all_gather(words, mine, group=group, async_op=self.lag > 0)
+        self._under_way.append((words, work, word is not None or device.type == "cpu"))
+        while len(self._under_way) > self.lag:
+            self._compare(*self._under_way.popleft())
 
     def judge(self) -> None:
-        """What the stages told each other last is read, if it was not yet.
+        """What the stages told each other is read, if it was not yet.
 
         Raises:
             UnsupportedError: As `settle`.
         """
-        told, self._under_way = self._under_way, None
-        if told is None:
-            return
-        words, work, reads = told
+        while self._under_way:
+            self._compare(*self._under_way.popleft())
+
+    def _compare(self, words: list[Tensor], work: dist.Work | None, reads: bool) -> None:
         if work is not None:
             work.wait()
         if not reads:

@@ -263,7 +263,8 @@ def _extras(config: HFParallelConfig, precision: Precision) -> dict[str, float]:
     if config.pipeline.schedule in ASYNCHRONOUS:
         size = 2.0 if precision == "half" else 4.0
         found["older weights"] = size * delay_of(config.pipeline.schedule, config.pp_size)
-        found["gradients of the next step"] = size
+        if config.pipeline.vertical_sync:
+            found["gradients of the next step"] = size
     compression = local.compression if local.sync_every > 1 else config.gradient_compression
     if compression.feeds_back:
         found["residual of compression"] = 2.0 if compression.residual_dtype == "bf16" else 4.0

@@ -86,17 +86,27 @@ def asynchronous_problems(
 
 
 def _vertical_sync(pipeline: PipelineConfig) -> list[str]:
-    if pipeline.vertical_sync:
+    if pipeline.vertical_sync or pipeline.schedule == "pipedream":
         return []
-    if pipeline.schedule != "pipedream":
-        return [
-            f"pipeline.vertical_sync=false with pipeline.schedule={pipeline.schedule} has no effect: only pipedream asks. Remove "
-            "pipeline.vertical_sync."
-        ]
     return [
-        "pipeline.vertical_sync=false with pipeline.schedule=pipedream is not available: each stage would use the newest weights "
-        "it has, which it must make by itself, before the gradients of the stages before it exist; the Trainer steps all stages "
-        "together. Set pipeline.vertical_sync to true."
+        f"pipeline.vertical_sync=false with pipeline.schedule={pipeline.schedule} has no effect: only pipedream asks. Remove "
+        "pipeline.vertical_sync."
+    ]
+
+
+def clipped_alone(pipeline: PipelineConfig, max_grad_norm: float) -> list[str]:
+    """The problem of a norm of all gradients where stages step at different times, if both are asked for.
+
+    Args:
+        pipeline: With the schedule.
+        max_grad_norm: Of the TrainingArguments; 0 asks for nothing.
+    """
+    if pipeline.vertical_sync or not max_grad_norm:
+        return []
+    return [
+        f"max_grad_norm={max_grad_norm:g} with pipeline.vertical_sync=false is not available: a stage steps before the stages before it "
+        "have their gradients, so that the norm of all of them does not exist yet. Set max_grad_norm to 0, or "
+        "pipeline.vertical_sync to true."
     ]
 
 

@@ -95,7 +95,8 @@ class PipelineConfig(Section):
     vertical_sync: Annotated[
         bool,
         Field(
-            description="of 'pipedream': true, a microbatch meets the weights of one update in all stages (false is refused)"
+            description="of 'pipedream': true, a microbatch meets the weights of one update in all stages; false, each stage uses the "
+            "newest weights that it has"
         ),
     ] = True
     split: Annotated[

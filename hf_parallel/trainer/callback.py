@@ -37,7 +37,7 @@ from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice
 from hf_parallel.ranks import compare_settings, ranks_per_node
 from hf_parallel.settings.accumulation import accumulation_for, accumulation_steps
-from hf_parallel.settings.asynchronous_rules import fp16_ahead, too_few
+from hf_parallel.settings.asynchronous_rules import clipped_alone, fp16_ahead, too_few
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.launch import check_world, resolve_config
 from hf_parallel.settings.recipes import replica_settings
@@ -331,6 +331,7 @@ def _asynchronous(args: TrainingArguments, config: HFParallelConfig) -> list[str
         return []
     batches = args.gradient_accumulation_steps
     found += fp16_ahead(name, "fp16" if args.fp16 else "no", "fp16=True", "bf16=True")
+    found += clipped_alone(config.pipeline, args.max_grad_norm or 0.0)
     if name == "pipedream" and batches > 1:
         found.append(
             f"gradient_accumulation_steps={batches} with pipeline.schedule=pipedream: it updates the weights after every microbatch. "

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_parallel.engine.session import Session
+
+
+def logs_next(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the Trainer logs after the step that is under way, as its arguments say."""
+    step = state.global_step + 1
+    in_steps = args.logging_strategy == IntervalStrategy.STEPS and step % max(1, state.logging_steps) == 0
+    return in_steps or (step == 1 and args.logging_first_step)
 
 
 def agree_on_flags(session: Session, control: TrainerControl, state: TrainerState, *names: str) -> None:

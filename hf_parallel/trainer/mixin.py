@@ -28,6 +28,7 @@ from hf_parallel.guards.batches import Announced
 from hf_parallel.tensor_parallel.run.reads import in_lockstep
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.checkpoints import CheckpointMixin
+from hf_parallel.trainer.flags import logs_next
 from hf_parallel.trainer.monitoring import Timed, monitor_of
 from hf_parallel.trainer.user_code import UserCode, answers, is_users
 
@@ -324,7 +325,10 @@ class HFParallelTrainerMixin(CheckpointMixin):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if self.hf_parallel_session is None:
             return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        if grad_norm is None:
+        ahead = None if self._pipeline is None else self._pipeline.ahead
+        # Stages that step at different times would wait for each other here, so they do where the norm is logged.
+        has_norm = ahead is None or ahead.vertical_sync or logs_next(self.args, self.state)
+        if grad_norm is None and has_norm:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
         engine = self._engine
         if engine is not None:
@@ -332,7 +336,7 @@ class HFParallelTrainerMixin(CheckpointMixin):
             engine.gradients.replicas.let_others_look(others)
             if looks:
                 engine.gradients.shown.lay_open()
-        return super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        return super()._get_grad_norm(model, grad_norm) if has_norm else None  # type: ignore[no-untyped-call]
 
     def _looked_at_by(self) -> tuple[bool, bool]:
         """Whether users have callbacks on any rank, and some that may look at gradients; asked once a run."""

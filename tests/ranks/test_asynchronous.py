@@ -32,6 +32,12 @@ def case_of(name: str, pp_size: int, parts: int, **more: Any) -> Case:
     return Case(name, parallel=settings, delay=delay, arguments={**NO_NOISE, **more.pop("arguments", {})}, **more)
 
 
+def apart_case(name: str, split: tuple[int, ...], **more: Any) -> Case:
+    """PipeDream without vertical sync: stages step at different times."""
+    settings = {"vertical_sync": False, "split": list(split), **more.pop("settings", {})}
+    return case_of(name, len(split), 1, schedule="pipedream", settings=settings, delay_split=split, clip=0.0, **more)
+
+
 ZERO1: dict[str, Any] = {"zero": {"stage": 1}}
 OFFLOADED: dict[str, Any] = {"zero": {"stage": 1, "offload_optimizer": "cpu"}}
 DEFAULT = [
@@ -47,6 +53,11 @@ TWO = [
     case_of("2bw_pp2_lora", 2, 4, model="llama_lora"),
     case_of("2bw_pp2_sgd", 2, 2, arguments={"optim": "sgd"}),
     case_of("pipedream_pp2", 2, 1, schedule="pipedream"),
+    apart_case("apart_pp2", (2, 2), variable_length=True),
+    apart_case("apart_pp2_recompute", (1, 3), arguments={"gradient_checkpointing": True}),
+    apart_case("apart_pp2_evaluates", (2, 2), evaluate=True, metrics=True),
+    apart_case("apart_pp2_phi3", (1, 1), model="phi3", loss="func"),
+    apart_case("apart_pp2_epochs", (2, 2), count=40, steps=7),
 ]
 FOUR = [
     case_of("2bw_pp4_m3", 4, 3, model="llama_8", batch=6),
@@ -64,6 +75,12 @@ FOUR = [
         arguments={"gradient_checkpointing": True},
     ),
     case_of("pipedream_pp4", 4, 1, model="llama_8", schedule="pipedream"),
+    apart_case("apart_pp4", (2, 2, 2, 2), model="llama_8_untied", steps=8),
+    apart_case("apart_pp4_uneven", (3, 2, 1, 2), model="llama_8_untied", evaluate=True),
+    apart_case("apart_pp2_dp2", (2, 2), variable_length=True),
+    apart_case("apart_pp2_dp2_zero1", (2, 2), settings=ZERO1, variable_length=True),
+    apart_case("apart_pp2_tp2", (2, 2), settings={"tp_size": 2}, variable_length=True),
+    apart_case("apart_pp2_lora", (2, 2), model="llama_lora"),
 ]
 
 
@@ -90,11 +107,16 @@ def compare_final(mine: dict[str, Any], reference: dict[str, Any]) -> None:
 SAVED = case_of("saved", 2, 4, model="llama_tied", save=True, evaluate=True, count=40)  # within an epoch of five steps
 
 
+SAVED_APART = apart_case("saved", (1, 1, 1, 1), save=True, evaluate=True, count=40)
 SAVED_IN_PARTS = dataclasses.replace(SAVED, parallel={**(SAVED.parallel or {}), **ZERO1}, eval_count=40)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "world_size"), [(SAVED, 2), (SAVED_IN_PARTS, 4)], ids=["pp2", "pp2_dp2_zero1"])
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [(SAVED, 2), (SAVED_IN_PARTS, 4), (SAVED_APART, 4)],
+    ids=["pp2", "pp2_dp2_zero1", "pp4_apart"],
+)
 def test_a_resumed_run_goes_on_with_the_weights_of_the_updates_before(
     case: Case, world_size: int, tmp_path: Path
 ) -> None:
@@ -140,6 +162,8 @@ class Stops(TrainerCallback):
             with torch.no_grad():
                 next(model.parameters()).mul_(0.5)
 
+        if self.kind == "clips":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if self.kind == "scales" and state.global_step == 2:
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             total = sum(float(gradient.norm()) ** 2 for gradient in gradients) ** 0.5
@@ -180,24 +204,58 @@ SMALL = case_of("small", 2, 4, count=40)
 ALONE = case_of("alone", 2, 1, settings={"num_microbatches": 1}, count=40)  # the last stage is a step ahead
 
 
+APART = apart_case("apart", (1, 1, 1, 1), count=40)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", [SMALL, ALONE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SMALL, ALONE, APART], ids=lambda case: case.name)
 def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 120, "env": ENV}
-    found = run_ranks(losses_with, 2, case, ["leaves"], str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
+    kinds, size = (["leaves", "clips"] if case is APART else ["leaves"]), (case.parallel or {})["pp_size"]
+    found = run_ranks(losses_with, size, case, kinds, str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
     one = dataclasses.replace(case, parallel=None)
     (expected,) = run_ranks(
         losses_with,
         1,
         one,
-        ["leaves"],
+        kinds,
         str(tmp_path / "one"),
         tmp_path=tmp_path / "alone",
         init_group=False,
         **options,
     )
-    assert len(found[0]["leaves"]) == 6
-    assert found[0]["leaves"] == pytest.approx(expected["leaves"], abs=1e-5)
+    for kind in kinds:
+        assert len(found[0][kind]) == 6
+        assert found[0][kind] == pytest.approx(expected[kind], abs=1e-5)
+
+
+NOT_APART = {
+    "tied": (
+        dataclasses.replace(APART, model="llama_tied"),
+        r"model.embed_tokens.weight is trained on several stages \(1 parameters are\) with pipeline.vertical_sync=false.*Set "
+        "pipeline.vertical_sync to true",
+    ),
+    "clipped": (dataclasses.replace(APART, clip=1.0), "max_grad_norm=1 with pipeline.vertical_sync=false.*to 0"),
+}
+
+
+def refusals_of(rank: int, world_size: int, cases: dict[str, Case], folder: str) -> dict[str, str]:
+    found = {}
+    for name, case in cases.items():
+        try:
+            make_trainer(case, Path(folder) / name, world_size).train()
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.long
+def test_what_stages_that_step_at_different_times_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> None:
+    cases = {name: case for name, (case, _) in NOT_APART.items()}
+    found = run_ranks(refusals_of, 4, cases, str(tmp_path / "runs"), tmp_path=tmp_path, timeout=120, env=ENV)
+    for texts in found:
+        for name, (_, says) in NOT_APART.items():
+            assert re.search(says, texts.get(name, "trains")), texts
 
 
 REFUSED = {

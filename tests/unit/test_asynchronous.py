@@ -10,9 +10,10 @@ import pytest
 
 from hf_parallel.errors import ConfigError, ScheduleError
 from hf_parallel.pipeline_parallel.schedule.actions import Action, required_send_window
-from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, empty, next_slice, several_steps
+from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of, empty, next_slice, several_steps
 from hf_parallel.pipeline_parallel.schedule.schedules import build_schedule
 from hf_parallel.pipeline_parallel.schedule.simulate import simulate
+from hf_parallel.settings.asynchronous_rules import clipped_alone
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.recipes import check_accelerate
 
@@ -55,6 +56,25 @@ def test_a_step_completes_its_window_and_begins_no_more_than_the_delay_allows(
         done = found.done
 
 
+@pytest.mark.parametrize("pp_size", [2, 3, 4, 8])
+def test_without_vertical_sync_each_rank_ends_a_step_with_its_own_last_backward(pp_size: int) -> None:
+    steps, done = 3 * pp_size, empty(pp_size)
+    whole: list[list[Action]] = [[] for _ in range(pp_size)]
+    delays = delays_of("pipedream", pp_size, vertical_sync=False)
+    for step in range(steps):
+        found = next_slice(done, [1] * min(pp_size, steps - step), vertical_sync=False)
+        done = found.done
+        for rank, (actions, delay) in enumerate(zip(found.schedule, delays, strict=True)):
+            assert actions[-1] == Action(rank, "B", 0)
+            # `step` updates were made before: a forward of a later window has weights that lack those between.
+            newest = max((action.microbatch for action in actions if action.kind == "F"), default=-1)
+            assert newest in (delay, -1), "the newest window has the newest weights, so that it lacks `delay` updates"
+            whole[rank] += found.program(rank).shifted(step).actions
+    assert delays == tuple(range(pp_size))[::-1]
+    assert whole == build_schedule("1f1b", pp_size, steps)
+    assert done == empty(pp_size)
+
+
 def test_windows_may_differ_in_size_and_the_last_one_drains() -> None:
     first = next_slice(empty(2), [3, 1])
     second = next_slice(first.done, [1, 4])
@@ -93,10 +113,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"pipeline": {"vertical_sync": False}}, r"vertical_sync=false with .* has no effect: only pipedream asks"),
     (
-        {"pipeline": {"schedule": "pipedream", "vertical_sync": False}},
-        r"vertical_sync=false with pipeline.schedule=pipedream is not available.*Set pipeline.vertical_sync to true",
-    ),
-    (
         {"pipeline": {"schedule": "pipedream", "num_microbatches": 4}},
         r"num_microbatches=4 with pipeline.schedule=pipedream: .*Set pipeline.num_microbatches to 1",
     ),
@@ -118,6 +134,15 @@ def test_what_an_asynchronous_schedule_cannot_have_is_refused_before_anything_st
     pipeline = {"schedule": "pipedream_2bw", **settings.get("pipeline", {})}
     with pytest.raises(ConfigError, match=says):
         HFParallelConfig(**{"pp_size": 2, **settings, "pipeline": pipeline})
+
+
+def test_a_norm_of_all_gradients_is_refused_where_stages_step_at_different_times() -> None:
+    apart = HFParallelConfig(pp_size=2, pipeline={"schedule": "pipedream", "vertical_sync": False}).pipeline
+    (text,) = clipped_alone(apart, 1.0)
+    assert "max_grad_norm=1 with pipeline.vertical_sync=false is not available" in text
+    assert "Set max_grad_norm to 0, or pipeline.vertical_sync to true" in text
+    assert not clipped_alone(apart, 0.0)
+    assert not clipped_alone(HFParallelConfig(pp_size=2, pipeline={"schedule": "pipedream"}).pipeline, 1.0)
 
 
 def test_a_loss_scale_is_refused_in_the_file_of_the_launcher() -> None:

@@ -271,15 +271,16 @@ def _load_replicas(description: Mapping[str, Any], index: TensorIndex, holdings:
 
 def _load_versions(index: TensorIndex, holdings: Holdings, versions: Versions, place: Place) -> None:
     wanted = versions.older()
-    named = wanted[0]
-    older = restore_older(index, named, len(wanted), place)
-    if not older and holdings.mesh.rank == 0:
-        logger.warning(
-            "hf_parallel: %s has no weights of %d updates before it, which this run's pipeline.schedule begins the next windows "
-            "with: they begin with the newest.",
-            index.folder,
-            len(wanted),
-        )
+    older = restore_older(index, wanted[0], len(wanted), place) if wanted else []
+    if not all(everyone(len(older) == len(wanted))):  # then on no rank, so that stages begin alike
+        older = []
+        if holdings.mesh.rank == 0:
+            logger.warning(
+                "hf_parallel: %s has no weights of %d updates before it, which this run's pipeline.schedule begins the next windows "
+                "with: they begin with the newest.",
+                index.folder,
+                len(wanted),
+            )
     versions.restore(older)
 
 

@@ -224,7 +224,7 @@ class PipelineRuntime:
                         self._forward(action, run)
                     else:
                         self._backward(action, run)
-                        stream.after(action)
+                    stream.after(action)
         self.probe.recorder.add("schedule", -1, -1, start)
 
     def aside(self) -> AbstractContextManager[None]:

@@ -114,7 +114,8 @@ class WeightVersions:
     def advance(self) -> None:
         """An optimizer writes next: the parameters move to free memory, with the values that they have."""
         free = next(version for version in range(len(self._sets)) if version not in list(self.recent)[1:])
-        self._move(free)
+        if free != self.recent[-1]:  # without a delay nothing is under way
+            self._move(free)
         self.recent.append(free)
 
     def _move(self, version: int) -> None:

@@ -3,7 +3,8 @@
 A *window* is the microbatches of one optimizer step. A window t runs with weights that are `delay` updates old, so that the
 windows after it may enter the pipeline before its gradients are complete. Every rank follows the order of 1F1B through
 all windows without a pause. A *slice* is what the ranks do of it during one optimizer step: it ends when stage 0 has finished the
-last backward of the window, the others have begun windows that follow.
+last backward of the window, the others have begun windows that follow. Without vertical sync it ends on each rank with that rank's
+own last backward of the window, so that a rank nearer to the loss steps earlier, and its weights are less old.
 
 p is the number of ranks, m of microbatches in a window.
 
@@ -63,23 +64,37 @@ def delay_of(name: str, pp_size: int) -> int:
     return 1 if name == "pipedream_2bw" else max(1, pp_size - 1)
 
 
+def delays_of(name: str, pp_size: int, *, vertical_sync: bool = True) -> tuple[int, ...]:
+    """`delay_of` on each rank: alike with vertical sync, else what 1F1B leaves each rank; the first has the most.
+
+    Raises:
+        ScheduleError: The schedule drains the pipeline in every step.
+    """
+    most = delay_of(name, pp_size)
+    return (most,) * pp_size if vertical_sync else tuple(range(pp_size - 1, -1, -1))
+
+
 def empty(pp_size: int) -> Done:
     """Nothing of a window is done, on any rank."""
     return ((0, 0),) * pp_size
 
 
-def next_slice(done: Done, counts: Sequence[int]) -> Slice:
+def next_slice(done: Done, counts: Sequence[int], *, vertical_sync: bool = True) -> Slice:
     """Return what each rank does until the first of some windows is complete.
 
     Args:
         done: What each rank has done of them.
         counts: Microbatches of each window that may be in the pipeline, the first of which is to be completed.
+        vertical_sync: Whether all ranks end together.
     """
     orders = _orders(done, sum(counts))
-    starts, ends = _times(done, orders)
     first = counts[0]
-    end = ends[0][orders[0].index(("B", first - 1))]
-    kept = [order[: sum(start < end for start in own)] for order, own in zip(orders, starts, strict=True)]
+    if vertical_sync:
+        starts, ends = _times(done, orders)
+        end = ends[0][orders[0].index(("B", first - 1))]
+        kept = [order[: sum(start < end for start in own)] for order, own in zip(orders, starts, strict=True)]
+    else:
+        kept = [order[: order.index(("B", first - 1)) + 1] for order in orders]
     schedule = tuple(tuple(Action(rank, kind, index) for kind, index in order) for rank, order in enumerate(kept))
     after = []
     for (forwards, backwards), order in zip(done, kept, strict=True):
