@@ -23,7 +23,8 @@ def run(settings: dict[str, Any], folder: Path) -> None:
     """Train, and let rank 0 write losses and processes to `result.json`.
 
     Args:
-        settings: blocks, heads, rows (of a batch of one replica), accumulation, precision, on_cpu, alone (without hf_parallel).
+        settings: blocks, heads, rows (of a batch of one replica), accumulation, precision, on_cpu, clip (largest gradient
+            norm), alone (without hf_parallel).
         folder: Where.
     """
     arguments = TrainingArguments(
@@ -33,6 +34,7 @@ def run(settings: dict[str, Any], folder: Path) -> None:
         gradient_accumulation_steps=settings["accumulation"],
         learning_rate=1e-3,
         lr_scheduler_type="constant",
+        max_grad_norm=settings["clip"],
         optim="adamw_torch",
         logging_steps=1,
         logging_nan_inf_filter=False,

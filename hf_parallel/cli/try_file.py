@@ -95,6 +95,7 @@ def settings_of(config: HFParallelConfig, accelerate: Mapping[str, Any]) -> dict
         "replicas": config.dp_size(processes),
         "precision": precision if precision in TOLERANCES else "no",
         "on_cpu": on_cpu is True or not cards,
+        "clip": 1.0 if pipeline.vertical_sync else 0.0,
         "alone": False,
     }
 

@@ -80,3 +80,9 @@ def test_what_this_machine_cannot_start_is_refused(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(app, ["test", str(path), "--json"])
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (1, False)
+
+
+def test_a_file_whose_stages_step_at_different_times_is_tried_without_a_norm() -> None:
+    apart = HFParallelConfig(pp_size=2, pipeline={"schedule": "pipedream", "vertical_sync": False})
+    assert settings_of(apart, FILE)["clip"] == 0.0
+    assert settings_of(HFParallelConfig(pp_size=2), FILE)["clip"] == 1.0
