@@ -34,7 +34,7 @@ def recipes_table() -> list[str]:
         ),
         "70B, 64 GPUs, tp 8, ZeRO 3, checkpoint every 4, 1 row of 4096": (
             LLAMA_70B,
-            Layout(64, 8, tp_size=8, stage=3, engine="deepspeed", recompute=recompute[4]),
+            Layout(64, 8, tp_size=8, stage=3, engine="fsdp2", recompute=recompute[4]),
             Work(1, 4096),
         ),
     }

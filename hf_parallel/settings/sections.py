@@ -90,7 +90,9 @@ class PipelineConfig(Section):
     num_microbatches: Annotated[
         Literal["auto"] | Size,
         BeforeValidator(number),
-        Field(description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch)"),
+        Field(
+            description="an integer of 1 or more, or 'auto' (2 * pp_size, at most the rows of the batch; 1 with 'pipedream')"
+        ),
     ] = "auto"
     vertical_sync: Annotated[
         bool,

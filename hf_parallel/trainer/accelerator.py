@@ -47,6 +47,7 @@ def refuse_in_loop(config: HFParallelConfig) -> None:
     given = {
         "global_batch_size": config.global_batch_size,
         "checkpoint.memory_steps": config.checkpoint.memory_steps or None,
+        "checkpoint.async_save": "true" if config.checkpoint.async_save else None,
         "pipeline.schedule": config.pipeline.schedule if config.pipeline.schedule in ASYNCHRONOUS else None,
     }
     unread = [f"{name}={value}" for name, value in given.items() if value is not None] + config.monitor.asked

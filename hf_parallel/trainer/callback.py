@@ -354,7 +354,10 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
     if args.auto_find_batch_size:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:
-        problems.append("use_liger_kernel=True replaces the loss and reads the whole head. Set it to False.")
+        sizes = f"tp_size={config.tp_size}, pp_size={config.pp_size}, sp_size={config.sp_size}"
+        problems.append(
+            f"use_liger_kernel=True with {sizes}: it replaces the loss, and reads the whole head and whole rows. Set it to False."
+        )
     if (args.bf16_full_eval or args.fp16_full_eval) and config.pp_size > 1:
         problems.append(
             f"bf16_full_eval or fp16_full_eval=True with pp_size={config.pp_size}: the cut keeps the dtypes it was made "

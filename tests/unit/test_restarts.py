@@ -62,6 +62,8 @@ def test_engines_and_loops_that_count_batches_themselves_are_refused() -> None:
         ConfigError, match=r"global_batch_size=8, checkpoint\.memory_steps=2 in a loop .*train with a Trainer"
     ):
         refuse_in_loop(config)
+    with pytest.raises(ConfigError, match=r"checkpoint\.async_save=true in a loop .*train with a Trainer"):
+        refuse_in_loop(HFParallelConfig(checkpoint={"async_save": True}))
     refuse_in_loop(HFParallelConfig())
     for monitor, key in (
         ({"report": True}, r"monitor\.report=true"),
