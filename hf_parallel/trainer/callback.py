@@ -351,12 +351,13 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
         ConfigError: Every problem with its fix, one a line.
     """
     args, problems = trainer.args, [*_without_effect(trainer.args), *problems_of(trainer, config)]
+    sizes = {"pp_size": config.pp_size, "tp_size": config.tp_size, "sp_size": config.sp_size}
+    shared = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
     if args.auto_find_batch_size:
         problems.append("auto_find_batch_size=True is not available: it retries on one rank only. Set a batch size.")
     if args.use_liger_kernel and config.model_parallel_size > 1:
-        sizes = f"tp_size={config.tp_size}, pp_size={config.pp_size}, sp_size={config.sp_size}"
         problems.append(
-            f"use_liger_kernel=True with {sizes}: it replaces the loss, and reads the whole head and whole rows. Set it to False."
+            f"use_liger_kernel=True with {shared}: it replaces the loss, and reads the whole head and whole rows. Set it to False."
         )
     if (args.bf16_full_eval or args.fp16_full_eval) and config.pp_size > 1:
         problems.append(
@@ -379,8 +380,6 @@ def refuse_arguments(trainer: Trainer, config: HFParallelConfig) -> None:
             "nodes share."
         )
     if trainer.accelerator.dispatch_batches and config.model_parallel_size > 1:
-        sizes = {"pp_size": config.pp_size, "tp_size": config.tp_size, "sp_size": config.sp_size}
-        shared = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         problems.append(
             f"accelerator_config.dispatch_batches=True with {shared}: the ranks of a model copy read the same rows, and this "
             "gives every rank other ones. Leave it unset."
