@@ -194,6 +194,11 @@ def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder
             trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
         try:
             trainer.train()
+            if kind == "again":
+                with torch.no_grad():
+                    for parameter in trainer.model.parameters():
+                        parameter.mul_(0.5)
+                trainer.train()
             found[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         except Exception as error:
             found[kind] = f"{type(error).__name__}: {error}"
@@ -212,9 +217,10 @@ APART = apart_case("apart", (1, 1, 1, 1), count=40)
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", [SMALL, ALONE, APART], ids=lambda case: case.name)
-def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_path: Path) -> None:
+def test_an_epoch_that_is_left_early_and_a_run_before_leave_nothing_behind(case: Case, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 120, "env": ENV}
-    kinds, size = (["leaves", "clips"] if case is APART else ["leaves"]), (case.parallel or {})["pp_size"]
+    kinds = ["leaves", "again", *(["clips"] if case is APART else [])]
+    size = (case.parallel or {})["pp_size"]
     found = run_ranks(losses_with, size, case, kinds, str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
     one = dataclasses.replace(case, parallel=None)
     (expected,) = run_ranks(
