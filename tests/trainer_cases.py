@@ -160,6 +160,9 @@ class Delayed(TrainerCallback):
         stage = bisect.bisect_right(ends, int(block[1])) if block else (0 if "emb" in name or "wte" in name else -1)
         return list(range(len(self.split) - 1, -1, -1))[stage]
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.versions.clear()
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.versions.append({name: p.detach().clone() for name, p in model.named_parameters()})
         self.load(model, self.delay_of)

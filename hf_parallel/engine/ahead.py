@@ -27,6 +27,7 @@ from hf_parallel.engine.microbatch_loss import MicrobatchLoss, Share
 from hf_parallel.engine.window import COUNTS
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.module_settings import changed_setting, settings_of
+from hf_parallel.guards.optimizer_settings import Known
 from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream
@@ -56,6 +57,7 @@ class _Begun:
         shares: What each microbatch contributes to the loss of its batch.
         first: Number of its first microbatch.
         step: What its random numbers are drawn by.
+        known: Of the optimizers, when it was begun: in one step on all ranks, where losses leave in several.
         version: Of the weights it runs with; -1 until this rank may begin it.
         gradients: What its last backward has left; None until then.
         told: Waits for what the ranks tell each other of it.
@@ -65,6 +67,7 @@ class _Begun:
     shares: list[Share]
     first: int
     step: int
+    known: Known
     version: int = -1
     gradients: list[tuple[nn.Parameter, Tensor]] | None = None
     told: Callable[[], tuple[list[Tensor], Tensor]] | None = None
@@ -173,7 +176,8 @@ class Ahead:
         self.attachment.batch_check.check(batches)
         parts = [part for index, batch in enumerate(batches) for part in self.loss.cut(index, batch)]
         place = len(self._begun)
-        begun = _Begun(batches, [share for _, share in parts], self._next, self.seeds.step + place)
+        known = self.attachment.gradients.settings.known()
+        begun = _Begun(batches, [share for _, share in parts], self._next, self.seeds.step + place, known)
         self._begun.append(begun)
         self._next += len(parts)
         self._stream.inputs.update(zip(begun.numbers, (inputs for inputs, _ in parts), strict=True))
@@ -233,7 +237,9 @@ class Ahead:
         losses = [made.get(number, nothing) for number in window.numbers] if self.runtime.has_last_stage else []
         gradients = [gradient for _, gradient in window.gradients or ()] if self._tells_early else []
         power = power_sum(gradients, 2.0, self.attachment.device)
-        window.told = self.last_stage.send_losses(losses, window.shares, window.batches, power, self._group)
+        window.told = self.last_stage.send_losses(
+            losses, window.shares, window.batches, power, self._group, window.known
+        )
 
     # -- beside the steps ----------------------------------------------------------------------------------------
 

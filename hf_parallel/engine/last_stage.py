@@ -19,6 +19,7 @@ from hf_parallel.compat.private_collectives import rows_of_ranks
 from hf_parallel.engine.microbatch_loss import Share
 from hf_parallel.guards.batches import BatchDigests
 from hf_parallel.guards.freezing import Freezing
+from hf_parallel.guards.optimizer_settings import Known
 from hf_parallel.mesh import Mesh
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
 from hf_parallel.watchdog import Watchdog
@@ -85,6 +86,7 @@ class LastStage:
         batches: Sequence[dict[str, Any]],
         power: torch.Tensor,
         group: dist.ProcessGroup | None,
+        known: Known,
     ) -> Callable[[], tuple[list[torch.Tensor], torch.Tensor]]:
         """As `share_losses`, while this rank goes on; what waits for the losses, and for the sum of `power` over the ranks.
 
@@ -94,19 +96,20 @@ class LastStage:
             batches: What this rank has read.
             power: What this rank counts of another sum (0-d).
             group: The model copy; nothing else is sent over it, because ranks may come here in different steps.
+            known: Of the optimizers, in a step that is the same one on all ranks.
         """
         count = len(batches)
         message = torch.zeros(count + self._digests.width + 1, dtype=torch.float64, device=self.device)
         for loss, share in zip(losses if self._mesh.tp_rank == 0 else (), shares, strict=False):
             message[share.batch] += loss.double()
-        self._digests.put(message[count:-1], batches)
+        self._digests.put(message[count:-1], batches, known)
         message[-1] = power
         work = dist.all_reduce(message, group=group, async_op=True)
 
         def wait() -> tuple[list[torch.Tensor], torch.Tensor]:
             with self._watchdog.waiting("waits for the loss of the last stage"):
                 work.wait()
-            self._digests.arrived(message[count:-1])
+            self._digests.arrived(message[count:-1], known)
             return list(message[:count].float().unbind()), message[-1]
 
         return wait

@@ -21,7 +21,7 @@ from hf_parallel.compat.private_torch import version_of
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.alike import CommonWeights, bits_of
 from hf_parallel.guards.awaited import on_its_way
-from hf_parallel.guards.optimizer_settings import OptimizerSettings
+from hf_parallel.guards.optimizer_settings import Known, OptimizerSettings
 from hf_parallel.mesh import Mesh
 
 
@@ -129,21 +129,31 @@ class BatchDigests:
     def __init__(self, mesh: Mesh, common: CommonWeights, settings: OptimizerSettings) -> None:
         self._mesh, self._common, self._settings = mesh, common, settings
         self._digests = Digests()
-        self._unread: list[Tensor] = []
+        self._unread: list[tuple[Tensor, Known | None]] = []
         self.width = mesh.shape.mp_size * (2 + len(common.names))
 
-    def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass."""
-        mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
-        _write(mine, [self._digests.of(batches), self._settings.word(), *self._common.digests()])
+    def put(self, slots: Tensor, batches: Sequence[Mapping[str, Any]], known: Known | None = None) -> None:
+        """Write this rank's digests into its slots of what will be summed over the ranks; after a forward pass.
 
-    def arrived(self, slots: Tensor) -> None:
+        Args:
+            slots: Of all ranks.
+            batches: What this rank has read.
+            known: Of the optimizers, if it is not what is known now; None too.
+        """
+        mine = slots.view(self._mesh.shape.mp_size, -1)[self._mesh.place_in_copy]
+        _write(mine, [self._digests.of(batches), self._settings.word(known), *self._common.digests()])
+
+    def arrived(self, slots: Tensor, known: Known | None = None) -> None:
         """The slots of all ranks; on a GPU they are judged by `judge`, where a backward pass waits for the device anyway.
+
+        Args:
+            slots: Of all ranks.
+            known: As it was `put`.
 
         Raises:
             RankMismatchError: On every rank, naming those that differ.
         """
-        self._unread.append(slots)
+        self._unread.append((slots, known))
         if slots.device.type == "cpu" or not torch.is_grad_enabled():
             self.judge()
 
@@ -154,10 +164,10 @@ class BatchDigests:
             RankMismatchError: On every rank, naming those that differ.
         """
         unread, self._unread = self._unread, []
-        for slots in unread:
+        for slots, known in unread:
             rows = [[int(value) for value in row] for row in slots.view(self._mesh.shape.mp_size, -1).tolist()]
             refuse_unlike(self._mesh, [row[0] for row in rows])
-            self._settings.refuse_unlike([row[1] for row in rows])
+            self._settings.refuse_unlike([row[1] for row in rows], known)
             self._common.refuse_unlike([row[2:] for row in rows])
 
 

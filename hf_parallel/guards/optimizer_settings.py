@@ -38,6 +38,7 @@ class _Spelled(NamedTuple):
 
 
 NONE = _Spelled([], b"")
+Known: TypeAlias = tuple[_Spelled, _Spelled]  # used last, and now
 
 
 class OptimizerSettings:
@@ -68,21 +69,27 @@ class OptimizerSettings:
         """An optimizer steps."""
         self._used = self._now()
 
-    def word(self) -> int:
-        """A digest of what was used last and of what is set now."""
-        text = self._used.digest + self._now().digest
+    def known(self) -> Known:
+        """What was used last, and what is set now."""
+        return self._used, self._now()
+
+    def word(self, known: Known | None = None) -> int:
+        """A digest of what was used last and of what is set now, or of what `known` gave."""
+        used, now = known or self.known()
+        text = used.digest + now.digest
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") & ((1 << BITS) - 1)
 
-    def refuse_unlike(self, words: Sequence[int]) -> None:
+    def refuse_unlike(self, words: Sequence[int], known: Known | None = None) -> None:
         """Compare them; collective over the model copy if they differ.
 
         Args:
             words: Of the ranks of this model copy.
+            known: What this rank's word is of, if that is not what is known now.
 
         Raises:
             RankMismatchError: On every rank, with a setting that differs.
         """
-        self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size)
+        self._compare(words, self._mesh.copy_ranks, self._mesh.mp_group, self._mesh.shape.stage_size, known)
 
     def refuse_unlike_stages(self, words: Sequence[int]) -> None:
         """Compare them before an optimizer steps; collective over the stages if they differ.
@@ -109,13 +116,21 @@ class OptimizerSettings:
         """
         self._compare(words, dist.get_process_group_ranks(group), group, len(words))
 
-    def _compare(self, words: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup | None, size: int) -> None:
+    def _compare(
+        self,
+        words: Sequence[int],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        size: int,
+        known: Known | None = None,
+    ) -> None:
         """Refuse what differs among ranks of which `size` neighbours each have the same parameters, or among all of them."""
         stages = [words[start : start + size] for start in range(0, len(words), size)]
         if len(set(words)) == 1 or (self._stages_differ and all(len(set(stage)) == 1 for stage in stages)):
             return
         everyone: list[Any] = [None for _ in words]
-        mine: Told = self._used.settings, self._now().settings, self._kinds_of_groups()
+        used, now = known or self.known()
+        mine: Told = used.settings, now.settings, self._kinds_of_groups()
         dist.all_gather_object(everyone, mine, group=group)
         for start in range(0, len(words), size):
             self._refuse(everyone[start : start + size], ranks[start : start + size])

@@ -56,6 +56,9 @@ class HFParallelTrainerMixin(CheckpointMixin):
         if self.hf_parallel_session is not None:
             self.accelerator.attach_model(self.model)
             self._watch_users()
+            if self._pipeline is not None and self._pipeline.ahead is not None:
+                # A run before this one has left older weights, maybe of another model: the best one was loaded since.
+                self._pipeline.ahead.versions.restore([])
         watched, create = self._hf_parallel_watched, super().create_optimizer
         try:
             return (create if watched is None else watched.making_optimizer(create))(model)

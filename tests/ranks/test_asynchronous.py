@@ -156,6 +156,9 @@ class Stops(TrainerCallback):
             args.gradient_accumulation_steps = 2
         if self.kind == "steps_again" and state.global_step == 2:
             kwargs["optimizer"].step()
+        if self.kind == "decays_alone" and state.global_step == 2 and state.is_world_process_zero:
+            for group in kwargs["optimizer"].param_groups:
+                group["weight_decay"] = 0.5
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self.kind == "writes" and state.global_step == 2:
@@ -191,6 +194,11 @@ def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder
             trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
         try:
             trainer.train()
+            if kind == "again":
+                with torch.no_grad():
+                    for parameter in trainer.model.parameters():
+                        parameter.mul_(0.5)
+                trainer.train()
             found[kind] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         except Exception as error:
             found[kind] = f"{type(error).__name__}: {error}"
@@ -209,9 +217,10 @@ APART = apart_case("apart", (1, 1, 1, 1), count=40)
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", [SMALL, ALONE, APART], ids=lambda case: case.name)
-def test_an_epoch_that_is_left_early_leaves_no_gradient_behind(case: Case, tmp_path: Path) -> None:
+def test_an_epoch_that_is_left_early_and_a_run_before_leave_nothing_behind(case: Case, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 120, "env": ENV}
-    kinds, size = (["leaves", "clips"] if case is APART else ["leaves"]), (case.parallel or {})["pp_size"]
+    kinds = ["leaves", "again", *(["clips"] if case is APART else [])]
+    size = (case.parallel or {})["pp_size"]
     found = run_ranks(losses_with, size, case, kinds, str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
     one = dataclasses.replace(case, parallel=None)
     (expected,) = run_ranks(
@@ -256,6 +265,18 @@ def test_what_stages_that_step_at_different_times_cannot_have_is_refused_on_ever
     for texts in found:
         for name, (_, says) in NOT_APART.items():
             assert re.search(says, texts.get(name, "trains")), texts
+
+
+APART_TWO = apart_case("apart_two", (2, 2), count=40)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [ALONE, APART_TWO], ids=lambda case: case.name)
+def test_an_optimizer_that_one_stage_sets_otherwise_is_refused(case: Case, tmp_path: Path) -> None:
+    for found in run_ranks(
+        losses_with, 2, case, ["decays_alone"], str(tmp_path), tmp_path=tmp_path, timeout=60, env=ENV
+    ):
+        assert re.search(r"weight_decay of parameter group \d .* is 0.5 on rank 0", str(found["decays_alone"])), found
 
 
 REFUSED = {
