@@ -111,6 +111,18 @@ def test_ranks_that_run_as_simulated_have_the_simulated_bubble_and_no_exposed_me
         assert found[f"monitor/backward_ms/stage_{stage}"] + split == pytest.approx(1e3 * backward[stage])
 
 
+def test_nothing_is_planned_for_a_step_that_runs_into_the_next(tmp_path: Path) -> None:
+    choice = ScheduleChoice(PipelineConfig(schedule="pipedream_2bw"), 2)
+    records = records_of([1.0, 1.0], [2.0, 2.0], 4, choice)
+    job = job_of(records, choice)
+    found = metrics_of(job)
+    assert "monitor/bubble" in found
+    assert not {"monitor/bubble_planned", "monitor/bubble_of_stages", "monitor/exposed_s/pp"} & found.keys()
+    path = write_report(tmp_path, job, records, [Offset(0.0, 0.0)] * 2, [], {})
+    report = json.loads(path.with_suffix(".json").read_text())
+    assert not report["timeline"]["planned"]
+
+
 def test_utilisation_is_of_the_flops_of_the_job_over_the_peaks_of_its_ranks() -> None:
     choice = ScheduleChoice(PipelineConfig(), 2)
     job = job_of(records_of([1.0, 1.0], [1.0, 1.0], 2, choice), choice, tokens=60.0, flops=6.0)

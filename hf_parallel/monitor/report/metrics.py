@@ -73,9 +73,12 @@ class Job:
         }  # fmt: skip
 
     def simulated(self) -> Simulation | None:
-        """The step's schedule with the measured seconds of stages and no messages; None without stages, or if it is long."""
+        """The step's schedule with the measured seconds of stages and no messages.
+
+        None without stages, if it is long, or if steps run into each other.
+        """
         stages, count = self.of_stages(), round(self.told[0].microbatches)
-        if self.shape.pp_size == 1 or not count or 2 * count * len(stages) > MOST_SIMULATED:
+        if self.shape.pp_size == 1 or not self.choice.drains or not count or 2 * count * len(stages) > MOST_SIMULATED:
             return None
         forward, weight = ([getattr(s, part) for s in stages.values()] for part in ("forward", "weight"))
         backward = [s.backward + s.weight for s in stages.values()]
@@ -141,7 +144,7 @@ def _bubbles(job: Job) -> dict[str, float]:
     if job.shape.pp_size == 1:
         return {}
     found = {"bubble": statistics.fmean(one.bubble for one in job.told)}
-    if job.expected.bubble is not None:
+    if job.expected.bubble is not None and job.choice.drains:
         found["bubble_planned"] = job.expected.bubble
     timed = job.simulated()
     if timed is not None:

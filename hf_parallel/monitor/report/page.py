@@ -167,7 +167,7 @@ def _planned(job: Job, measured: Sequence[Bar]) -> list[Bar]:
     """The planned step of the ranks that are drawn: as much compute as was measured, from the first action on."""
     expected, count = job.expected, round(job.told[0].microbatches)
     computed = [bar for bar in measured if bar.kind in COMPUTED]
-    if not expected.forward or not count or not computed:
+    if not expected.forward or not count or not computed or not job.choice.drains:
         return []
     timed = simulate(job.choice.training(count), expected.forward, expected.backward)
     ranks = range(min(MOST_ROWS, job.shape.world_size))

@@ -100,6 +100,11 @@ class ScheduleChoice:
             )
         return [[a for a in actions if a.microbatch < num_microbatches] for actions in self._file]
 
+    @property
+    def drains(self) -> bool:
+        """Whether a step ends with an empty pipeline, so that its schedule tells how long ranks are idle."""
+        return self.settings.schedule not in ASYNCHRONOUS
+
     def typical(self) -> Schedule:
         """The schedule of a step whose batch is not known yet, to plan with: for `num_microbatches`.
 
