@@ -43,8 +43,8 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad  # the descriptor, which `map` calls 
 NOT_ANNOUNCED = (
     "a training forward that no data loader announced, with pipeline.schedule={name}: batches of the next steps enter the pipeline "
     "before their call, so stock code alone may stand between the data loader and the model. Leave {methods}, callbacks "
-    "between batches and hooks on the model as the Trainer has them, and gradient_accumulation_steps as it is within an epoch, or set "
-    "pipeline.schedule to 1f1b."
+    "between batches and hooks on the model as the Trainer has them, compute_loss_func a sum over labels divided by "
+    "num_items_in_batch, and gradient_accumulation_steps as it is within an epoch, or set pipeline.schedule to 1f1b."
 )
 
 

@@ -188,7 +188,7 @@ class OwnStep(Trainer):
 def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in kinds:
-        loss = "subclass" if kind == "own_loss" else ""
+        loss = {"own_loss": "subclass", "mean": "func_mean"}.get(kind, "")
         trainer = make_trainer(dataclasses.replace(case, loss=loss), Path(folder) / kind, world_size, [Stops(kind)])
         if kind == "own_step":
             trainer.__class__ = type("Mixed", (type(trainer).__mro__[1], OwnStep), {})
@@ -289,6 +289,7 @@ REFUSED = {
     "scales": "all gradients of a stage were multiplied by one number",  # by another on each
     "steps_again": "a second optimizer.step.*Use one optimizer",
     "own_loss": "no data loader announced, with pipeline.schedule=pipedream_2bw.*compute_loss",
+    "mean": "no data loader announced, .*compute_loss_func a sum over labels divided by num_items_in_batch",
     "own_step": "no data loader announced, with pipeline.schedule=pipedream_2bw.*training_step",
 }
 
