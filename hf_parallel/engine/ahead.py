@@ -110,10 +110,8 @@ class Ahead:
         mesh, parameters = self.attachment.mesh, self.attachment.parameters
         self.delay = delay_of(self.name, mesh.shape.pp_size)
         delays = delays_of(self.name, mesh.shape.pp_size, vertical_sync=self.vertical_sync)
-        self._own_delay = delays[mesh.pp_rank]
-        self.versions = WeightVersions(
-            self.attachment.model, {n: p for n, p in parameters.items() if p.requires_grad}, self._own_delay
-        )
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self.versions = WeightVersions(self.attachment.model, trained, delays[mesh.pp_rank])
         self._parameters = list(parameters.values())
         self._trained = self._now_trained()
         self._begun: deque[_Begun] = deque()
