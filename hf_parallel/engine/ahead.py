@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import version_of
 from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.engine.direct import Attachment
@@ -113,6 +114,8 @@ class Ahead:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.versions = WeightVersions(self.attachment.model, trained, delays[mesh.pp_rank])
         self._parameters = list(parameters.values())
+        self._still = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        self._still_at: list[int] = []  # how often each of these was written to, when the last step was over
         self._trained = self._now_trained()
         self._begun: deque[_Begun] = deque()
         self._done, self._next = empty(mesh.shape.pp_size), 0
@@ -168,6 +171,7 @@ class Ahead:
             self.versions.put(None)
             self.runtime.before = before
         self._settings = settings_of(self.attachment.model) if self.watches_modules else None
+        self._still_at = list(map(version_of, self._still.values()))
         return self._complete(self._begun.popleft())
 
     def _begin(self, batches: Batches) -> None:
@@ -245,7 +249,8 @@ class Ahead:
         """Refuse what must not change while windows are under way.
 
         Raises:
-            UnsupportedError: A parameter was frozen or unfrozen, or the gradients of the last step were not used.
+            UnsupportedError: A parameter was frozen or unfrozen, a frozen one was written to, or the gradients of the last step were
+                not used.
         """
         if self._is_due:
             raise UnsupportedError(
@@ -260,6 +265,14 @@ class Ahead:
             raise UnsupportedError(
                 f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
                 "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
+            )
+        still = list(map(version_of, self._still.values()))
+        if self._begun and still != self._still_at:
+            name = next(n for n, was, now_at in zip(self._still, self._still_at, still, strict=True) if was != now_at)
+            raise UnsupportedError(
+                f"{name}, which is frozen, was written to with pipeline.schedule={self.name}: of weights that are not trained there is "
+                "one version, and microbatches of the next steps are under way with it. Load or change trained weights only, or set "
+                "pipeline.schedule to 1f1b."
             )
 
     def _now_trained(self) -> list[bool]:
