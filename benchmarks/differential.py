@@ -112,12 +112,13 @@ def reference_of(setup: Setup) -> Setup:
 
 
 def regrouped(setup: Setup) -> Setup | None:
-    """The same steps from smaller batches, or from larger ones."""
-    if setup.stock or setup.evaluate:
+    """The same steps from smaller batches, or from larger ones; where none can be, from weights moved at rounding level."""
+    if setup.stock:
         return None
     rows, steps = setup.rows * setup.dp, setup.accumulation
-    if rows == 1 and steps == 1:
-        return None
+    if setup.evaluate or (rows == 1 and steps == 1):
+        nudged = {"before": "nudged"}
+        return None if setup.before else setup.replaced(tp=1, pp=1, dp=1, settings={}, recompute="", **nudged)
     changed = {"rows": 1, "accumulation": rows * steps} if rows > 1 else {"rows": steps, "accumulation": 1}
     return setup.replaced(tp=1, pp=1, dp=1, settings={}, recompute="", **changed)
 

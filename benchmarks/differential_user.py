@@ -155,6 +155,15 @@ class ZeroAtBegin(TrainerCallback):
 # -- what is put on a model before the Trainer sees it ---------------------------------------------------------------
 
 
+def nudged(model: Any) -> None:
+    """Weights moved at rounding level: how far is a run from itself?"""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
+
+
 def mask_rows(model: Any) -> None:
     """Train only the last rows of the embedding."""
     weight = model.get_input_embeddings().weight
