@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import version_of
 from hf_parallel.compat.private_transformers import AFTER_DATA
 from hf_parallel.data_parallel.norms import power_sum
 from hf_parallel.engine.direct import Attachment
@@ -33,6 +32,7 @@ from hf_parallel.mesh import new_group_of
 from hf_parallel.model.random_streams import StepSeeds
 from hf_parallel.pipeline_parallel.run.live import Stream
 from hf_parallel.pipeline_parallel.run.runtime import PipelineRuntime
+from hf_parallel.pipeline_parallel.run.still import StillWeights
 from hf_parallel.pipeline_parallel.run.versions import WeightVersions
 from hf_parallel.pipeline_parallel.schedule.actions import Action
 from hf_parallel.pipeline_parallel.schedule.asynchronous import delay_of, delays_of, empty, next_slice
@@ -114,8 +114,8 @@ class Ahead:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.versions = WeightVersions(self.attachment.model, trained, delays[mesh.pp_rank])
         self._parameters = list(parameters.values())
-        self._still = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
-        self._still_at: list[int] = []  # how often each of these was written to, when the last step was over
+        still = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        self._still = StillWeights(self.attachment.model, still)
         self._trained = self._now_trained()
         self._begun: deque[_Begun] = deque()
         self._done, self._next = empty(mesh.shape.pp_size), 0
@@ -165,13 +165,15 @@ class Ahead:
         for window, version in zip(self._begun, self.versions.recent, strict=False):
             window.version = version if window.version < 0 else window.version
         before, self.runtime.before = self.runtime.before, self._seed
+        self._still.put(back=False)
         try:
             self.runtime.advance(self._stream, self._program())
         finally:
             self.versions.put(None)
+            self._still.put(back=True)
             self.runtime.before = before
         self._settings = settings_of(self.attachment.model) if self.watches_modules else None
-        self._still_at = list(map(version_of, self._still.values()))
+        self._still.note()
         return self._complete(self._begun.popleft())
 
     def _begin(self, batches: Batches) -> None:
@@ -249,7 +251,7 @@ class Ahead:
         """Refuse what must not change while windows are under way.
 
         Raises:
-            UnsupportedError: A parameter was frozen or unfrozen, a frozen one was written to, or the gradients of the last step were
+            UnsupportedError: A parameter was frozen or unfrozen, a frozen one was changed, or the gradients of the last step were
                 not used.
         """
         if self._is_due:
@@ -266,12 +268,11 @@ class Ahead:
                 f"{name} was frozen or unfrozen with pipeline.schedule={self.name}: microbatches of the next steps are under "
                 "way. Set requires_grad before training starts, or pipeline.schedule to 1f1b."
             )
-        still = list(map(version_of, self._still.values()))
-        if self._begun and still != self._still_at:
-            name = next(n for n, was, now_at in zip(self._still, self._still_at, still, strict=True) if was != now_at)
+        moved = self._still.changed() if self._begun else None
+        if moved is not None:
             raise UnsupportedError(
-                f"{name}, which is frozen, was written to with pipeline.schedule={self.name}: of weights that are not trained there is "
-                "one version, and microbatches of the next steps are under way with it. Load or change trained weights only, or set "
+                f"{moved}, which is frozen, was changed with pipeline.schedule={self.name}: of weights that are not trained there is one "
+                "version, and microbatches of the next steps are under way with it. Change trained weights only, or set "
                 "pipeline.schedule to 1f1b."
             )
 

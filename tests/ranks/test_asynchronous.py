@@ -144,9 +144,11 @@ class Stops(TrainerCallback):
             control.should_epoch_stop = True
         if self.kind == "freezes" and state.global_step == 2:
             next(model.parameters()).requires_grad_(False)
-        if self.kind == "reloads" and state.global_step == 2:
+        if self.kind in ("reloads", "averages") and state.global_step == 2:
+            factor = 0.5 if self.kind == "reloads" else 1.0
             with torch.no_grad():
-                next(p for p in model.parameters() if not p.requires_grad).mul_(0.5)
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
         if self.kind == "retunes" and state.global_step == 2:
             for module in model.modules():
                 if hasattr(module, "scaling"):
@@ -193,7 +195,7 @@ def losses_with(rank: int, world_size: int, case: Case, kinds: list[str], folder
     for kind in kinds:
         loss = {"own_loss": "subclass", "mean": "func_mean"}.get(kind, "")
         trainer = make_trainer(dataclasses.replace(case, loss=loss), Path(folder) / kind, world_size, [Stops(kind)])
-        if kind == "reloads":
+        if kind in ("reloads", "averages"):
             for name, parameter in trainer.model.named_parameters():
                 parameter.requires_grad_("norm" not in name)
         if kind == "own_step":
@@ -225,7 +227,7 @@ APART = apart_case("apart", (1, 1, 1, 1), count=40)
 @pytest.mark.parametrize("case", [SMALL, ALONE, APART], ids=lambda case: case.name)
 def test_an_epoch_that_is_left_early_and_a_run_before_leave_nothing_behind(case: Case, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 120, "env": ENV}
-    kinds = ["leaves", "again", *(["clips"] if case is APART else [])]
+    kinds = ["leaves", "again", "averages", *(["clips"] if case is APART else [])]
     size = (case.parallel or {})["pp_size"]
     found = run_ranks(losses_with, size, case, kinds, str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
     one = dataclasses.replace(case, parallel=None)
@@ -287,7 +289,7 @@ def test_an_optimizer_that_one_stage_sets_otherwise_is_refused(case: Case, tmp_p
 
 REFUSED = {
     "freezes": "was frozen or unfrozen with pipeline.schedule=pipedream_2bw.*Set requires_grad before training",
-    "reloads": "layernorm.weight, which is frozen, was written to with pipeline.schedule=pipedream_2bw.*trained weights only",
+    "reloads": "layernorm.weight, which is frozen, was changed with pipeline.schedule=pipedream_2bw.*trained weights only",
     "retunes": r"scaling \(\S+ before, \S+ now\) was changed during training.*pipedream_2bw.*Change modules before training starts",
     "wraps": r"_forward_hooks \(0 before, 1 now\) was changed during training.*or set pipeline.schedule to 1f1b",
     "hooks": "hooks on 1 parameters .*Remove them",
