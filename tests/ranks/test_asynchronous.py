@@ -179,6 +179,10 @@ class Stops(TrainerCallback):
                 gradient.mul_(1.0 / total)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self.kind == "halves":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
         if self.kind == "hooks":
             next(model.parameters()).register_hook(lambda gradient: gradient * 2)
 
@@ -227,7 +231,7 @@ APART = apart_case("apart", (1, 1, 1, 1), count=40)
 @pytest.mark.parametrize("case", [SMALL, ALONE, APART], ids=lambda case: case.name)
 def test_an_epoch_that_is_left_early_and_a_run_before_leave_nothing_behind(case: Case, tmp_path: Path) -> None:
     options: dict[str, Any] = {"timeout": 120, "env": ENV}
-    kinds = ["leaves", "again", "averages", *(["clips"] if case is APART else [])]
+    kinds = ["leaves", "again", "averages", "halves", *(["clips"] if case is APART else [])]
     size = (case.parallel or {})["pp_size"]
     found = run_ranks(losses_with, size, case, kinds, str(tmp_path / "mesh"), tmp_path=tmp_path, **options)
     one = dataclasses.replace(case, parallel=None)

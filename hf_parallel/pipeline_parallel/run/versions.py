@@ -156,10 +156,15 @@ class WeightVersions:
 
     @torch.no_grad()
     def restore(self, older: list[dict[str, Tensor]]) -> None:
-        """Take up what `older` gave, beside the parameters as they are now; none: all versions begin with those."""
+        """Take up what `older` gave, beside the parameters as they are now.
+
+        None: all versions begin with those, as they are when the first microbatch runs.
+        """
+        if not older:
+            self.recent = deque([self.recent[-1]] * len(self._sets), maxlen=len(self._sets))
+            return
         self.recent = deque(range(len(self._sets)), maxlen=len(self._sets))
         self._move(self.recent[-1])
-        newest_weights: dict[str, Tensor] = dict(zip(self._names, self._parameters, strict=True))
-        for version, weights in enumerate(older or [newest_weights] * (len(self._sets) - 1)):
+        for version, weights in enumerate(older):
             for name, leaf in self.leaves(version).items():
                 leaf.data.copy_(weights[name])
