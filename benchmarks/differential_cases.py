@@ -302,6 +302,9 @@ def consistent(setup: Setup) -> Setup:
         changes |= {"resume": None}
     if setup.callback == "Unfreeze":
         changes |= {"frozen": setup.frozen or "first"}
+    if setup.before == "normalised_head" and setup.stock:
+        # A tied head and the embedding are two parameters of one memory then: stock DDP parts them, one process does not.
+        changes |= {"before": ""}
     if setup.bf16 and (setup.loss not in ADDITIVE or setup.ragged or setup.evaluate or setup.local_counts):
         changes |= {"bf16": False}
     if setup.resume is not None:  # data in the middle of an epoch, one process as the reference
