@@ -18,13 +18,13 @@ from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.trained import TrainedWord, refuse_unlike_trained
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
+from hf_parallel.model.tensors import as_integers
 
 
 ELEMENTS = 64  # of a parameter
 COPIES = 4  # parameters held by every tensor-parallel rank
 BITS = 48  # exact as a float64, and never zero
 TRAINED = "requires_grad"
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -153,7 +153,4 @@ def digest_of(some: Tensor, weights: Tensor) -> Tensor | int:
 
 def bits_of(value: Tensor) -> Tensor:
     """The bits of a tensor as int64, in one dimension."""
-    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
-    if flat.is_floating_point():
-        flat = flat.view(_SAME_SIZE[flat.element_size()])
-    return flat.to(torch.int64)
+    return as_integers(value).to(torch.int64)

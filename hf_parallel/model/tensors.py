@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
 def map_tensors(
     fn: Callable[[tuple[str | int, ...], Tensor], Any], value: Any, path: tuple[str | int, ...] = ()
 ) -> Any:
@@ -46,3 +49,9 @@ def largest(tensor: Tensor) -> float:
         return float(tensor.abs().max())
     least, most = torch.aminmax(tensor)  # without a temporary of the tensor's size; both are NaN if any is
     return max(-float(least), float(most))
+
+
+def as_integers(value: Tensor) -> Tensor:
+    """The bits of a tensor as integers of the size of its elements, in one dimension."""
+    flat = (torch.view_as_real(value) if value.is_complex() else value).detach().reshape(-1)
+    return flat.view(_SAME_SIZE[flat.element_size()]) if flat.is_floating_point() else flat

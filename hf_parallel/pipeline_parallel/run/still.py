@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_parallel.compat.private_torch import own_parameters, version_of
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+from hf_parallel.model.tensors import as_integers
 
 
 class StillWeights:
@@ -77,5 +75,5 @@ class StillWeights:
     @torch.no_grad()
     def _summed(self) -> Tensor:
         """The sum of the bits of each weight, i64[weights]."""
-        bits = [p.data.reshape(-1).view(_INTEGERS[p.element_size()]) for p in self._parameters.values()]
-        return torch.stack([one.sum(dtype=torch.int64) for one in bits]) if bits else torch.zeros(0)
+        sums = [as_integers(parameter).sum(dtype=torch.int64) for parameter in self._parameters.values()]
+        return torch.stack(sums) if sums else torch.zeros(0)
