@@ -115,12 +115,12 @@ def regrouped(setup: Setup) -> Setup | None:
     """The same steps from smaller batches, or from larger ones; where none can be, from weights moved at rounding level."""
     if setup.stock:
         return None
+    alone = setup.replaced(tp=1, pp=1, dp=1, settings={}, recompute="")
     rows, steps = setup.rows * setup.dp, setup.accumulation
     if setup.evaluate or (rows == 1 and steps == 1):
-        nudged = {"before": "nudged"}
-        return None if setup.before else setup.replaced(tp=1, pp=1, dp=1, settings={}, recompute="", **nudged)
+        return None if setup.before else alone.replaced(before="nudged")
     changed = {"rows": 1, "accumulation": rows * steps} if rows > 1 else {"rows": steps, "accumulation": 1}
-    return setup.replaced(tp=1, pp=1, dp=1, settings={}, recompute="", **changed)
+    return alone.replaced(**changed)
 
 
 # -- shrinking -------------------------------------------------------------------------------------------------------
