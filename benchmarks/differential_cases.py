@@ -119,6 +119,7 @@ OPTIMIZERS = (
     *("sgd", "adafactor", "rmsprop", "user_adamw", "user_sgd", "user_groups", "user_lion", "user_normalised"),
     *("RatesByName", "RatesByAttribute"),
 )
+BLOCKS = 4  # of every model of the search
 EVALUATING = ("metrics", "best", "plateau", "accuracy_only", "evaluate_first")
 LOOPS = ("plain", "half_twice", "two_losses", "by_hand")
 EXTRAS = (
@@ -211,9 +212,12 @@ def with_delay(setup: Setup) -> Setup:
     fits = fits and setup.before not in ("mask_rows", "halve_gradients") and setup.extra not in ("twice", "second")
     if not fits or rng.random() < 0.6:
         return setup
-    schedule = "pipedream" if setup.accumulation == 1 and rng.random() < 0.3 else "pipedream_2bw"
+    schedule = "pipedream" if setup.accumulation == 1 and rng.random() < 0.5 else "pipedream_2bw"
     parts = 1 if schedule == "pipedream" else setup.pp
     settings = {**setup.settings, "schedule": schedule, "num_microbatches": parts}
+    if schedule == "pipedream" and rng.random() < 0.5:  # each stage steps by itself, so that no norm of all is known
+        settings |= {"vertical_sync": False, "split": [(BLOCKS + rank) // setup.pp for rank in range(setup.pp)]}
+        setup = setup.replaced(clip=0.0)
     return setup.replaced(settings=settings, rows=max(setup.rows, parts), delay=delay_of(settings, setup.pp))
 
 
@@ -465,7 +469,8 @@ def option_lines(setup: Setup) -> list[str]:
 
 
 def callback_lines(setup: Setup) -> list[str]:
-    alone = f"[Delayed({setup.delay})]" if setup.delay else "[]"
+    split = () if setup.settings.get("vertical_sync", True) else tuple(setup.settings["split"])
+    alone = f"[Delayed({setup.delay}, {split})]" if setup.delay else "[]"
     lines = [f"callbacks = {alone} if settings is None else [HFParallelCallback({{}}, **settings)]"]
     if setup.callback:
         first = setup.extra == "callback_first"

@@ -17,7 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BatchEncoding, Tr
 VOCAB = 97
 HEADER = """import functools
 import os
+import re
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F

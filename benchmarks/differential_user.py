@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,22 +16,37 @@ from transformers import Trainer, TrainerCallback
 
 
 class Delayed(TrainerCallback):
-    """What a pipeline that does not drain computes: gradients at the weights of some updates ago, added to the newest."""
+    """What a pipeline that does not drain computes: gradients at the weights of some updates ago, added to the newest.
 
-    def __init__(self, delay: int) -> None:
+    Args:
+        delay: Updates between the weights of a gradient and the newest.
+        split: Blocks of each stage where these have delays of their own, the last none (`vertical_sync: false`).
+    """
+
+    def __init__(self, delay: int, split: tuple[int, ...] = ()) -> None:
         self.delay, self.versions = delay, []
+        self.ends = [sum(split[: place + 1]) for place in range(len(split))]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.versions = [*self.versions[-self.delay :], [p.detach().clone() for p in model.parameters()]]
-        self.load(model, 0)
+        self.load(model, self.delay_of)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.load(model, -1)
+        self.load(model, lambda name: 0)
+
+    def delay_of(self, name: str) -> int:
+        """What lies before the blocks is on the first stage, what follows them on the last."""
+        if not self.ends:
+            return self.delay
+        block = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+        if block is None:
+            return self.delay if re.search("embed_(tokens|in|positions)|embeddings|wte|wpe", name) else 0
+        return sum(int(block[1]) < end for end in self.ends[:-1])
 
     @torch.no_grad()
-    def load(self, model: Any, version: int) -> None:
-        for parameter, value in zip(model.parameters(), self.versions[version], strict=True):
-            parameter.copy_(value)
+    def load(self, model: Any, delay_of: Callable[[str], int]) -> None:
+        for place, (name, parameter) in enumerate(model.named_parameters()):
+            parameter.copy_(self.versions[max(0, len(self.versions) - 1 - delay_of(name))][place])
 
 
 class Clamp(TrainerCallback):
