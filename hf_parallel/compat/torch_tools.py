@@ -118,6 +118,20 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
+    """`target.copy_(source).mul_(factor)` for each pair; on a CPU memory is read once, and a GPU gets few kernels."""
+    if factor == 1.0 or targets[0].device.type != "cpu":
+        copy_all(targets, sources)
+        if factor != 1.0:
+            scale_all(targets, factor)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype == source.dtype:
+            torch.mul(source, factor, out=target)
+        else:
+            target.copy_(source).mul_(factor)
+
+
 def add_all(targets: list[Tensor], others: list[Tensor]) -> None:
     """`target.add_(other)` for each pair, in a few kernels."""
     torch._foreach_add_(targets, others)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_parallel.compat.torch_tools import copy_all
+from hf_parallel.compat.torch_tools import copy_scaled
 from hf_parallel.errors import ConfigError, UnsupportedError
 
 
@@ -45,13 +45,17 @@ class Bucket:
         """Shape of each parameter on this rank."""
         return tuple(param.shape for param in self.params)
 
-    def pack(self, *, flagged: bool) -> tuple[Tensor, tuple[bool, ...]]:
-        """Move the gradients into a new flat buffer; return it and which parameters had one.
+    def pack(
+        self, *, flagged: bool, factor: float = 1.0, into: Tensor | None = None
+    ) -> tuple[Tensor, tuple[bool, ...]]:
+        """Move the gradients into a flat buffer, multiplied by a factor; return it and which parameters had one.
 
         `p.grad` becomes None, so the step needs memory for one more bucket and not for a second copy of all gradients.
 
         Args:
             flagged: Append one number a parameter that tells whether it had a gradient.
+            factor: Of the gradients.
+            into: A buffer of an earlier step, packed with the same `flagged`; None makes a new one.
 
         Raises:
             UnsupportedError: If a gradient is sparse; nothing was moved then.
@@ -61,17 +65,17 @@ class Bucket:
         present = tuple(grad is not None for grad in grads)
         tail = len(self.params) if flagged else 0
         full = all(present) and sum(param.numel() for param in self.params) == self.numel
-        make = torch.empty if full else torch.zeros
-        flat = make(
-            self.numel + tail, dtype=self.dtype, device=self.device
-        )  # (elements + one flag for each parameter,)
+        # (elements + one flag for each parameter,)
+        flat = torch.empty(self.numel + tail, dtype=self.dtype, device=self.device) if into is None else into
+        if not full:
+            flat.zero_()
         pairs = [
             (flat[start : start + grad.numel()].view_as(grad), grad)
             for start, grad in zip(self.offsets, grads, strict=True)
             if grad is not None
         ]
         if pairs:
-            copy_all([slot for slot, _ in pairs], [grad for _, grad in pairs])
+            copy_scaled([slot for slot, _ in pairs], [grad for _, grad in pairs], factor)
         if flagged:
             flat[self.numel :].copy_(torch.tensor(present)) if not all(present) else flat[self.numel :].fill_(1.0)
         for param in self.params:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import is_referred_to
 from hf_parallel.compat.torch_tools import scale_all, sent_to
 from hf_parallel.data_parallel.buckets import lay_out
 from hf_parallel.data_parallel.overlap import Overlap
@@ -31,9 +32,10 @@ from hf_parallel.data_parallel.wire import (
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A bucket whose reduction has started."""
+    """A bucket whose reduction has started; its gradients were multiplied by `factor`."""
 
     flat: Tensor
+    factor: float
     present: tuple[bool, ...]
     wait: Wait
     begun: Any  # a moment of the recorder
@@ -64,6 +66,7 @@ class GradientReducer:
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []
+        self._kept: dict[int, Tensor] = {}  # buffers that are gradients of the last step
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
@@ -88,7 +91,9 @@ class GradientReducer:
         """
         if self._wire is None or (self._wire.lossy and factor is None):
             return
-        self._factor = 1.0 if factor is None else factor
+        if factor is None or (factor == 0.0 and not self._wire.lossy):  # nothing can be made of zeros if another one follows
+            factor = 1.0
+        self._factor = factor
         self._overlap.arm()
 
     @torch.no_grad()
@@ -119,9 +124,10 @@ class GradientReducer:
             item.wait()
             self._recorder.add("wait reduce", index, -1, start)
             self._recorder.add("reduce", index, -1, item.begun)
-            if factor != 1.0 and not wire.lossy:
-                item.flat[: bucket.numel].mul_(factor)
+            if factor != item.factor:
+                item.flat[: bucket.numel].mul_(factor / item.factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
+            self._keep(index, item.flat)
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -129,10 +135,20 @@ class GradientReducer:
         if wire is None:
             return
         begun = self._recorder.mark()
-        flat, present = bucket.pack(flagged=not wire.lossy)
-        if wire.lossy and self._factor != 1.0:
-            flat.mul_(self._factor)
-        self._under_way.append(_UnderWay(flat, present, wire.all_reduce(flat, bucket), begun))
+        factor = self._factor
+        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor, into=self._kept_of(index))
+        self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
+
+    def _keep(self, index: int, flat: Tensor) -> None:
+        """New memory of a CPU is paid for page by page, and a GPU's comes from a cache; copies in another dtype are no views."""
+        bucket = self._buckets[index]
+        if bucket.device.type == "cpu" and all(param.dtype == bucket.dtype for param in bucket.params):
+            self._kept[index] = flat
+
+    def _kept_of(self, index: int) -> Tensor | None:
+        """The buffer of the last step, unless a gradient of it is still there or user code has kept one."""
+        flat = self._kept.pop(index, None)
+        return None if flat is None or is_referred_to(flat) else flat
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:
         """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""
