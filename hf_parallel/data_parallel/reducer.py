@@ -89,11 +89,14 @@ class GradientReducer:
         Args:
             factor: What `reduce` will be given; None if that is not known yet, and then an approximating wire waits.
         """
-        if self._wire is None or (self._wire.lossy and factor is None):
+        if self._wire is None:
             return
-        if factor is None or (factor == 0.0 and not self._wire.lossy):  # nothing can be made of zeros if another one follows
-            factor = 1.0
-        self._factor = factor
+        if not self._wire.lossy:
+            self._factor = factor or 1.0  # another one may follow, which could not be made of zeros
+        elif factor is None:
+            return
+        else:
+            self._factor = factor
         self._overlap.arm()
 
     @torch.no_grad()
