@@ -16,6 +16,7 @@ without the warm-up; `whole run` includes it.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -350,6 +351,7 @@ def worker(rank: int, given: tuple[Settings, list[tuple[str, int]], int]) -> dic
     parameters, rows = sum(p.numel() for p in model.parameters()), []
     for name, seed in todo:
         rows.append(run_of(model, corpus, name, seed, settings))
+        gc.collect()  # a Trainer, its model and its optimizer are in cycles
         if rank == 0:
             print(json.dumps(rows[-1]), flush=True)
         late = torch.tensor(float(time.monotonic() > end))
