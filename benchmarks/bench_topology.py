@@ -51,12 +51,14 @@ class Case:
         length: Tokens of a row.
         rows: Of a replica's batch.
         ways: Name -> settings; `auto` is compared with the others.
+        table: Tokens of a vocabulary whose embedding is the head, too; 0: two tables of 256.
     """
 
     hidden: int
     length: int
     rows: int
     ways: Mapping[str, Mapping[str, Any]]
+    table: int = 0
 
 
 def orders() -> dict[str, dict[str, Any]]:
@@ -72,6 +74,7 @@ def orders() -> dict[str, dict[str, Any]]:
 CASES = {
     "pp 2 x dp 2, wide model": Case(256, 32, 4, orders()),
     "pp 2 x dp 2, long rows": Case(64, 768, 8, orders()),
+    "pp 2 x dp 2, tied table": Case(128, 32, 4, orders(), table=8192),
     "dp 4": Case(
         256, 32, 4, {"one ring": {"topology": {"reduction": "flat"}}, AUTO: {}}
     ),
@@ -100,7 +103,9 @@ def train(case: Case, way: Mapping[str, Any], settings: Settings, folder: str) -
 
     hidden, length = case.hidden // settings.shrink, case.length // settings.shrink
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(hidden, settings.blocks, 256, length))
+    config = llama_config(hidden, settings.blocks, case.table // settings.shrink or 256, length)
+    config.tie_word_embeddings = bool(case.table)
+    model = LlamaForCausalLM(config)
     rows = torch.randint(0, 256, (case.rows * RANKS * (settings.steps + settings.warmup), length))
     marks: list[tuple[float, int]] = []
 

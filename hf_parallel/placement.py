@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 
 from hf_parallel.links import FAST, NETWORK, NODE, Links
-from hf_parallel.mesh import MeshShape
+from hf_parallel.mesh_shape import MeshShape
 
 
 KINDS = (NETWORK, NODE, FAST)  # the slowest first
 Flow = tuple[int, int, float]  # sender, receiver, bytes
+Sent = Mapping[str, "float | Sequence[float]"]
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,14 @@ class Placement:
         shape: The mesh.
         links: What joins its ranks.
         sums_in_nodes: Whether gradients are summed inside a node first.
-        sent: Axis -> bytes that a rank sends along it in an optimizer step; None where they are not known.
+        sent: Axis -> bytes that a rank sends along it in an optimizer step, or those for each rank of a pipeline; of "pp" those to its
+            neighbours, and "ends" those that the first and the last rank of a pipeline send to each other. None: not known.
     """
 
     shape: MeshShape
     links: Links
     sums_in_nodes: bool
-    sent: Mapping[str, float] | None
+    sent: Sent | None
 
     def carried(self, axis: str, sent: float | None = None) -> dict[str, float]:
         """Kind of link -> bytes of a step along an axis, out of the busiest end of one; kinds that carry nothing are left out.
@@ -37,9 +39,9 @@ class Placement:
             axis: "tp", "sp", "pp" or "dp".
             sent: Of each rank; None for what is known.
         """
-        each = (self.sent or {}).get(axis, 0.0) if sent is None else sent
         totals: dict[tuple[str, int], float] = {}
         for group in self._groups(axis):
+            each = self._sent(axis, group[0]) if sent is None else sent
             for sender, receiver, size in self._flows(axis, group, each):
                 kind = self.links.between(sender, receiver)
                 end = kind, self.links.end_of(sender, kind)
@@ -54,6 +56,11 @@ class Placement:
         """What all axes put on each kind of link, the slowest first: the smaller, the better."""
         carried = [self.carried(axis) for axis in ("tp", "sp", "pp", "dp")]
         return tuple(sum(one.get(kind, 0.0) for one in carried) for kind in KINDS)
+
+    def _sent(self, axis: str, rank: int) -> float:
+        """By a rank."""
+        each = (self.sent or {}).get(axis, 0.0)
+        return each if isinstance(each, (int, float)) else each[self.shape.coordinates(rank)[1]]
 
     def _groups(self, axis: str) -> list[list[int]]:
         keys = {
@@ -70,6 +77,8 @@ class Placement:
             for one, after in pairwise(group):
                 yield one, after, sent / 2
                 yield after, one, sent / 2
+            ends = self._sent("ends", group[0])
+            yield from ((group[0], group[-1], ends), (group[-1], group[0], ends)) if ends else ()
         elif axis == "sp":
             for one, other in permutations(group, 2):
                 yield one, other, sent / (len(group) - 1)
@@ -112,7 +121,7 @@ def copies_in_nodes(shape: MeshShape, links: Links) -> int:
 def place(
     shape: MeshShape,
     links: Links,
-    sent: Mapping[str, float] | None,
+    sent: Sent | None,
     *,
     sums: Callable[[int], bool],
     inside: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -10,6 +11,9 @@ import torch.distributed as dist
 
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.links import Links
+
+
+logger = logging.getLogger(__name__)
 
 
 def ranks_per_node() -> int:
@@ -22,14 +26,27 @@ def links_here(links_of: Callable[[int, int], Links]) -> Links:
     """The links of this run; collective over the default group.
 
     Args:
-        links_of: Makes them of the number of ranks and that of each machine: of all where machines have different ones.
+        links_of: Makes them of the number of ranks and that of each machine: of all where machines have different ones, or where
+            the ranks of a machine are not numbered one after the other, which is said.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    counts = [ranks_per_node()] * world_size
+    own = ranks_per_node(), int(os.environ.get("LOCAL_RANK", -1))
+    found = [own] * world_size
     if world_size > 1:
-        dist.all_gather_object(counts, ranks_per_node())
-    even = len(set(counts)) == 1 and world_size % counts[0] == 0
-    return links_of(world_size, counts[0] if even else world_size)
+        dist.all_gather_object(found, own)
+    count = own[0]
+    even = world_size % count == 0 and all(other == count for other, _ in found)
+    apart = [rank for rank, (_, place) in enumerate(found) if 0 <= place < count and place != rank % count]
+    if even and apart and dist.get_rank() == 0:
+        logger.warning(
+            "hf_parallel: rank %d is number %d of the %d ranks of its machine: ranks of a machine are not numbered one after the "
+            "other, so neighbours, which share layers and sums, lie on several machines. Start them in blocks (srun "
+            "--distribution=block, mpirun --map-by slot, or torchrun on each machine).",
+            apart[0],
+            found[apart[0]][1],
+            count,
+        )
+    return links_of(world_size, count if even and not apart else world_size)
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

@@ -22,8 +22,9 @@ from hf_parallel.engine.beside import parallelize_beside
 from hf_parallel.engine.parallelize import parallelize
 from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
-from hf_parallel.mesh import Mesh, MeshShape
-from hf_parallel.placement import Placement, copies_in_nodes, map_of, place
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.placement import Placement, Sent, copies_in_nodes, map_of, place
 from hf_parallel.ranks import compare_settings, links_here
 from hf_parallel.settings.launch import check_world
 from hf_parallel.settings.together import other_sums
@@ -102,7 +103,7 @@ class Session:
         schedule: ScheduleChoice,
         explanation: str,
         num_processes: int | None = None,
-        sent_by: Callable[[Links], Mapping[str, float] | None] = lambda links: None,
+        sent_by: Callable[[Links], Sent | None] = lambda links: None,
     ) -> Session:
         """Check the world, compare the settings over the ranks, make the groups; collective.
 
@@ -289,9 +290,7 @@ class Session:
         self.engine = None
 
 
-def _placement(
-    config: HFParallelConfig, shape: MeshShape, sent_by: Callable[[Links], Mapping[str, float] | None]
-) -> Placement:
+def _placement(config: HFParallelConfig, shape: MeshShape, sent_by: Callable[[Links], Sent | None]) -> Placement:
     """The mesh on the links of this run; collective."""
     topology, links = config.topology, links_here(config.topology.links)
     sent = sent_by(links) if links.differ else None

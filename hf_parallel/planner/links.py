@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hf_parallel.planner.collectives import Group, groups_of, senders, stays_on_node
+from hf_parallel.links import NETWORK, NODE, Links
+from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.placement import Placement, Sent
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import parameters_of_ranks
-from hf_parallel.planner.predict import COMPRESSED, step_of
+from hf_parallel.planner.pipeline import placement
+from hf_parallel.planner.predict import COMPRESSED, step_of, tied_bytes
 from hf_parallel.planner.profile import ModelProfile
 
 
@@ -38,14 +41,21 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
         spec: The layout, as `placed` lays it on them.
         seq_len: Tokens of a row.
     """
-    groups, sent = groups_of(spec, cluster), sent_of_ranks(profile, cluster, spec, seq_len)
-    found = {axis: _of_ring(sent.get(axis, 0.0), groups[axis], cluster) for axis in ("tp", "sp", "dp")}
-    found["pp"] = _of_stages(sent.get("pp", 0.0), cluster, spec)
-    return {axis: own for axis, own in found.items() if own.gpu or own.node}
+    sent = sent_of_ranks(profile, cluster, spec, seq_len)
+    shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, dp_inside=spec.neighbours)
+    links = Links(cluster.nodes, cluster.gpus_per_node, cluster.gpus_per_node)
+    laid = Placement(shape, links, sums_in_nodes=False, sent=sent)
+    found = {axis: laid.carried(axis) for axis in ("tp", "sp", "dp", "pp")}
+    return {
+        axis: Traffic(own.get(NODE, 0.0), own.get(NETWORK, 0.0)) for axis, own in found.items() if any(own.values())
+    }
 
 
-def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> dict[str, float]:
+def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: int) -> Sent:
     """Bytes that the busiest rank sends in an optimizer step, by axis; those of axes with one rank are left out.
+
+    "dp" has a number for each rank of a pipeline. "pp" is what stages send to their neighbours; "ends" is what the first and the
+    last rank of a pipeline send to each other.
 
     Args:
         profile: The model.
@@ -58,18 +68,12 @@ def sent_of_ranks(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq
     sizes = {
         "tp": _of_products(profile, spec, seq_len, counts),
         "sp": _of_sequence(profile, spec, seq_len, counts),
-        "dp": _of_replicas(profile, spec, counts),
         "pp": _of_results(profile, spec, seq_len),
+        "ends": _of_ends(profile, spec, seq_len),
     }
-    return {axis: total for axis, each in sizes.items() if (total := sum(each))}
-
-
-def _of_ring(sent: float, group: Group, cluster: Cluster) -> Traffic:
-    """What a ring sends in which each rank sends `sent`."""
-    if group.size == 1:
-        return Traffic(0.0, 0.0)
-    crossing = 0.0 if group.nodes == 1 else sent * cluster.gpus_per_node / group.on_node
-    return Traffic(sent if group.on_node > 1 else 0.0, crossing)
+    found: dict[str, float | tuple[float, ...]] = {axis: total for axis, each in sizes.items() if (total := sum(each))}
+    replicas = tuple(sum(_of_replicas(held, spec)) for held in parameters_of_ranks(profile, spec, counts))
+    return found | ({"dp": replicas} if any(replicas) else {})
 
 
 def _passed(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> float:
@@ -99,10 +103,9 @@ def _of_sequence(profile: ModelProfile, spec: LayoutSpec, seq_len: int, counts: 
     yield times * blocks * (spec.sp - 1) / spec.sp * spec.element * tokens * width
 
 
-def _of_replicas(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]) -> Iterator[float]:
-    """Reductions of gradients, and gathers of parameters that are partitioned."""
+def _of_replicas(parameters: float, spec: LayoutSpec) -> Iterator[float]:
+    """Reductions of the gradients of so many parameters, and gathers of parameters that are partitioned."""
     shards = spec.dp * spec.sp
-    parameters = max(parameters_of_ranks(profile, spec, counts))
     part = (shards - 1) / shards * parameters
     trained = spec.trained(parameters) / max(parameters, 1.0)
     each = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
@@ -120,17 +123,17 @@ def _of_replicas(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int])
 def _of_results(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> Iterator[float]:
     """Results of stages forward, their gradients backward."""
     if spec.pp > 1:
-        split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
-        yield 2 * spec.stages_per_rank * spec.num_microbatches * _passed(profile, spec, seq_len) / split
+        yield 2 * spec.stages_per_rank * _passed_in_step(profile, spec, seq_len)
 
 
-def _of_stages(sent: float, cluster: Cluster, spec: LayoutSpec) -> Traffic:
-    """What stages send, which only neighbours exchange."""
-    if spec.pp == 1:
-        return Traffic(0.0, 0.0)
-    if stays_on_node(spec, cluster):
-        return Traffic(sent, 0.0)
-    if not spec.places_replicas:
-        return Traffic(0.0, sent * cluster.gpus_per_node)
-    own = senders(spec, cluster)  # what the last stage of a node sends forward, and its first one backward
-    return Traffic(sent if cluster.gpus_per_node > own else 0.0, sent * own)
+def _of_ends(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> Iterator[float]:
+    """Results that go from the last rank to the first one again, where stages go round, and the gradient of a tied table."""
+    if spec.pp > 1 and placement(spec)[0] != placement(spec)[-1]:
+        yield (spec.stages_per_rank - 1) * _passed_in_step(profile, spec, seq_len)
+        yield tied_bytes(profile, spec)
+
+
+def _passed_in_step(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> float:
+    """Bytes of the results that a rank sends one way in a step, for one stage."""
+    split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
+    return spec.num_microbatches * _passed(profile, spec, seq_len) / split

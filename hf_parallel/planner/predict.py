@@ -15,7 +15,7 @@ from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, he
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec, layout_of
 from hf_parallel.planner.memory import memory_bytes
-from hf_parallel.planner.pipeline import cut, makespan
+from hf_parallel.planner.pipeline import cut, makespan, placement
 from hf_parallel.planner.profile import ModelProfile, profile_of
 from hf_parallel.settings.values import spelled
 
@@ -209,6 +209,8 @@ def step_of(
         spec.num_microbatches * sent + way
     )
     reduced = _reduction(profile, place, counts, blocks)
+    tied = tied_bytes(profile, spec)
+    reduced += hop(tied, spec, cluster, c) if tied else 0.0
     nodes = groups_of(spec, cluster)["dp"].nodes
     rest = reduced + _update(profile, place, counts) + c.t_step
     return Step(tuple(counts), passes, ideal, messages + reduced, rest, reduced, nodes)
@@ -255,6 +257,14 @@ def _largest_rank(profile: ModelProfile, spec: LayoutSpec, counts: Sequence[int]
     tables = profile.embedding + (0 if profile.tied else profile.head)
     share = sum(counts) / spec.pp * mean + tables / min(spec.pp, 2)
     return share / spec.tp
+
+
+def tied_bytes(profile: ModelProfile, spec: LayoutSpec) -> float:
+    """Bytes of the gradient of a table that the first and the last rank of a pipeline share, which each sends to the other."""
+    ranks = placement(spec)
+    if not profile.tied or ranks[0] == ranks[-1] or spec.adapters:
+        return 0.0
+    return min(4.0, spec.states[1]) * profile.head / spec.tp
 
 
 def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], blocks: Sequence[Pass]) -> float:

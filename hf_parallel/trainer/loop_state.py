@@ -36,7 +36,8 @@ from hf_parallel.compat.private_accelerate import prepared_by
 from hf_parallel.engine.direct import Engine
 from hf_parallel.engine.pipeline import PipelineEngine
 from hf_parallel.errors import CheckpointError
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.trainer.accelerator import HFParallelAccelerator
 from hf_parallel.trainer.model_folder import whole_state, write_model
 

@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from hf_parallel.links import Links
 from hf_parallel.one_rank import on_rank_zero
+from hf_parallel.placement import Sent
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import layout_of
 from hf_parallel.planner.links import sent_of_ranks
@@ -29,9 +30,7 @@ from hf_parallel.trainer.auto import given_by, row_length_of
 logger = logging.getLogger(__name__)
 
 
-def sent_by(
-    trainer: Trainer, config: HFParallelConfig, sample: Mapping[str, Any] | None, links: Links
-) -> dict[str, float] | None:
+def sent_by(trainer: Trainer, config: HFParallelConfig, sample: Mapping[str, Any] | None, links: Links) -> Sent | None:
     """Bytes that a rank sends in an optimizer step, by axis; None, and a warning, where the planner does not know. Collective.
 
     Args:
@@ -43,9 +42,7 @@ def sent_by(
     return on_rank_zero(lambda: _sent(trainer, config, sample, links), "counts what each axis sends")
 
 
-def _sent(
-    trainer: Trainer, config: HFParallelConfig, sample: Mapping[str, Any] | None, links: Links
-) -> dict[str, float] | None:
+def _sent(trainer: Trainer, config: HFParallelConfig, sample: Mapping[str, Any] | None, links: Links) -> Sent | None:
     model, args = trainer.model, trainer.args
     try:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):

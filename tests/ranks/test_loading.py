@@ -24,7 +24,8 @@ from hf_parallel.checkpoints.weights.gather import gather_tensors
 from hf_parallel.checkpoints.weights.unread import RECORD, Unread
 from hf_parallel.checkpoints.weights.write import plan_export, write_weights
 from hf_parallel.ledger import Entry, Ledger
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 
 
 pytestmark = pytest.mark.long

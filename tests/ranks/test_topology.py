@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,10 @@ from hf_parallel.data_parallel.wire import PlainWire, Traffic
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.meeting import meeting_of_copy, meeting_of_replicas
 from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.ranks import links_here
+from hf_parallel.settings.config import HFParallelConfig
 
 
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -134,6 +138,28 @@ def test_the_planner_chooses_and_rank_0_says_what_crosses_which_link(tmp_path: P
     ]
     assert lines[3].startswith("  sent in a step, by the planner: ")
     assert all(not said for said, _ in found[1:])
+
+
+def scattered_rank(rank: int, world_size: int) -> tuple[list[str], Links]:
+    """What is said, and taken, where a launcher deals ranks out to two machines in turn."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("hf_parallel").addHandler(Lines())
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank // 2)}
+    return lines, links_here(HFParallelConfig(pp_size=2).topology.links)
+
+
+def test_ranks_that_are_dealt_out_to_machines_in_turn_are_said_to_be(tmp_path: Path) -> None:
+    found = run_ranks(scattered_rank, 4, tmp_path=tmp_path)
+    assert [len(lines) for lines, _ in found] == [1, 0, 0, 0]
+    assert found[0][0][0].startswith(
+        "hf_parallel: rank 1 is number 0 of the 2 ranks of its machine: ranks of a machine are not"
+    )
+    assert {links for _, links in found} == {Links(1, 4, 4)}
 
 
 def test_one_machine_has_no_map(tmp_path: Path) -> None:

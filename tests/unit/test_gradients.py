@@ -24,7 +24,8 @@ from hf_parallel.guards.arrivals import Arrivals
 from hf_parallel.guards.gradients import ShownGradients
 from hf_parallel.guards.optimizer_settings import OptimizerSettings
 from hf_parallel.ledger import Ledger, build_ledger
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

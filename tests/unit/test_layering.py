@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hf_parallel"
 
 # Lowest first. A room is a module of hf_parallel, or the modules of one of its folders; one that exists must be listed.
 FLOORS = [
-    {"errors", "hangs", "links", "logs", "machine", "noticeboard"},
+    {"errors", "hangs", "links", "logs", "machine", "mesh_shape", "noticeboard"},
     {"compat", "mesh", "monitor", "one_rank", "ranks", "settings", "tensor_parallel"},
     {"heartbeats", "placement"},
     {
@@ -49,6 +49,7 @@ SHARED = {
     "compat",
     "links",
     "mesh",
+    "mesh_shape",
     "monitor",
     "one_rank",
     "model",

@@ -31,7 +31,8 @@ from hf_parallel.checkpoints.state.training_state import (
 )
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger, build_ledger
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.tensor_parallel.layout import ShardSpec
 
 

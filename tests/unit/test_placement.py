@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import FAST, NETWORK, NODE, Links
-from hf_parallel.mesh import MeshShape
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.placement import Placement, copies_in_nodes, map_of, place
 from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.trainer.placing import sent_by
@@ -102,6 +102,14 @@ def test_nodes_suit_a_sum_inside_where_each_has_as_many_copies() -> None:
     assert copies_in_nodes(MeshShape(2, 1, 1, 2), TWO_BY_TWO) == 2  # the parts of a sequence hold the same weights
     assert copies_in_nodes(MeshShape(2, 3, 1), Links(2, 3, 3)) == 1
     assert copies_in_nodes(MeshShape(3, 2, 1), Links(2, 3, 3)) == 1  # uneven
+
+
+def test_uneven_stages_each_send_their_own_gradients_and_the_ends_of_a_pipeline_what_they_share() -> None:
+    sent = {"pp": 2.0, "dp": (10.0, 3.0), "ends": 5.0}
+    stages, replicas = (place(MeshShape(2, 2, 1), TWO_BY_TWO, sent, sums=never, inside=count) for count in (1, 2))
+    assert (stages.carried("dp"), stages.carried("pp")) == ({NETWORK: 13.0}, {NODE: 6.0})
+    assert (replicas.carried("dp"), replicas.carried("pp")) == ({NODE: 10.0}, {NETWORK: 12.0})
+    assert place(MeshShape(2, 2, 1), TWO_BY_TWO, sent, sums=never).shape.dp_inside == 2
 
 
 def test_the_map_says_which_axis_crosses_which_links() -> None:

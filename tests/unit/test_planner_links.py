@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from hf_parallel.cli.plan_plot import draw_scaling, refuse_plot
 from hf_parallel.errors import ConfigError
-from hf_parallel.mesh import MeshShape
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.planner.collectives import groups_of, stays_on_node
 from hf_parallel.planner.guide import guide, rule_for
 from hf_parallel.planner.hardware import Cluster
@@ -52,8 +52,39 @@ def test_replicas_of_every_tp_rank_share_the_network() -> None:
 def test_tp_ranks_reduce_four_times_a_block_and_stages_send_what_passes() -> None:
     passed = 2 * 128 * 256
     assert sent(Cluster(1, 2, "h100"), tp=2, num_microbatches=3)["tp"].gpu == pytest.approx(3 * 4 * 4 * passed)
-    assert sent(Cluster(1, 2, "h100"), pp=2, num_microbatches=3)["pp"].gpu == pytest.approx(2 * 3 * passed)
-    assert sent(Cluster(2, 1, "h100"), pp=2, num_microbatches=3)["pp"].node == pytest.approx(2 * 3 * passed)
+    # One of two stages sends results, the other gradients; one between two others sends both.
+    assert sent(Cluster(1, 2, "h100"), pp=2, num_microbatches=3)["pp"].gpu == pytest.approx(3 * passed)
+    assert sent(Cluster(2, 1, "h100"), pp=2, num_microbatches=3)["pp"].node == pytest.approx(3 * passed)
+    assert sent(Cluster(1, 4, "h100"), pp=4, num_microbatches=3)["pp"].gpu == pytest.approx(2 * 3 * passed)
+
+
+def test_stages_that_go_round_send_from_the_last_rank_to_the_first() -> None:
+    passed, m = 2 * 128 * 256, 4
+    round_ = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "num_microbatches": m}
+    # Rank 0 of two sends the results of two stages and the gradients of one.
+    assert sent(Cluster(2, 1, "h100"), pp=2, **round_)["pp"].node == pytest.approx(3 * m * passed)
+    # Two nodes of four ranks, whose second rank sends two results, and whose first one the gradient of the third round.
+    config = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 8})
+    spec, cluster = layout_of({"pp": 4, **round_}), Cluster(2, 2, "h100")
+    assert traffic(profile_of(config), cluster, spec, 128)["pp"].node == pytest.approx(3 * m * passed)
+    v_shaped = {"schedule": "zbv_zero_bubble", "stages_per_rank": 2, "num_microbatches": m}
+    assert sent(Cluster(2, 1, "h100"), pp=2, **v_shaped)["pp"].node == pytest.approx(2 * m * passed)
+
+
+def test_a_tied_table_has_a_gradient_on_both_ends_of_a_pipeline() -> None:
+    config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})
+    cluster, passed, table = Cluster(2, 1, "h100"), 2 * 128 * 256, 1024 * 256
+
+    def node(**layout: object) -> float:
+        spec = layout_of({"pp": 2, **layout}, cluster)
+        return traffic(profile_of(config), cluster, spec, 128)["pp"].node
+
+    assert node() == pytest.approx(passed + 2 * table)  # bf16
+    assert node(dtype="fp32") == pytest.approx(2 * passed + 4 * table)
+    assert node(adapters=1000) == pytest.approx(passed)
+    assert node(schedule="zbv_zero_bubble", stages_per_rank=2) == pytest.approx(2 * passed)
+    tied, apart = (predict(one, cluster, {"pp": 2}, seq_len=128).exposed_communication_s for one in (config, CONFIG))
+    assert tied > apart
 
 
 def test_fewer_bits_and_seldom_sums_send_less() -> None:
@@ -122,8 +153,8 @@ def test_stages_of_other_systems_are_apart_and_their_replicas_neighbours() -> No
 def test_one_stage_of_a_node_sends_to_the_next_node() -> None:
     passed = 2 * 128 * 256
     found = sent(Cluster(2, 2, "h100"), pp=4)["pp"]
-    assert found.gpu == found.node == pytest.approx(2 * passed)
-    assert sent(Cluster(2, 2, "h100"), pp=2, tp=2)["pp"].node == pytest.approx(2 * 2 * passed)
+    assert found.gpu == found.node == pytest.approx(passed)  # forward from one of its ranks, back from the other
+    assert sent(Cluster(2, 2, "h100"), pp=2, tp=2)["pp"].node == pytest.approx(2 * passed)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError, PlanError
 from hf_parallel.ledger import build_ledger
 from hf_parallel.links import Links
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.samples import probe_samples
 from hf_parallel.pipeline_parallel.plan.costs import StageCosts, block_costs, stage_costs
 from hf_parallel.pipeline_parallel.plan.discover import discover_stages

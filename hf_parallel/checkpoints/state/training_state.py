@@ -38,7 +38,8 @@ from hf_parallel.checkpoints.state.restore import SavedState, restore
 from hf_parallel.data_parallel.replicas import Replicas
 from hf_parallel.errors import CheckpointError
 from hf_parallel.ledger import Ledger
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 

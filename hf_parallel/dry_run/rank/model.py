@@ -17,7 +17,8 @@ from hf_parallel.engine.setup import Setup
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
 from hf_parallel.memory.shape import on_meta
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.meta import off_meta
 from hf_parallel.model.probes import Probes
 from hf_parallel.pipeline_parallel.schedule.programs import ScheduleChoice

@@ -40,7 +40,8 @@ from hf_parallel.guards import buffers
 from hf_parallel.memory.fakes import give_memory, maskless_attention
 from hf_parallel.memory.meter import Meter
 from hf_parallel.memory.terms import Precision, Work
-from hf_parallel.mesh import Mesh, MeshShape
+from hf_parallel.mesh import Mesh
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.model.support import refuse_model
 from hf_parallel.pipeline_parallel.run.messages import Receiver
 from hf_parallel.pipeline_parallel.run.stage import cut_stages
