@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_parallel.compat.private_torch import is_referred_to
 from hf_parallel.compat.torch_tools import copy_scaled
 from hf_parallel.errors import ConfigError, UnsupportedError
 
@@ -96,6 +97,26 @@ class Bucket:
                     f"gradient of {name} has layout {param.grad.layout}: gradients are reduced in dense buckets. "
                     "Build the embedding with sparse=False."
                 )
+
+
+class KeptBuffers:
+    """Flat buffers of a step that the next one packs into, on a CPU: new memory is paid for page by page there.
+
+    One that is referred to, because gradients are views of it that user code has kept, say, is not used again.
+    """
+
+    def __init__(self) -> None:
+        self._flats: dict[int, Tensor] = {}
+
+    def put(self, index: int, flat: Tensor) -> None:
+        """Keep the buffer of a bucket."""
+        if flat.device.type == "cpu":
+            self._flats[index] = flat
+
+    def take(self, index: int) -> Tensor | None:
+        """The buffer of a bucket, if there is one that nothing else refers to."""
+        flat = self._flats.pop(index, None)
+        return None if flat is None or is_referred_to(flat) else flat
 
 
 def lay_out(

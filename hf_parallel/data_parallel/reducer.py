@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_parallel.compat.private_torch import is_referred_to
 from hf_parallel.compat.torch_tools import scale_all, sent_to
-from hf_parallel.data_parallel.buckets import lay_out
+from hf_parallel.data_parallel.buckets import KeptBuffers, lay_out
 from hf_parallel.data_parallel.overlap import Overlap
 from hf_parallel.data_parallel.wire import (
     PLAIN,
@@ -66,7 +65,7 @@ class GradientReducer:
         alone = group is None or group.size() == 1
         self._wire: Wire | None = None if alone or group is None else traffic.wire or PlainWire(group)
         self._under_way: list[_UnderWay] = []
-        self._kept: dict[int, Tensor] = {}  # buffers that are gradients of the last step
+        self._kept = KeptBuffers()  # the gradients of the last step are views of them
         self._factor = 1.0
         self._recorder = traffic.recorder
         late = frozenset(index for index, bucket in enumerate(self._buckets) if traffic.late(bucket.kind))
@@ -130,7 +129,8 @@ class GradientReducer:
             if factor != item.factor:
                 item.flat[: bucket.numel].mul_(factor / item.factor)
             bucket.unpack(item.flat, item.present if all(item.present) else self._anywhere(index, item, flags))
-            self._keep(index, item.flat)
+            if all(param.dtype == bucket.dtype for param in bucket.params):  # others are copies
+                self._kept.put(index, item.flat)
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
@@ -139,19 +139,8 @@ class GradientReducer:
             return
         begun = self._recorder.mark()
         factor = self._factor
-        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor, into=self._kept_of(index))
+        flat, present = bucket.pack(flagged=not wire.lossy, factor=factor, into=self._kept.take(index))
         self._under_way.append(_UnderWay(flat, factor, present, wire.all_reduce(flat, bucket), begun))
-
-    def _keep(self, index: int, flat: Tensor) -> None:
-        """New memory of a CPU is paid for page by page, and a GPU's comes from a cache; copies in another dtype are no views."""
-        bucket = self._buckets[index]
-        if bucket.device.type == "cpu" and all(param.dtype == bucket.dtype for param in bucket.params):
-            self._kept[index] = flat
-
-    def _kept_of(self, index: int) -> Tensor | None:
-        """The buffer of the last step, unless a gradient of it is still there or user code has kept one."""
-        flat = self._kept.pop(index, None)
-        return None if flat is None or is_referred_to(flat) else flat
 
     def _exchange_flags(self, wire: Wire, under_way: Sequence[_UnderWay]) -> tuple[Wait, list[Tensor]]:
         """How many ranks had a gradient of each parameter, for each bucket; filled when the wait is over."""
