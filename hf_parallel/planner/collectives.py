@@ -91,6 +91,14 @@ def all_reduce(size: float, group: Group, cluster: Cluster, c: Constants) -> flo
     return min(ring, tree)
 
 
+def sum_in_nodes(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
+    """Seconds of an all-reduce of `size` bytes that is made inside each node first, and of a part by each rank between nodes."""
+    if 1 in (group.nodes, group.on_node) or group.size % group.on_node:
+        return all_reduce(size, group, cluster, c)
+    between = 2 * ((group.nodes - 1) / group.nodes * size / bytes_s(group, cluster, c) + c.a_inter * (group.nodes - 1))
+    return all_reduce(size, Group(group.on_node, group.on_node), cluster, c) + between
+
+
 def all_to_all(size: float, group: Group, cluster: Cluster, c: Constants) -> float:
     """Seconds of an all-to-all in which each rank holds `size` bytes."""
     n = group.size

@@ -143,6 +143,11 @@ class LayoutSpec:
         return (self.dp_inside or 1) if self.places_replicas else self.dp
 
     @property
+    def sums_in_nodes(self) -> bool:
+        """Whether gradients that several ranks of several nodes have are summed inside each node first, as this package does."""
+        return self.places_replicas and self.zero == 0 and self.local_steps == 1 and self.compression == "none"
+
+    @property
     def chunks_by_itself(self) -> bool:
         """Whether this package computes the loss without logits if nothing else is asked for."""
         return self.is_own and self.tp * self.pp > 1 and self.zero < 3 and self.engine == "native"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.planner.checks import all_of, whole
-from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way, orders_of
+from hf_parallel.planner.collectives import all_reduce, groups_of, hop, one_way, orders_of, sum_in_nodes
 from hf_parallel.planner.constants import Constants
 from hf_parallel.planner.cost import Pass, Place, block_pass, embedding_pass, head_pass
 from hf_parallel.planner.hardware import Cluster
@@ -278,7 +278,8 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
         return all_reduce(min(4.0, spec.states[0]) * parameters, group, cluster, c) / spec.local_steps
     element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.zero == 0:
-        sent = all_reduce(element * parameters, group, cluster, c)
+        summed = sum_in_nodes if spec.sums_in_nodes else all_reduce
+        sent = summed(element * parameters, group, cluster, c)
     else:
         sent = one_way(element * parameters, group, cluster, c)
     gathered = one_way(spec.element * parameters, group, cluster, c) if spec.zero else 0.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hf_parallel.errors import ConfigError
-from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of, one_way
+from hf_parallel.planner.collectives import Group, all_reduce, bytes_s, group_of, one_way, sum_in_nodes
 from hf_parallel.planner.constants import constants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import CHOICES, layout_of
@@ -161,6 +161,20 @@ def test_a_ring_sends_its_published_bytes() -> None:
     rate = cluster.intra_bytes_s * c.c_intra
     assert all_reduce(1e9, Group(8, 8), cluster, c) == pytest.approx(2 * 7 / 8 * 1e9 / rate)
     assert one_way(1e9, Group(8, 8), cluster, c) == pytest.approx(7 / 8 * 1e9 / rate)
+
+
+def test_a_sum_inside_nodes_sends_each_element_out_of_a_node_once() -> None:
+    cluster, c = (
+        Cluster(2, 4, "rtx3090", inter_gbit_s=1),
+        replace(constants(), a_intra=0.0, a_inter=0.0, congestion=0.0),
+    )
+    inside, network = cluster.intra_bytes_s * c.c_intra, cluster.inter_bytes_s * c.c_inter
+    group = Group(8, 4)
+    expected = 2 * 3 / 4 * 1e9 / inside + 2 * 1 / 2 * 1e9 / network
+    assert sum_in_nodes(1e9, group, cluster, c) == pytest.approx(expected)
+    assert sum_in_nodes(1e9, group, cluster, c) < all_reduce(1e9, group, cluster, c)
+    for other in (Group(4, 4), Group(2, 1), Group(6, 4)):
+        assert sum_in_nodes(1e9, other, cluster, c) == all_reduce(1e9, other, cluster, c)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ def test_replicas_send_twice_their_gradients_but_one_part() -> None:
     inside = sent(Cluster(1, 4, "h100"), dp=4)["dp"]
     assert inside.gpu == pytest.approx(2 * 3 / 4 * size)
     assert inside.node == 0
+    ring = sent(Cluster(2, 2, "h100"), dp=4, kernels="fused")["dp"]
+    assert ring.gpu == ring.node == pytest.approx(2 * 3 / 4 * size)  # one rank a node sends out
     across = sent(Cluster(2, 2, "h100"), dp=4)["dp"]
-    assert across.gpu == across.node == pytest.approx(2 * 3 / 4 * size)  # one ring, of which one rank a node sends out
+    assert across.gpu == across.node == pytest.approx(size)  # inside, and of each half by its rank between nodes
+    three = Cluster(3, 1, "h100")
+    assert sent(three, dp=3)["dp"] == sent(three, dp=3, kernels="fused")["dp"]  # nothing to sum inside
     sharded = sent(Cluster(1, 4, "h100"), dp=4, zero=1)["dp"]
     assert sharded.gpu == pytest.approx(inside.gpu)  # reduced to parts, gathered
 
