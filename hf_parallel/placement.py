@@ -39,6 +39,20 @@ class Placement:
             axis: "tp", "sp", "pp" or "dp".
             sent: Of each rank; None for what is known.
         """
+        return _busiest(self._out_of_ends(axis, sent))
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """What the busiest end of each kind of link sends, of all axes, the slowest kind first: the smaller, the better."""
+        totals: dict[tuple[str, int], float] = {}
+        for axis in ("tp", "sp", "pp", "dp"):  # which may be busiest on different nodes
+            for end, size in self._out_of_ends(axis, None).items():
+                totals[end] = totals.get(end, 0.0) + size
+        found = _busiest(totals)
+        return tuple(found.get(kind, 0.0) for kind in KINDS)
+
+    def _out_of_ends(self, axis: str, sent: float | None) -> dict[tuple[str, int], float]:
+        """Kind of link and end of one -> bytes along an axis out of it."""
         totals: dict[tuple[str, int], float] = {}
         for group in self._groups(axis):
             each = self._sent(axis, group[0]) if sent is None else sent
@@ -46,16 +60,7 @@ class Placement:
                 kind = self.links.between(sender, receiver)
                 end = kind, self.links.end_of(sender, kind)
                 totals[end] = totals.get(end, 0.0) + size
-        found: dict[str, float] = {}
-        for (kind, _), size in totals.items():
-            found[kind] = max(found.get(kind, 0.0), size)
-        return {kind: found[kind] for kind in KINDS if kind in found}
-
-    @property
-    def cost(self) -> tuple[float, ...]:
-        """What all axes put on each kind of link, the slowest first: the smaller, the better."""
-        carried = [self.carried(axis) for axis in ("tp", "sp", "pp", "dp")]
-        return tuple(sum(one.get(kind, 0.0) for one in carried) for kind in KINDS)
+        return totals
 
     def _sent(self, axis: str, rank: int) -> float:
         """By a rank."""
@@ -98,6 +103,14 @@ class Placement:
             yield from _ring(inside, whole * (size - 1) / size)
         for across in zip(*nodes.values(), strict=True):
             yield from _ring(across, whole / size * (len(across) - 1) / len(across))
+
+
+def _busiest(totals: Mapping[tuple[str, int], float]) -> dict[str, float]:
+    """Kind of link -> the most that an end of one sends, the slowest kind first."""
+    found: dict[str, float] = {}
+    for (kind, _), size in totals.items():
+        found[kind] = max(found.get(kind, 0.0), size)
+    return {kind: found[kind] for kind in KINDS if kind in found}
 
 
 def _ring(group: Sequence[int], sent: float) -> Iterator[Flow]:

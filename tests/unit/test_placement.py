@@ -104,6 +104,16 @@ def test_nodes_suit_a_sum_inside_where_each_has_as_many_copies() -> None:
     assert copies_in_nodes(MeshShape(3, 2, 1), Links(2, 3, 3)) == 1  # uneven
 
 
+def test_the_busiest_node_counts_and_not_the_busiest_one_of_each_axis() -> None:
+    # Three nodes of two ranks. With one replica inside, the ends have the gradients of the middle stage, and the middle node both
+    # chains: no node has both. With two inside, the middle stage sends results and gradients of two replicas each way.
+    sent, links = {"pp": 16.0, "dp": (2.0, 16.0, 2.0)}, Links(3, 2, 2)
+    stages, replicas = (place(MeshShape(2, 3, 1), links, sent, sums=never, inside=count) for count in (1, 2))
+    assert (stages.cost[0], replicas.cost[0]) == (8.0 + 16.0 + 2.0, 32.0)
+    assert stages.carried("pp")[NETWORK] + stages.carried("dp")[NETWORK] == 34.0
+    assert place(MeshShape(2, 3, 1), links, sent, sums=never).shape.dp_inside == 1
+
+
 def test_uneven_stages_each_send_their_own_gradients_and_the_ends_of_a_pipeline_what_they_share() -> None:
     sent = {"pp": 2.0, "dp": (10.0, 3.0), "ends": 5.0}
     stages, replicas = (place(MeshShape(2, 2, 1), TWO_BY_TWO, sent, sums=never, inside=count) for count in (1, 2))
