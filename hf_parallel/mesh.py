@@ -225,18 +225,12 @@ class Mesh:
         """Groups of the copies of a part on this rank's node, and of those with its place on the other nodes. Collective.
 
         Returns:
-            None if there is one node, or if no node has several copies of a part.
+            None unless several nodes have the same part, and as many copies of it each, two or more.
         """
         ranks_per_node = self.links.ranks_per_node
-        inside = self.shape.groups(lambda d, p, t, s: (self.shape.rank_at(d, p, t, s) // ranks_per_node, p, t))
-        sizes = {len(ranks) for ranks in inside}
-        if len(inside) == self.shape.pp_size * self.shape.tp_size or sizes == {1}:
+        if self.shape.copies_in_nodes(ranks_per_node) == 1:
             return None
-        if len(sizes) > 1:
-            raise ConfigError(
-                f"gradient_compression.topology=hierarchical: nodes of {ranks_per_node} ranks hold different numbers of "
-                f"replicas ({sorted(sizes)}). Set gradient_compression.topology to flat."
-            )
+        inside = self.shape.groups(lambda d, p, t, s: (self.shape.rank_at(d, p, t, s) // ranks_per_node, p, t))
         place = {rank: ranks.index(rank) for ranks in inside for rank in ranks}
         across = self.shape.groups(lambda d, p, t, s: (place[self.shape.rank_at(d, p, t, s)], p, t))
         groups = [new_group_of(lists, timeout=self.timeout) for lists in (inside, across)]

@@ -80,6 +80,16 @@ class MeshShape:
         """Copies of the model's weights: of each replica, one for each part of the sequence."""
         return self.dp_size * self.sp_size
 
+    def copies_in_nodes(self, ranks_per_node: int) -> int:
+        """Copies of each part on every node that has one, if several nodes have the same part, and as many each; else 1."""
+        counts: dict[tuple[int, ...], int] = {}
+        for rank in range(self.world_size):
+            _, pp_rank, tp_rank, _ = self.coordinates(rank)
+            key = rank // ranks_per_node, pp_rank, tp_rank
+            counts[key] = counts.get(key, 0) + 1
+        alike = len(set(counts.values())) == 1 and len(counts) > self.pp_size * self.tp_size
+        return next(iter(counts.values())) if alike else 1
+
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by name, as files have them; of a sequence that is not shared and of replicas outside nothing is said."""

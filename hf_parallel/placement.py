@@ -120,17 +120,6 @@ def _ring(group: Sequence[int], sent: float) -> Iterator[Flow]:
             yield one, after, sent
 
 
-def copies_in_nodes(shape: MeshShape, links: Links) -> int:
-    """Copies of each part on every node that has one, if several nodes have the same part; else 1."""
-    counts: dict[tuple[int, ...], int] = {}
-    for rank in range(shape.world_size):
-        _, p, t, _ = shape.coordinates(rank)
-        key = rank // links.ranks_per_node, p, t
-        counts[key] = counts.get(key, 0) + 1
-    alike = len(set(counts.values())) == 1 and len(counts) > shape.pp_size * shape.tp_size
-    return next(iter(counts.values())) if alike else 1
-
-
 def place(
     shape: MeshShape,
     links: Links,
@@ -138,6 +127,7 @@ def place(
     *,
     sums: Callable[[int], bool],
     inside: int | None = None,
+    in_nodes: bool = False,
 ) -> Placement:
     """Choose how many replicas of a stage are neighbours: those with which the slowest links carry least.
 
@@ -147,14 +137,18 @@ def place(
         sent: Axis -> bytes that a rank sends in a step; None: nobody knows, and the stages of a replica are neighbours.
         sums: Whether gradients of so many copies on a node are summed there first.
         inside: The number of neighbours, if it is given.
+        in_nodes: Whether sums inside nodes were asked for: an order without them is taken only where there is no other.
     """
     counts = [inside or 1]
-    if inside is None and sent is not None and links.differ and shape.pp_size > 1 and shape.ep_size == 1:
+    known = sent is not None or in_nodes
+    if inside is None and known and links.differ and shape.pp_size > 1 and shape.ep_size == 1:
         counts = [count for count in range(1, shape.dp_size + 1) if shape.dp_size % count == 0]
+    shapes = [replace(shape, dp_inside=count if shape.pp_size > 1 else 1) for count in counts]
+    if in_nodes:
+        shapes = [one for one in shapes if one.copies_in_nodes(links.ranks_per_node) > 1] or shapes
     found = []
-    for count in counts:
-        one = replace(shape, dp_inside=count if shape.pp_size > 1 else 1)
-        copies = copies_in_nodes(one, links)
+    for one in shapes:
+        copies = one.copies_in_nodes(links.ranks_per_node)
         found.append(Placement(one, links, copies > 1 and sums(copies), sent))
     return min(found, key=lambda one: one.cost) if len(found) > 1 else found[0]
 

@@ -22,7 +22,6 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.ledger import Ledger
 from hf_parallel.mesh import Mesh
 from hf_parallel.monitor.recorder import Recorder, silent
-from hf_parallel.placement import copies_in_nodes
 from hf_parallel.settings.replica_sections import (
     BIASED,
     DataParallelConfig,
@@ -111,7 +110,7 @@ def make_node_wire(settings: ReplicaSettings, parameters: Mapping[str, nn.Parame
     if settings.reduction == "flat" or divided or mesh.copies_group is None or not parameters:
         return None
     links = mesh.links
-    nodes = mesh.node_groups() if copies_in_nodes(mesh.shape, links) > 1 else None
+    nodes = mesh.node_groups()
     if nodes is not None:
         return NodeWire(*nodes, next(iter(parameters.values())).device)
     if settings.reduction == "hierarchical":

@@ -24,7 +24,7 @@ from hf_parallel.errors import UnsupportedError
 from hf_parallel.guards.meeting import MEETING_S, Meeting
 from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.placement import Placement, Sent, copies_in_nodes, map_of, place
+from hf_parallel.placement import Placement, Sent, map_of, place
 from hf_parallel.ranks import compare_settings, links_here
 from hf_parallel.settings.launch import check_world
 from hf_parallel.settings.together import other_sums
@@ -302,7 +302,7 @@ def _placement(config: HFParallelConfig, shape: MeshShape, sent_by: Callable[[Li
             return topology.reduction != "flat"
         return config.zero.stage > 0 and config.zero.dp_shard_size == copies // shape.sp_size
 
-    return place(shape, links, sent, sums=sums, inside=inside)
+    return place(shape, links, sent, sums=sums, inside=inside, in_nodes=bool(config.asks_sums_in_nodes))
 
 
 def _sums(config: HFParallelConfig, placement: Placement) -> str:
@@ -312,6 +312,6 @@ def _sums(config: HFParallelConfig, placement: Placement) -> str:
     if not config.zero.stage:
         return ""
     shape = placement.shape
-    copies = copies_in_nodes(shape, placement.links) // shape.sp_size
+    copies = shape.copies_in_nodes(placement.links.ranks_per_node) // shape.sp_size
     advice = f"; zero.dp_shard_size={copies} sums inside each node first, which then has the whole optimizer state"
     return f"in one ring with zero.stage={config.zero.stage}{advice if copies > 1 else ''}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_parallel.links import NETWORK, NODE, Links
 from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.placement import Placement, Sent, copies_in_nodes
+from hf_parallel.placement import Placement, Sent
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import LayoutSpec
 from hf_parallel.planner.memory import parameters_of_ranks
@@ -44,7 +44,8 @@ def traffic(profile: ModelProfile, cluster: Cluster, spec: LayoutSpec, seq_len: 
     sent = sent_of_ranks(profile, cluster, spec, seq_len)
     shape = MeshShape(spec.dp, spec.pp, spec.tp, spec.sp, dp_inside=spec.neighbours)
     links = Links(cluster.nodes, cluster.gpus_per_node, cluster.gpus_per_node)
-    laid = Placement(shape, links, sums_in_nodes=spec.sums_in_nodes and copies_in_nodes(shape, links) > 1, sent=sent)
+    in_nodes = spec.sums_in_nodes and shape.copies_in_nodes(links.ranks_per_node) > 1
+    laid = Placement(shape, links, sums_in_nodes=in_nodes, sent=sent)
     found = {axis: laid.carried(axis) for axis in ("tp", "sp", "dp", "pp")}
     return {
         axis: Traffic(own.get(NODE, 0.0), own.get(NETWORK, 0.0)) for axis, own in found.items() if any(own.values())

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import PydanticCustomError
 
 from hf_parallel.errors import ConfigError
+from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.settings.problems import locate, rewritten, sections_of
 from hf_parallel.settings.replica_sections import (
     DataParallelConfig,
@@ -295,6 +296,32 @@ class HFParallelConfig(Section):
     @property
     def _lowered(self) -> str:
         return "tp_size, pp_size or sp_size" if self.sp_size > 1 else "tp_size or pp_size"
+
+    @property
+    def asks_sums_in_nodes(self) -> list[str]:
+        """The settings that insist on sums inside of nodes."""
+        given = {
+            "topology.reduction": self.topology.reduction,
+            "gradient_compression.topology": self.gradient_compression.topology,
+            "local_sgd.compression.topology": self.local_sgd.compression.topology,
+        }
+        return [key for key, way in given.items() if way == "hierarchical"]
+
+    def check_links(self, world_size: int, ranks_per_node: int) -> None:
+        """Refuse machines that the settings contradict.
+
+        Args:
+            world_size: Ranks of the run.
+            ranks_per_node: Of them on each machine.
+
+        Raises:
+            ConfigError: With the key, the rule and a fix.
+        """
+        links = self.topology.links(world_size, ranks_per_node)
+        if world_size > 1 and self.layout != "auto":
+            sizes = self.dp_size(world_size), self.pp_size, self.tp_size, self.sp_size
+            for key in self.asks_sums_in_nodes:
+                self.topology.check_sums(key, links, MeshShape(*sizes, ep_size=self.ep_size))
 
     def _check_replicas(self, dp_size: int, world_size: int) -> None:
         """Refuse what needs several replicas where there is one. One process alone is a trial run of any config."""

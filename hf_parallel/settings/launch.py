@@ -242,7 +242,7 @@ def check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, la
         elif accelerate and (launch.world_size > 1 or launch.launched_by == "accelerate"):
             check_accelerate(config, accelerate, launch.world_size)
         config.dp_size(launch.world_size)
-        config.topology.links(launch.world_size, _int("LOCAL_WORLD_SIZE", launch.world_size))
+        config.check_links(launch.world_size, _int("LOCAL_WORLD_SIZE", launch.world_size))
         _refuse_one_queue(config)
     except ConfigError as error:
         raise ConfigError(f"{origin}:\n{error}{_one_process_hint(launch.world_size, config)}") from None

@@ -221,6 +221,10 @@ def check_accelerate(config: HFParallelConfig, accelerate: Mapping[str, Any], wo
     elif is_number and num_processes > 0 and kind not in ONE_PROCESS_TYPES:
         try:
             config.dp_size(num_processes)
+            machines = accelerate.get("num_machines", 1)
+            counted = isinstance(machines, int) and machines > 0 and num_processes % machines == 0
+            if world_size is None and counted:  # the launch itself knows what it has started
+                config.check_links(num_processes, num_processes // machines)
         except ConfigError as error:
             problems.append(str(error))
     if problems:

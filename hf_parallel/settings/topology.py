@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import Links
-from hf_parallel.settings.values import Section, Size, number
+from hf_parallel.mesh_shape import MeshShape
+from hf_parallel.settings.values import MAX_SIZE, Section, Size, number
 
 
 AutoSize: TypeAlias = Annotated[Literal["auto"] | Size, BeforeValidator(number)]
+AutoSeveral: TypeAlias = Annotated[Literal["auto"] | Annotated[int, Field(ge=2, le=MAX_SIZE)], BeforeValidator(number)]
 
 
 def auto_or_keys(value: Any) -> Any:
@@ -33,7 +36,7 @@ class TopologyConfig(Section):
         Field(description="ranks of each node, an integer of 1 or more, or 'auto' (what the launcher started)"),
     ] = "auto"
     fast: Annotated[
-        AutoSize,
+        AutoSeveral,
         Field(
             description="neighbours that faster links join than the rest of their node (NVLink bridges), an integer of 2 or more that "
             "divides gpus_per_node, or 'auto' (all of a node are alike)"
@@ -68,9 +71,7 @@ class TopologyConfig(Section):
             yield "topology.nodes=1 with topology.gpus_per_node=1: one process has no links to others. Remove topology."
         if local != "auto" and local % tp_size:
             yield _spans(f"topology.gpus_per_node={local}", local, tp_size)
-        if self.fast == 1:
-            yield "topology.fast=1: a fast link joins 2 ranks or more. Remove topology.fast."
-        elif self.fast != "auto" and local != "auto" and local % self.fast:
+        if self.fast != "auto" and local != "auto" and local % self.fast:
             yield _odd(self.fast, f"topology.gpus_per_node={local}", local)
         if inside != "auto" and planned:
             yield f"topology.dp_inside={inside} with layout=auto: the plan says the sizes. Remove topology.dp_inside."
@@ -108,6 +109,27 @@ class TopologyConfig(Section):
             raise ConfigError(
                 f"topology.dp_inside={self.dp_inside} does not divide the {dp_size} replicas of num_processes={world_size}. Set it to "
                 f"{math.gcd(self.dp_inside, dp_size)}, or to auto."
+            )
+
+    def check_sums(self, key: str, links: Links, shape: MeshShape) -> None:
+        """Refuse sums inside nodes where no order of the axes puts several replicas of a part on each of several nodes.
+
+        Args:
+            key: The setting that asks for them.
+            links: What joins the ranks.
+            shape: The mesh; its `dp_inside` is not read.
+
+        Raises:
+            ConfigError: With the key, the rule and a fix.
+        """
+        chosen = self.dp_inside == "auto" and shape.pp_size > 1 and shape.ep_size == 1
+        given = 1 if self.dp_inside == "auto" else self.dp_inside
+        counts = [count for count in range(1, shape.dp_size + 1) if shape.dp_size % count == 0] if chosen else [given]
+        if not any(replace(shape, dp_inside=count).copies_in_nodes(links.ranks_per_node) > 1 for count in counts):
+            order = "" if self.dp_inside == "auto" else f" and topology.dp_inside={self.dp_inside}"
+            raise ConfigError(
+                f"{key}=hierarchical with {links.describe()}, {shape.num_copies} replica{'s' * (shape.num_copies > 1)}{order}: it needs "
+                f"several nodes, each with as many replicas of a part as any other, and two or more. Set {key} to auto."
             )
 
     def links(self, world_size: int, ranks_per_node: int) -> Links:

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases,
 from hf_parallel.batches import refuse_unlike
 from hf_parallel.data_parallel.node_wire import NodeWire
 from hf_parallel.data_parallel.reducer import GradientReducer
+from hf_parallel.data_parallel.replica_wire import ReplicaSettings, make_node_wire, make_replica_wire
 from hf_parallel.data_parallel.wire import PlainWire, Traffic
 from hf_parallel.errors import RankMismatchError
 from hf_parallel.guards.meeting import meeting_of_copy, meeting_of_replicas
@@ -27,6 +29,7 @@ from hf_parallel.mesh import Mesh
 from hf_parallel.mesh_shape import MeshShape
 from hf_parallel.ranks import links_here
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.replica_sections import GradientCompressionConfig
 
 
 PP2 = {"pp_size": 2, "num_microbatches": 2}
@@ -199,6 +202,25 @@ def test_sums_inside_nodes_are_alike_on_all_ranks_and_every_element_crosses_once
             assert one == first, "replicas differ"
         # 2 * 1/2 of what a rank has a part of; one ring would send 2 * (N - 1) / N of all out of each node.
         assert total <= between * world_size // 2 <= total + 8 * world_size * 4
+
+
+def uneven_rank(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether codes travel between nodes alone, and whether sums do, where nodes have one and two replicas of a stage."""
+    links = Links(2, world_size // 2, world_size // 2)
+    mesh = Mesh.build(MeshShape(world_size // 2, 2, 1), timeout=timedelta(seconds=30), links=links)
+    parameters = {"weight": nn.Parameter(torch.ones(8, 8))}
+    ledger: Any = SimpleNamespace(entries={"weight": SimpleNamespace(spec=None)})
+    int8 = GradientCompressionConfig(method="int8")
+    wire = make_replica_wire(ReplicaSettings(compression=int8), int8, ledger, parameters, mesh)
+    assert wire is not None
+    parameters["weight"].grad = torch.full((8, 8), float(mesh.dp_rank))
+    GradientReducer(list(parameters.items()), mesh.dp_group, Traffic(300, wire=wire)).reduce(1.0)
+    torch.testing.assert_close(parameters["weight"].grad, torch.full((8, 8), 3.0), rtol=0.02, atol=0.0)
+    return mesh.node_groups() is None, make_node_wire(ReplicaSettings(), parameters, mesh) is None
+
+
+def test_codes_and_sums_go_around_one_ring_where_nodes_have_different_numbers_of_replicas(tmp_path: Path) -> None:
+    assert run_ranks(uneven_rank, 6, tmp_path=tmp_path) == [(True, True)] * 6
 
 
 def words_rank(rank: int, world_size: int) -> tuple[str, list[int]]:

@@ -12,8 +12,9 @@ from torch import nn
 from hf_parallel.errors import ConfigError
 from hf_parallel.links import FAST, NETWORK, NODE, Links
 from hf_parallel.mesh_shape import MeshShape
-from hf_parallel.placement import Placement, copies_in_nodes, map_of, place
+from hf_parallel.placement import Placement, map_of, place
 from hf_parallel.settings.config import HFParallelConfig
+from hf_parallel.settings.recipes import check_accelerate
 from hf_parallel.trainer.placing import sent_by
 
 
@@ -94,14 +95,14 @@ def test_what_is_given_is_taken_and_without_stages_or_with_experts_nothing_is_ch
 
 
 def test_nodes_suit_a_sum_inside_where_each_has_as_many_copies() -> None:
-    assert copies_in_nodes(MeshShape(4, 1, 1), TWO_BY_TWO) == 2
-    assert copies_in_nodes(MeshShape(2, 1, 2), TWO_BY_TWO) == 1
-    assert copies_in_nodes(MeshShape(2, 2, 1, dp_inside=2), TWO_BY_TWO) == 1  # all of a stage are on one node
-    assert copies_in_nodes(MeshShape(4, 2, 1), TWO_BY_TWO) == 1
-    assert copies_in_nodes(MeshShape(4, 2, 1, dp_inside=2), Links(4, 2, 2)) == 2
-    assert copies_in_nodes(MeshShape(2, 1, 1, 2), TWO_BY_TWO) == 2  # the parts of a sequence hold the same weights
-    assert copies_in_nodes(MeshShape(2, 3, 1), Links(2, 3, 3)) == 1
-    assert copies_in_nodes(MeshShape(3, 2, 1), Links(2, 3, 3)) == 1  # uneven
+    assert MeshShape(4, 1, 1).copies_in_nodes(2) == 2
+    assert MeshShape(2, 1, 2).copies_in_nodes(2) == 1
+    assert MeshShape(2, 2, 1, dp_inside=2).copies_in_nodes(2) == 1  # all of a stage are on one node
+    assert MeshShape(4, 2, 1).copies_in_nodes(2) == 1
+    assert MeshShape(4, 2, 1, dp_inside=2).copies_in_nodes(2) == 2
+    assert MeshShape(2, 1, 1, 2).copies_in_nodes(2) == 2  # the parts of a sequence hold the same weights
+    assert MeshShape(2, 3, 1).copies_in_nodes(3) == 1
+    assert MeshShape(3, 2, 1).copies_in_nodes(3) == 1  # uneven
 
 
 def test_the_busiest_node_counts_and_not_the_busiest_one_of_each_axis() -> None:
@@ -112,6 +113,17 @@ def test_the_busiest_node_counts_and_not_the_busiest_one_of_each_axis() -> None:
     assert (stages.cost[0], replicas.cost[0]) == (8.0 + 16.0 + 2.0, 32.0)
     assert stages.carried("pp")[NETWORK] + stages.carried("dp")[NETWORK] == 34.0
     assert place(MeshShape(2, 3, 1), links, sent, sums=never).shape.dp_inside == 1
+
+
+def test_sums_inside_nodes_that_are_asked_for_need_an_order_that_has_them() -> None:
+    sent, links = {"pp": 1.0, "dp": 100.0}, Links(2, 4, 4)
+    assert place(MeshShape(4, 2, 1), links, sent, sums=always).shape.dp_inside == 4  # each stage on a node of its own
+    asked = place(MeshShape(4, 2, 1), links, sent, sums=always, in_nodes=True)
+    assert (asked.shape.dp_inside, asked.sums_in_nodes) == (1, True)
+    assert place(MeshShape(4, 2, 1), Links(4, 2, 2), None, sums=always, in_nodes=True).shape.dp_inside == 2
+    assert (
+        place(MeshShape(2, 2, 1), TWO_BY_TWO, sent, sums=always, in_nodes=True).shape.dp_inside == 2
+    )  # there is none
 
 
 def test_uneven_stages_each_send_their_own_gradients_and_the_ends_of_a_pipeline_what_they_share() -> None:
@@ -155,7 +167,8 @@ def test_the_map_does_without_bytes_and_is_empty_where_links_are_alike() -> None
     ("section", "message"),
     [
         ({"nodes": 1, "gpus_per_node": 1}, r"topology\.nodes=1 .* one process has no links.*Remove topology\."),
-        ({"fast": 1}, r"topology\.fast=1: a fast link joins 2 ranks or more\. Remove topology\.fast\."),
+        ({"fast": 1}, r"topology\.fast=1: expected neighbours .* an integer of 2 or more .*Set topology\.fast to 2\."),
+        ({"fast": 0}, r"topology\.fast=0: expected neighbours .*Set topology\.fast to 2\."),
         ({"gpus_per_node": 8, "fast": 3}, r"topology\.fast=3 does not divide topology\.gpus_per_node=8.*Remove it\."),
         ({"gpus_per_node": 8, "fast": 6}, r"topology\.fast=6 does not divide .*Set it to 2\."),
         ({"dp_inside": 2}, r"topology\.dp_inside=2 with pp_size=1 has no effect.*Remove topology\.dp_inside\."),
@@ -208,6 +221,75 @@ def test_numbers_that_do_not_fit_the_processes_are_refused() -> None:
         ConfigError, match=r"topology\.dp_inside=4 does not divide the 2 replicas of num_processes=4\. Set it to 2"
     ):
         HFParallelConfig(pp_size=2, topology={"dp_inside": 4}).dp_size(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "ranks_per_node", "message"),
+    [
+        (
+            {"topology": {"reduction": "hierarchical"}},
+            4,
+            4,
+            r"topology\.reduction=hierarchical with 1 node of 4 ranks, 4 replicas: ",
+        ),
+        (
+            {"pp_size": 4, "topology": {"reduction": "hierarchical"}},
+            4,
+            2,
+            r"2 nodes of 2 ranks, 1 replica: it needs several nodes",
+        ),
+        ({"pp_size": 2, "topology": {"reduction": "hierarchical"}}, 4, 2, r"Set topology\.reduction to auto\."),
+        (
+            {"pp_size": 2, "topology": {"reduction": "hierarchical", "dp_inside": 4}},
+            8,
+            4,
+            r"4 replicas and topology\.dp_inside=4: it needs",
+        ),
+        (
+            {"pp_size": 2, "gradient_compression": {"method": "int8", "topology": "hierarchical"}},
+            6,
+            3,
+            r"gradient_compression\.topology=hierarchical with .*Set gradient_compression\.topology to auto\.",
+        ),
+        (
+            {"local_sgd": {"sync_every": 2, "compression": {"method": "int8", "topology": "hierarchical"}}},
+            4,
+            4,
+            r"local_sgd\.compression\.topology=hierarchical with .*Set local_sgd\.compression\.topology to auto\.",
+        ),
+    ],
+)
+def test_sums_inside_nodes_that_no_order_has_are_refused(
+    settings: dict[str, Any], processes: int, ranks_per_node: int, message: str
+) -> None:
+    config = HFParallelConfig.from_mapping(settings)
+    with pytest.raises(ConfigError, match=message):
+        config.check_links(processes, ranks_per_node)
+    file = {"num_processes": processes, "num_machines": processes // ranks_per_node, "distributed_type": "MULTI_GPU"}
+    with pytest.raises(ConfigError, match=message):
+        check_accelerate(config, file)
+    config.check_links(1, 1)  # a trial on one process
+
+
+def test_sums_inside_nodes_that_some_order_has_are_not_refused() -> None:
+    asked = {"topology": {"reduction": "hierarchical"}}
+    HFParallelConfig.from_mapping(asked).check_links(4, 2)
+    HFParallelConfig.from_mapping({"pp_size": 2, **asked}).check_links(8, 4)
+    HFParallelConfig.from_mapping({"layout": "auto", **asked}).check_links(4, 4)  # which has no sizes yet
+    HFParallelConfig.from_mapping({"pp_size": 2, "gradient_compression": {"method": "int8"}}).check_links(6, 3)
+
+
+def test_a_file_whose_machines_the_topology_contradicts_is_refused() -> None:
+    config, file = (
+        HFParallelConfig(topology={"gpus_per_node": 8}),
+        {"num_processes": 16, "distributed_type": "MULTI_GPU"},
+    )
+    check_accelerate(config, {**file, "num_machines": 2})
+    check_accelerate(config, file)
+    with pytest.raises(
+        ConfigError, match=r"topology says 8 ranks on a node, but the launcher started 4 on each machine"
+    ):
+        check_accelerate(config, {**file, "num_machines": 4})
 
 
 def test_links_are_those_of_the_launch_unless_they_are_given() -> None:
