@@ -49,4 +49,5 @@ class Links:
     def describe(self) -> str:
         """In words."""
         fast = f", fast links join {self.fast}" if self.fast < self.ranks_per_node else ""
-        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.ranks_per_node} ranks{fast}"
+        local = self.ranks_per_node
+        return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {local} rank{'s' if local > 1 else ''}{fast}"

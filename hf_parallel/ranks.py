@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -36,8 +36,8 @@ def links_here(links_of: Callable[[int, int], Links]) -> Links:
         dist.all_gather_object(found, own)
     count = own[0]
     even = world_size % count == 0 and all(other == count for other, _ in found)
-    apart = [rank for rank, (_, place) in enumerate(found) if 0 <= place < count and place != rank % count]
-    if even and apart and dist.get_rank() == 0:
+    apart = _apart([place for _, place in found], count) if even else []
+    if apart and dist.get_rank() == 0:
         logger.warning(
             "hf_parallel: rank %d is number %d of the %d ranks of its machine: ranks of a machine are not numbered one after the "
             "other, so neighbours, which share layers and sums, lie on several machines. Start them in blocks (srun "
@@ -47,6 +47,15 @@ def links_here(links_of: Callable[[int, int], Links]) -> Links:
             count,
         )
     return links_of(world_size, count if even and not apart else world_size)
+
+
+def _apart(places: Sequence[int], count: int) -> list[int]:
+    """Ranks whose place on their machine another rank of the same block of `count` has, too: they are on two machines."""
+    known = [(rank, (rank // count, place)) for rank, place in enumerate(places) if 0 <= place < count]
+    firsts: dict[tuple[int, int], int] = {}
+    for rank, block in known:
+        firsts.setdefault(block, rank)
+    return [rank for rank, block in known if firsts[block] != rank]
 
 
 def hosts_of_ranks() -> tuple[str, ...]:

@@ -184,6 +184,16 @@ def _int(name: str, default: int) -> int:
     return int(text)
 
 
+def _of_machine(world_size: int) -> int:
+    """Ranks of this machine."""
+    local = _int("LOCAL_WORLD_SIZE", world_size)
+    if local < 1:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={local}: a machine has one rank or more. Let the launcher set it, or unset it."
+        )
+    return local
+
+
 def _recipe_of_environment() -> Path:
     try:
         return find_recipe(os.environ[CONFIG_VARIABLE])
@@ -242,7 +252,7 @@ def check_fit(config: HFParallelConfig, accelerate: Mapping[str, Any] | None, la
         elif accelerate and (launch.world_size > 1 or launch.launched_by == "accelerate"):
             check_accelerate(config, accelerate, launch.world_size)
         config.dp_size(launch.world_size)
-        config.check_links(launch.world_size, _int("LOCAL_WORLD_SIZE", launch.world_size))
+        config.check_links(launch.world_size, _of_machine(launch.world_size))
         _refuse_one_queue(config)
     except ConfigError as error:
         raise ConfigError(f"{origin}:\n{error}{_one_process_hint(launch.world_size, config)}") from None

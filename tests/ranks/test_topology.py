@@ -143,8 +143,8 @@ def test_the_planner_chooses_and_rank_0_says_what_crosses_which_link(tmp_path: P
     assert all(not said for said, _ in found[1:])
 
 
-def scattered_rank(rank: int, world_size: int) -> tuple[list[str], Links]:
-    """What is said, and taken, where a launcher deals ranks out to two machines in turn."""
+def scattered_rank(rank: int, world_size: int, places: list[int]) -> tuple[list[str], Links]:
+    """What is said, and taken, where a launcher gives ranks these places on two machines."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
@@ -152,17 +152,21 @@ def scattered_rank(rank: int, world_size: int) -> tuple[list[str], Links]:
             lines.append(record.getMessage())
 
     logging.getLogger("hf_parallel").addHandler(Lines())
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank // 2)}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(places[rank])}
     return lines, links_here(HFParallelConfig(pp_size=2).topology.links)
 
 
 def test_ranks_that_are_dealt_out_to_machines_in_turn_are_said_to_be(tmp_path: Path) -> None:
-    found = run_ranks(scattered_rank, 4, tmp_path=tmp_path)
+    found = run_ranks(scattered_rank, 4, [0, 0, 1, 1], tmp_path=tmp_path)
     assert [len(lines) for lines, _ in found] == [1, 0, 0, 0]
     assert found[0][0][0].startswith(
         "hf_parallel: rank 1 is number 0 of the 2 ranks of its machine: ranks of a machine are not"
     )
     assert {links for _, links in found} == {Links(1, 4, 4)}
+
+
+def test_ranks_of_a_machine_may_be_numbered_in_any_order(tmp_path: Path) -> None:
+    assert run_ranks(scattered_rank, 4, [1, 0, 0, 1], tmp_path=tmp_path) == [([], Links(2, 2, 2))] * 4
 
 
 def test_one_machine_has_no_map(tmp_path: Path) -> None:

@@ -96,6 +96,14 @@ def test_the_variable_wins_over_the_launcher(launched: pytest.MonkeyPatch, tmp_p
     assert (found.launched_by, found.rank, found.world_size) == ("accelerate", 1, 2)
 
 
+def test_a_machine_without_ranks_is_refused(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("LOCAL_WORLD_SIZE", "0")
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_WORLD_SIZE=0: a machine has one rank or more\. Let the launcher set it"
+    ):
+        launch.resolve_config({"pp_size": 2})
+
+
 def test_torchrun_is_recognised_and_has_no_file(tmp_path: Path) -> None:
     assert started_by(["torchrun", "train.py"], tmp_path, LOCAL_RANK="0", WORLD_SIZE="2") == [
         None,
