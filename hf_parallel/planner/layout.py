@@ -24,12 +24,24 @@ CHOICES: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention": ("eager", "sdpa", "flash"),
     "loss": ("auto", "logits", "fused"),
     "param_dtype": ("auto", "fp32"),
+    "reduce_dtype": ("fp32", "bf16"),
     "engine": ("auto", "native", "fsdp2", "deepspeed"),
     "offload_param": ("none", "cpu", "nvme"),
     "offload_optimizer": ("none", "cpu", "nvme"),
     "compression": get_args(Method),
 }
-OPTIONAL: Final = ("engine", "offload_param", "offload_optimizer", "compression", "loss", "param_dtype", "dp_inside")
+OPTIONAL: Final = (
+    *(
+        "engine",
+        "offload_param",
+        "offload_optimizer",
+        "compression",
+        "loss",
+        "param_dtype",
+        "reduce_dtype",
+        "dp_inside",
+    ),
+)
 COUNTS: Final = ("tp", "pp", "dp", "sp", "micro_batch", "num_microbatches", "stages_per_rank", "local_steps")
 SWITCHES: Final = ("sequence_parallel", "chunked_loss", "overlap_dp", "overlap_tp", "overlap_pp")
 # Bytes per parameter of weights, gradients and Adam's state. Source: ZeRO (arXiv:1910.02054) section 3.1; FSDP keeps
@@ -81,6 +93,7 @@ class LayoutSpec:
         overlap_pp: Whether messages between stages travel during passes.
         param_dtype: Of the parameters: "fp32" if products in 16 bit cast them (mixed precision of a model that was loaded in
             fp32), "auto" that of the products.
+        reduce_dtype: In which this package sums gradients of replicas.
         state_bytes: Of weights, gradients and optimizer per parameter, before sharding; None is the engine's.
         engine: Who partitions the replicas' states; "auto" is fsdp2 for zero=3, else native.
         offload_param: Where parameters wait.
@@ -111,6 +124,7 @@ class LayoutSpec:
     overlap_tp: bool = False
     overlap_pp: bool = False
     param_dtype: str = "auto"
+    reduce_dtype: str = "fp32"
     state_bytes: tuple[float, float, float] | None = None
     engine: str = "native"
     offload_param: str = "none"
@@ -160,6 +174,28 @@ class LayoutSpec:
     def element(self) -> int:
         """Bytes of an element of what passes through the blocks."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def passed(self) -> int:
+        """Bytes of an element of what stages send: this package's residual stream under autocast is as wide as the parameters."""
+        return 4 if self.places_replicas and self.param_dtype == "fp32" else self.element
+
+    @property
+    def summed(self) -> float:
+        """Bytes of an element of a gradient on its way to a sum over replicas; this package widens those of 16 bits."""
+        if self.places_replicas and self.engine != "deepspeed":
+            return 2.0 if self.reduce_dtype == "bf16" else 4.0
+        return min(4.0, self.states[1])
+
+    @property
+    def splits_results(self) -> bool:
+        """Whether each tp rank sends its part of what a stage passes on; in this package each sends all of it."""
+        return self.tp > 1 and not self.places_replicas and (self.sequence_parallel or self.kernels == "fused")
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether no rank keeps whole gradients from one micro-batch to the next; a pipeline reduces after its last."""
+        return self.pp == 1 and self.zero >= 2
 
     @property
     def repeats_attention_alone(self) -> bool:

@@ -109,14 +109,13 @@ def _of_replicas(parameters: float, spec: LayoutSpec) -> Iterator[float]:
     shards = spec.dp * spec.sp
     part = (shards - 1) / shards * parameters
     trained = spec.trained(parameters) / max(parameters, 1.0)
-    each = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
+    each = spec.summed if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.local_steps > 1:
-        yield 2 * min(4.0, spec.states[0]) * part * trained / spec.local_steps
+        yield 2 * spec.summed * part * trained / spec.local_steps
         return
-    passes = spec.num_microbatches if spec.gathers_each_pass else 1
-    yield (1 if spec.zero else 2) * each * part * trained * passes
+    yield (1 if spec.zero else 2) * each * part * trained * (spec.num_microbatches if spec.reduces_each_pass else 1)
     if spec.zero == 3:
-        yield 2 * spec.element * part * passes
+        yield 2 * spec.element * part * (spec.num_microbatches if spec.gathers_each_pass else 1)
     elif spec.zero:
         yield spec.element * part * trained
 
@@ -136,5 +135,5 @@ def _of_ends(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> Iterator[
 
 def _passed_in_step(profile: ModelProfile, spec: LayoutSpec, seq_len: int) -> float:
     """Bytes of the results that a rank sends one way in a step, for one stage."""
-    split = spec.tp if spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused") else 1
-    return spec.num_microbatches * _passed(profile, spec, seq_len) / split
+    passed = spec.passed / spec.element * _passed(profile, spec, seq_len)
+    return spec.num_microbatches * passed / (spec.tp if spec.splits_results else 1)

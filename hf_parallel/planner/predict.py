@@ -243,8 +243,8 @@ def _between_stages(profile: ModelProfile, place: Place) -> tuple[float, float]:
     spec, c = place.spec, place.c
     if spec.pp == 1:
         return 0.0, 0.0
-    size = spec.element * place.tokens * profile.hidden
-    split = spec.tp > 1 and (spec.sequence_parallel or spec.kernels == "fused")
+    size = spec.passed * place.tokens * profile.hidden
+    split = spec.splits_results
     one = c.p2p * hop(size / (spec.tp if split else 1), spec, place.cluster, c)
     if split and not spec.sequence_parallel:
         one += one_way(size, groups_of(spec, place.cluster)["tp"], place.cluster, c)
@@ -275,8 +275,8 @@ def _reduction(profile: ModelProfile, place: Place, counts: Sequence[int], block
         return 0.0
     parameters = spec.trained(_largest_rank(profile, spec, counts))
     if spec.local_steps > 1:  # the parameters themselves, between two steps
-        return all_reduce(min(4.0, spec.states[0]) * parameters, group, cluster, c) / spec.local_steps
-    element = min(4.0, spec.states[1]) if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
+        return all_reduce(spec.summed * parameters, group, cluster, c) / spec.local_steps
+    element = spec.summed if spec.compression == "none" else 4.0 * COMPRESSED[spec.compression]
     if spec.zero == 0:
         summed = sum_in_nodes if spec.sums_in_nodes else all_reduce
         sent = summed(element * parameters, group, cluster, c)

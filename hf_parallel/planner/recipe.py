@@ -10,6 +10,7 @@ from hf_parallel.settings.config import HFParallelConfig
 from hf_parallel.settings.values import spelled
 
 
+REDUCED: Final = {"float32": "fp32", "bfloat16": "bf16"}
 PRECISIONS: Final = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # mixed_precision of accelerate
 
 
@@ -48,6 +49,7 @@ def mapping_of(config: HFParallelConfig, num_processes: int, rows: int, dtype: s
         "chunked_loss": config.chunks_loss,
         "dtype": dtype,
         "kernels": "compiled" if config.pipeline.compile_blocks == "inductor" else "eager",
+        "reduce_dtype": REDUCED[config.data_parallel.reduce_dtype],
         "overlap_dp": config.data_parallel.overlap,
         "offload_param": zero.offload_param,
         "offload_optimizer": zero.offload_optimizer,
@@ -92,6 +94,7 @@ def settings_of(spec: LayoutSpec) -> HFParallelConfig:
         )
     settings["tensor_parallel"] = {"sequence_parallel": True} if spec.sequence_parallel else {}
     settings["data_parallel"] = {} if spec.overlap_dp else {"overlap": False}
+    settings["data_parallel"] |= {} if spec.reduce_dtype == "fp32" else {"reduce_dtype": "bfloat16"}
     settings["gradient_compression"] = {} if spec.compression == "none" else {"method": spec.compression}
     settings["local_sgd"] = {} if spec.local_steps == 1 else {"sync_every": spec.local_steps}
     settings["topology"] = {"dp_inside": spec.dp_inside} if spec.dp_inside else {}

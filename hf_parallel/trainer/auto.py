@@ -101,8 +101,10 @@ def given_by(trainer: Trainer, model: Any) -> dict[str, Any]:
     args = trainer.args
     attention = attention_of(model.config)
     trained = [p.requires_grad for p in model.parameters()]
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = "bf16" if own == {torch.bfloat16} else "fp16" if own == {torch.float16} else "fp32"  # without autocast
     found: dict[str, Any] = {
-        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else half,
         "attention": attention if attention in ("eager", "sdpa") else "flash",
     }
     if found["dtype"] != "fp32" and any(p.dtype == torch.float32 for p in model.parameters()):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rank_runner import run_ranks
 from torch import nn
 from trainer_cases import ENV, NO_NOISE, Case, compare, make_trainer, run_cases, wanted_cases
+from transformers import TrainerCallback
 
 from hf_parallel.batches import refuse_unlike
 from hf_parallel.data_parallel.node_wire import NodeWire
@@ -172,6 +173,62 @@ def test_ranks_of_a_machine_may_be_numbered_in_any_order(tmp_path: Path) -> None
 def test_one_machine_has_no_map(tmp_path: Path) -> None:
     case = replace(BASE, accumulation=1, parallel=dict(PP2))
     assert run_ranks(start_rank, 2, str(tmp_path), case, tmp_path=tmp_path, env=ENV)[0] == ([], (0, 0, 0, 0))
+
+
+COUNTED = [
+    replace(
+        laid(name, NODES | {"dp_inside": 2}, **PP2, **more), model=model, variable_length=False, arguments=arguments
+    )
+    for name, model, arguments, more in (
+        ("fp32", "llama", NO_NOISE, {}),
+        ("autocast", "llama", NO_NOISE | {"bf16": True}, {}),
+        ("half", "llama_half", NO_NOISE, {}),
+        ("half_sums", "llama", NO_NOISE, {"data_parallel": {"reduce_dtype": "bfloat16"}}),
+    )
+]
+
+
+def counted_rank(rank: int, world_size: int, folder: str) -> list[tuple[float, float, float, float]]:
+    """Bytes to the other stage and to the other replica in a step, of each case: by the planner, and counted."""
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Any:
+        call = getattr(dist.ProcessGroup, name)
+
+        def counted(group: Any, tensors: list[torch.Tensor], *rest: Any) -> Any:
+            if group.size() == 2 or name == "send":  # a ring of two sends all that it sums
+                counts[name] = counts.get(name, 0) + sum(tensor.nbytes for tensor in tensors)
+            return call(group, tensors, *rest)
+
+        return counted
+
+    for name in ("send", "allreduce"):
+        setattr(dist.ProcessGroup, name, counting(name))
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            counts.clear()  # the last step stays
+
+    found = []
+    for case in COUNTED:
+        trainer = make_trainer(case, Path(folder) / case.name, world_size, [Steps()])
+        trainer.train()
+        session = trainer.accelerator.hf_parallel
+        session.watchdog.stop()
+        sent = session.placement.sent
+        found.append((sent["pp"] / 2, counts["send"], sent["dp"][session.mesh.pp_rank], counts["allreduce"]))
+    return found
+
+
+def test_as_many_bytes_are_sent_as_the_map_says_in_each_precision(tmp_path: Path) -> None:
+    found = run_ranks(counted_rank, 4, str(tmp_path), tmp_path=tmp_path, timeout=120, env=ENV)
+    for ranks in zip(*found, strict=True):
+        for stages, sent, replicas, summed in ranks:
+            assert sent == pytest.approx(stages, rel=0.02)
+            assert summed == pytest.approx(replicas, rel=0.02)
+    whole, autocast, half, half_sums = found[0]
+    assert autocast[1] == pytest.approx(2 * half[1], rel=0.02)  # the residual stream is as wide as the parameters
+    assert whole[3] == pytest.approx(2 * half_sums[3], rel=0.02)
 
 
 def sums_rank(rank: int, world_size: int) -> tuple[list[Any], list[Any], int, int]:

@@ -20,6 +20,7 @@ from hf_parallel.planner.profile import profile_of
 from hf_parallel.planner.recipe import mapping_of, rows_of, settings_of
 from hf_parallel.planner.scaling import scaling
 from hf_parallel.planner.search import plan
+from hf_parallel.settings.config import HFParallelConfig
 
 
 CONFIG = LlamaConfig(
@@ -32,18 +33,18 @@ def sent(cluster: Cluster, **layout: object) -> dict[str, Traffic]:
 
 
 def test_replicas_send_twice_their_gradients_but_one_part() -> None:
-    size = 2 * profile_of(CONFIG).parameters
+    size = 4 * profile_of(CONFIG).parameters  # summed in fp32
     inside = sent(Cluster(1, 4, "h100"), dp=4)["dp"]
     assert inside.gpu == pytest.approx(2 * 3 / 4 * size)
     assert inside.node == 0
-    ring = sent(Cluster(2, 2, "h100"), dp=4, kernels="fused")["dp"]
+    ring = sent(Cluster(2, 2, "h100"), dp=4, kernels="fused", dtype="fp32")["dp"]
     assert ring.gpu == ring.node == pytest.approx(2 * 3 / 4 * size)  # one rank a node sends out
     across = sent(Cluster(2, 2, "h100"), dp=4)["dp"]
     assert across.gpu == across.node == pytest.approx(size)  # inside, and of each half by its rank between nodes
-    three = Cluster(3, 1, "h100")
-    assert sent(three, dp=3)["dp"] == sent(three, dp=3, kernels="fused")["dp"]  # nothing to sum inside
+    three, fp32 = Cluster(3, 1, "h100"), {"dp": 3, "dtype": "fp32"}
+    assert sent(three, **fp32)["dp"] == sent(three, **fp32, kernels="fused")["dp"]  # nothing to sum inside
     sharded = sent(Cluster(1, 4, "h100"), dp=4, zero=1)["dp"]
-    assert sharded.gpu == pytest.approx(inside.gpu)  # reduced to parts, gathered
+    assert sharded.gpu == pytest.approx(3 / 4 * (size + size / 2))  # reduced to parts, gathered in bf16
 
 
 def test_replicas_of_every_tp_rank_share_the_network() -> None:
@@ -91,12 +92,38 @@ def test_a_tied_table_has_a_gradient_on_both_ends_of_a_pipeline() -> None:
     assert tied > apart
 
 
+def test_gradients_travel_in_fp32_unless_it_is_said_otherwise_and_with_zero_2_in_every_pass() -> None:
+    cluster, size = Cluster(1, 2, "h100"), profile_of(CONFIG).parameters
+
+    def of_dp(**layout: object) -> float:
+        return sent(cluster, dp=2, **layout)["dp"].gpu
+
+    assert of_dp() == of_dp(dtype="fp32") == of_dp(param_dtype="fp32") == pytest.approx(4 * size)
+    assert of_dp(reduce_dtype="bf16") == of_dp(engine="deepspeed") == pytest.approx(2 * size)
+    assert of_dp(zero=1, num_microbatches=3) == pytest.approx((4 + 2) / 2 * size)
+    assert of_dp(zero=2, num_microbatches=3) == pytest.approx((3 * 4 + 2) / 2 * size)
+    mapping = mapping_of(HFParallelConfig(data_parallel={"reduce_dtype": "bfloat16"}), 2, 1)
+    assert mapping["reduce_dtype"] == "bf16"
+    assert settings_of(layout_of(mapping)).data_parallel.reduce_dtype == "bfloat16"
+
+
+def test_stages_pass_on_what_the_parameters_are_wide_and_every_tp_rank_all_of_it() -> None:
+    passed, cluster = 128 * 256, Cluster(2, 2, "h100")
+    for layout, width in (({}, 2), ({"param_dtype": "fp32"}, 4), ({"dtype": "fp32"}, 4)):
+        assert sent(cluster, pp=2, dp=2, dp_inside=2, **layout)["pp"].node == pytest.approx(2 * width * passed)
+        for shared in (True, False):
+            found = sent(cluster, pp=2, tp=2, sequence_parallel=shared, **layout)["pp"].node
+            assert found == pytest.approx(2 * width * passed)
+    fused = sent(cluster, pp=2, tp=2, kernels="fused")["pp"].node
+    assert fused == pytest.approx(2 * passed)  # other systems send parts
+
+
 def test_fewer_bits_and_seldom_sums_send_less() -> None:
     cluster = Cluster(2, 1, "h100")
     usual = sent(cluster, dp=2)["dp"].node
     assert sent(cluster, dp=2, compression="int8")["dp"].node < usual
     assert sent(cluster, dp=2, local_steps=8)["dp"].node == pytest.approx(usual / 8)
-    assert sent(cluster, dp=2, adapters=1000)["dp"].node == pytest.approx(2 * 2 / 2 * 1000)
+    assert sent(cluster, dp=2, adapters=1000)["dp"].node == pytest.approx(2 * 4 / 2 * 1000)
     assert sent(Cluster(1, 1, "h100")) == {}
 
 
